@@ -1,0 +1,43 @@
+"""Unbounded trains models that do not fit.
+
+The public names are imported on first use, so that `import unbounded` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "shard": "unbounded.sharding",
+    "full_params": "unbounded.sharding",
+    "Plan": "unbounded.planner.plan",
+    "UnboundedError": "unbounded.errors",
+    "PlanError": "unbounded.errors",
+    "BudgetError": "unbounded.errors",
+    "StateError": "unbounded.errors",
+    "DiskError": "unbounded.errors",
+    "CheckpointError": "unbounded.errors",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'unbounded' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from unbounded.errors import BudgetError, CheckpointError, DiskError, PlanError, StateError, UnboundedError
+    from unbounded.planner.plan import Plan
+    from unbounded.sharding import full_params, shard

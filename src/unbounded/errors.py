@@ -1,0 +1,27 @@
+"""The errors users meet: each is also the builtin a caller would expect to catch."""
+
+from __future__ import annotations
+
+
+class UnboundedError(Exception):
+    """Root of every error raised on purpose by this package."""
+
+
+class PlanError(UnboundedError, ValueError):
+    """A plan, argument or model that cannot work as given."""
+
+
+class BudgetError(PlanError, MemoryError):
+    """The states do not fit the budgets of the tiers."""
+
+
+class StateError(UnboundedError, RuntimeError):
+    """Something was asked of a model or optimizer in a state that cannot give it."""
+
+
+class DiskError(UnboundedError, OSError):
+    """A disk operation failed; carries errno and the path."""
+
+
+class CheckpointError(UnboundedError, RuntimeError):
+    """A checkpoint that cannot be read as asked."""
