@@ -1,0 +1,68 @@
+"""The lanes of a training step, and how long each has been busy.
+
+A lane is one kind of work that can run beside the others. The totals are kept at all times, with or without a trace
+file: one addition a span. Times are `time.perf_counter_ns`, which is the monotonic clock native threads read too.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+DISK_READ = "disk read"
+DISK_WRITE = "disk write"
+HOST_TO_DEVICE = "host to device"
+DEVICE_TO_HOST = "device to host"
+GATHER = "gather"
+REDUCE = "reduce"
+COMPUTE = "compute"
+HOST_OPTIMIZER = "host optimizer"
+
+LANES = (COMPUTE, GATHER, REDUCE, HOST_TO_DEVICE, DEVICE_TO_HOST, HOST_OPTIMIZER, DISK_READ, DISK_WRITE)
+
+
+@dataclass(frozen=True)
+class LaneTotal:
+    """What one lane did: seconds in which at least one of its spans ran, bytes moved, spans counted."""
+
+    busy_seconds: float = 0.0
+    bytes: int = 0
+    count: int = 0
+
+    def __sub__(self, before: LaneTotal) -> LaneTotal:
+        return LaneTotal(self.busy_seconds - before.busy_seconds, self.bytes - before.bytes, self.count - before.count)
+
+
+class Totals:
+    """Running totals of all lanes, safe to add to from any thread.
+
+    Spans that overlap within a lane are counted once: of a span that arrives only the part after the last end seen
+    is added. That is exact where spans end in the order they began, as transfers in a queue do.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lanes: dict[str, list[int]] = {}
+
+    def add(self, lane: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
+        """Count one finished span."""
+        with self._lock:
+            entry = self._lanes.get(lane)
+            if entry is None:
+                entry = self._lanes[lane] = [0, 0, 0, 0]
+            busy_until = entry[3]
+            if end_ns > busy_until:
+                entry[0] += end_ns - max(start_ns, busy_until)
+                entry[3] = end_ns
+            entry[1] += num_bytes
+            entry[2] += 1
+
+    def count(self, lane: str, num_bytes: int) -> None:
+        """Count a span whose time is not measured."""
+        self.add(lane, 0, 0, num_bytes)
+
+    def read(self) -> dict[str, LaneTotal]:
+        """The totals now, one entry for each known lane and for any other that was used."""
+        with self._lock:
+            seen = {lane: LaneTotal(entry[0] / 1e9, entry[1], entry[2]) for lane, entry in self._lanes.items()}
+        return {lane: seen.get(lane, LaneTotal()) for lane in (*LANES, *(name for name in seen if name not in LANES))}
