@@ -1,0 +1,46 @@
+"""What all tests share: the pool of ranks, and skipping what this machine cannot run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; also for processes that tests start
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests for a GPU where there is none; has the fork server import what the chosen tests ask for."""
+    from tests import ranks
+
+    for module in {getattr(item, "module", None) for item in items}:
+        ranks.PRELOAD.extend(name for name in getattr(module, "PRELOAD_IN_RANKS", ()) if name not in ranks.PRELOAD)
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[None]:
+    from tests.ranks import close_ranks
+
+    yield
+    close_ranks()
+
+
+@pytest.fixture
+def ranks(_pool: None) -> Callable[..., list[Any]]:
+    """`run_ranks(world_size, function, *arguments, timeout=60.0)` on the pool of ranks."""
+    from tests.ranks import run_ranks
+
+    return run_ranks

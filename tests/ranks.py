@@ -1,0 +1,158 @@
+"""A persistent pool of ranks for the tests: a case over four ranks costs milliseconds, not seconds.
+
+The ranks are forked from a server that has torch imported already, and wait on a pipe for their next case.
+Every case gets a process group of its own (gloo on loopback, keys under a prefix of its own in one store that
+the pool hosts); world size 1 gets none at all. What a case leaves behind cannot reach the next one: after a
+failure, a death or a hang the whole pool is replaced.
+
+    results = run_ranks(2, function, *arguments)     # [function(0, 2, *arguments), function(1, 2, *arguments)]
+
+The function and its arguments travel by pickle, so the function stands at the top level of a module.
+What the ranks do with a case is in `tests/rank.py`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.rank import Case, Report, serve
+
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.rank"]
+"""What the fork server imports before the first rank; a test module adds to it with `PRELOAD_IN_RANKS`."""
+
+MAX_RANKS = 4
+GRACE_SECONDS = 5.0
+"""How long the other ranks of a case may take to end after one has failed."""
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; the message has every failing rank's traceback or stacks."""
+
+
+class Worker:
+    """One rank's process, its pipe and the file that takes its output and its stacks."""
+
+    def __init__(self, context: Any, rank: int, folder: Path, port: int) -> None:
+        self.rank = rank
+        self.log = folder / f"rank{rank}.log"
+        self.pipe: Connection
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, str(self.log), port), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def stacks(self) -> str:
+        """What every thread of the rank is doing, written by its own faulthandler."""
+        start = self.log.stat().st_size if self.log.exists() else 0
+        os.kill(self.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and self.log.stat().st_size == start:
+            time.sleep(0.02)
+        time.sleep(0.05)
+        return self.log.read_text(errors="replace")[start:]
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Pool:
+    """Up to `MAX_RANKS` waiting ranks, started when a case first needs them."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(list(PRELOAD))
+        self.workers: list[Worker] = []
+        self.num_cases = 0
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+        """Runs `function(rank, world_size, *arguments)` on every rank; a list of what they returned."""
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(f"a case may have 1 to {MAX_RANKS} ranks, not {world_size}")
+        self._start(world_size)
+        self.num_cases += 1
+        case = Case(f"case{self.num_cases}", world_size, function, arguments, timeout, list(sys.path))
+        ranks = self.workers[:world_size]
+        for worker in ranks:
+            worker.pipe.send_bytes(pickle.dumps((worker.rank, case)))
+        reports = self._collect(ranks, timeout)
+        failures = [report for report in reports.values() if report.failure]
+        if failures or len(reports) < world_size:
+            self._fail(ranks, reports, timeout)
+        return [reports[worker.rank].result for worker in ranks]
+
+    def close(self) -> None:
+        """Ends every rank; the next case starts new ones."""
+        for worker in self.workers:
+            worker.kill()
+        self.workers = []
+
+    def _start(self, world_size: int) -> None:
+        for rank in range(len(self.workers), world_size):
+            self.workers.append(Worker(self.context, rank, Path(self.folder.name), self.store.port))
+
+    def _collect(self, ranks: list[Worker], timeout: float) -> dict[int, Report]:
+        """The reports in the order in which they came; without those of ranks that died or did not end in time."""
+        waiting = {worker.pipe: worker for worker in ranks}
+        reports: dict[int, Report] = {}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                worker = waiting.pop(pipe)  # type: ignore[index]
+                try:
+                    report = pickle.loads(worker.pipe.recv_bytes())
+                except EOFError:
+                    worker.process.join(5)
+                    report = Report(None, f"the process died with exit code {worker.process.exitcode}", died=True)
+                reports[worker.rank] = report
+                if report.failure:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return reports
+
+    def _fail(self, ranks: list[Worker], reports: dict[int, Report], timeout: float) -> None:
+        parts = []
+        for rank, report in reports.items():
+            if report.failure:
+                output = f"\n{ranks[rank].output()}" if report.died else ""
+                parts.append(f"--- rank {rank} failed:\n{report.failure}{output}")
+        hung = [worker for worker in ranks if worker.rank not in reports]
+        for worker in hung:
+            waited = f"within {timeout:g} s" if not parts else f"{GRACE_SECONDS:g} s after the failure above"
+            parts.append(f"--- rank {worker.rank} did not end {waited}; its stacks:\n{worker.stacks()}")
+        self.close()
+        raise RankError("\n".join(parts))
+
+
+_pool: Pool | None = None
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+    """`Pool.run` on the one pool of this test session."""
+    global _pool
+    if _pool is None:
+        _pool = Pool()
+    return _pool.run(world_size, function, *arguments, timeout=timeout)
+
+
+def close_ranks() -> None:
+    """Ends the pool of this test session, if there is one."""
+    if _pool is not None:
+        _pool.close()
