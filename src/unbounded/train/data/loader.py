@@ -1,0 +1,144 @@
+"""A rank's part of every global batch, made ahead on a thread of its own.
+
+Of the `rows` samples of a global batch, rank `r` of `n` takes those whose number is `r` modulo `n`: the same samples
+make up a batch on any number of ranks. Every batch carries the state that stands behind it, so that what is saved is
+what was consumed and not what was made ahead.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbounded.train.data.stream import Corpus, Place, Sequence, Stream
+from unbounded.train.data.tokenizer import IGNORED
+from unbounded.train.errors import DataError, InputError
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's rows of a global batch; `state` resumes right behind it."""
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    num_targets: int
+    state: State
+
+
+def stack(sequences: Iterable[Sequence], state: State | None = None) -> Batch:
+    """Join sequences into one batch."""
+    rows = list(sequences)
+    targets = np.stack([row.targets for row in rows]).astype(np.int64)
+    inputs = np.stack([row.inputs for row in rows]).astype(np.int64)
+    return Batch(inputs, targets, int((targets != IGNORED).sum()), state or {})
+
+
+class Loader:
+    """Yields `Batch` after batch without end; `close` ends its thread."""
+
+    def __init__(self, corpus: Corpus, *, rows: int, rank: int = 0, world_size: int = 1, num_ahead: int = 2) -> None:
+        if rows % world_size:
+            raise InputError(
+                f"a global batch of {rows} sequences cannot be split evenly over {world_size} ranks. "
+                f"Choose --batch-tokens so that it holds a multiple of {world_size} sequences."
+            )
+        self._corpus, self._rows, self._rank, self._world_size = corpus, rows, rank, world_size
+        self._num_ahead = num_ahead
+        self._num_samples = 0
+        self._streams: dict[int, Stream] = {}
+        self._places: dict[int, Place] = {}
+        self._state = self._describe()
+        self._thread: threading.Thread | None = None
+        self.wait_seconds = 0.0
+
+    def state_dict(self) -> State:
+        """Where the last batch given out ended, as small integers (of the streams that this rank reads)."""
+        return self._state
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on behind the batch that `state` came with; the batch size and number of ranks may differ."""
+        if self._thread is not None:
+            raise DataError("a loader's state can only be set before its first batch.")
+        if state["fingerprint"] != self._corpus.fingerprint:
+            raise DataError(
+                "the data, its order or its tokenizer is not what the checkpoint was trained on, "
+                "so that the run cannot go on at the exact sample. "
+                "Bring the old data back, or pass --restart-data to begin it anew."
+            )
+        self._num_samples = state["samples"]
+        self._places = {int(index): Place(*place) for index, place in state["streams"].items()}
+        self._state = state
+
+    def next(self) -> Batch:
+        """The next batch; waits for the thread where it is behind, and raises what it met."""
+        if self._thread is None:
+            self._queue: queue.Queue[Batch | BaseException] = queue.Queue(self._num_ahead)
+            self._closing = threading.Event()
+            self._thread = threading.Thread(target=self._work, name="unbounded-data", daemon=True)
+            self._thread.start()
+        start = time.perf_counter()
+        batch = self._queue.get()
+        self.wait_seconds += time.perf_counter() - start
+        if isinstance(batch, BaseException):
+            raise batch
+        self._state = batch.state
+        return batch
+
+    def close(self) -> None:
+        """End the thread; the batches made ahead are dropped, the state stays that of the last one given out."""
+        if self._thread is None:
+            return
+        self._closing.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._queue.put(self._make())
+        except BaseException as error:
+            self._queue.put(error)
+
+    def _make(self) -> Batch:
+        first = self._num_samples
+        rows = [self._sample(first + row) for row in range(self._rank, self._rows, self._world_size)]
+        self._num_samples += self._rows
+        return stack(rows, self._describe())
+
+    def _sample(self, sample: int) -> Sequence:
+        taken, index = divmod(sample, self._corpus.num_streams)
+        if index not in self._streams:
+            self._streams[index] = Stream(self._corpus, index, self._places.get(index))
+        self._streams[index].skip_to(taken)
+        return self._streams[index].next()
+
+    def _describe(self) -> State:
+        places = self._places | {index: stream.place for index, stream in self._streams.items()}
+        return {
+            "fingerprint": self._corpus.fingerprint,
+            "samples": self._num_samples,
+            "streams": {str(index): list(place) for index, place in sorted(places.items())},
+        }
+
+
+def merge(states: Iterable[State]) -> State:
+    """The state of all ranks together: of each stream the place furthest on."""
+    first, *others = states
+    streams = dict(first["streams"])
+    for other in others:
+        for index, place in other["streams"].items():
+            streams[index] = max(streams.get(index, place), place)
+    return {**first, "streams": streams}

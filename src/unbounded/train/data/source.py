@@ -1,0 +1,181 @@
+"""The files of a dataset and the blocks they are read in.
+
+A block is what is read at once and moved as a whole by the shuffle: a small file, a piece of a large one cut where a
+line ends, or a row group of a Parquet file. Blocks are found from file sizes and Parquet footers alone, so that
+opening a terabyte reads none of it.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from unbounded.train.errors import DataError
+from unbounded.train.similar import did_you_mean
+
+TEXT, JSONL, CHAT, PARQUET = "text", "jsonl", "chat", "parquet"
+FORMATS = ("auto", TEXT, JSONL, CHAT, PARQUET)
+
+_CONTAINERS = {".jsonl": JSONL, ".ndjson": JSONL, ".json": JSONL, ".parquet": PARQUET, ".pq": PARQUET}
+_TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".csv"}
+_CODE_SUFFIXES = {".py", ".c", ".h", ".cpp", ".cc", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql", ".toml"}
+_TEXT_BLOCK_BYTES = 256 << 10  # one document: small enough that tokenising it does not delay a batch
+_LINES_BLOCK_BYTES = 1 << 20  # a window of the shuffle
+_SEAM_BYTES = 4096  # how far from a nominal cut a line end is looked for
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes `start` to `end` of a file, or row group `start` of a Parquet file."""
+
+    file: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file, with how it is read and its size when the run began."""
+
+    path: Path
+    container: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """All files of a dataset, in an order that does not depend on the file system."""
+
+    files: tuple[DataFile, ...]
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block, in file order."""
+        lines_bytes = _lines_block_bytes(sum(f.num_bytes for f in self.files if f.container == JSONL))
+        return tuple(block for index, file in enumerate(self.files) for block in _cut(index, file, lines_bytes))
+
+
+def open_source(patterns: Iterable[str], data_format: str = "auto") -> Source:
+    """Find the files that `patterns` (files, folders, globs) name; folders are walked, hidden files left out."""
+    found: dict[Path, DataFile] = {}
+    for pattern in patterns:
+        for path in _expand(pattern, data_format):
+            file = DataFile(path, _container(path, data_format), path.stat().st_size)
+            if file.num_bytes:
+                found[path] = file
+    if not found:
+        named = ", ".join(f'"{pattern}"' for pattern in patterns)
+        raise DataError(f"the data in {named} is empty: no file there holds a byte. Give files with text in them.")
+    return Source(tuple(found[path] for path in sorted(found)))
+
+
+def _expand(pattern: str, data_format: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        return _walk(path, data_format)
+    if path.is_file():
+        return [path]
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    if not matches:
+        siblings = [str(entry) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(f'data "{pattern}" does not exist.{did_you_mean(str(path), siblings)}')
+    return [file for match in matches for file in (_walk(match, data_format) if match.is_dir() else [match])]
+
+
+def _walk(folder: Path, data_format: str) -> list[Path]:
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(folder))]
+    kept = [p for p in files if data_format == TEXT or _fits(p, data_format)]
+    if not kept:
+        raise DataError(
+            f'folder "{folder}" has no data of format "{data_format}" among its {len(files)} files. '
+            "Give the files by name, or their format with --data-format."
+        )
+    return kept
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _fits(path: Path, data_format: str) -> bool:
+    suffix = path.suffix.lower()
+    known = _CONTAINERS.get(suffix, TEXT if suffix in _TEXT_SUFFIXES | _CODE_SUFFIXES else None)
+    wanted = {"auto": {TEXT, JSONL, PARQUET}, CHAT: {JSONL, PARQUET}}.get(data_format, {data_format})
+    return known in wanted
+
+
+def _container(path: Path, data_format: str) -> str:
+    by_suffix = _CONTAINERS.get(path.suffix.lower(), TEXT)
+    if data_format == "auto":
+        return by_suffix
+    if data_format == CHAT:
+        return PARQUET if by_suffix == PARQUET else JSONL
+    return data_format
+
+
+def _lines_block_bytes(total_bytes: int) -> int:
+    return min(max(total_bytes // 512, 16 << 10), _LINES_BLOCK_BYTES)
+
+
+def _cut(index: int, file: DataFile, lines_bytes: int) -> Iterator[Block]:
+    if file.container == PARQUET:
+        for group in range(open_parquet(file.path).num_row_groups):
+            yield Block(index, group, group + 1)
+        return
+    step = _TEXT_BLOCK_BYTES if file.container == TEXT else lines_bytes
+    for start in range(0, file.num_bytes, step):
+        yield Block(index, start, min(start + step, file.num_bytes))
+
+
+def open_parquet(path: Path) -> Any:
+    """A pyarrow ParquetFile that reads through a small buffer rather than whole column chunks."""
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise DataError(f'reading "{path}" takes pyarrow. Install it: pip install "unbounded[hf]".') from None
+    try:
+        return ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f'"{path}" is not a readable Parquet file: {error}') from None
+
+
+def read_text(file: DataFile, block: Block) -> bytes:
+    """The bytes of a text block, its nominal ends moved to the next end of a line (or of a character)."""
+    with file.path.open("rb") as stream:
+        start = _seam(stream, block.start, file.num_bytes)
+        end = _seam(stream, block.end, file.num_bytes)
+        stream.seek(start)
+        return stream.read(end - start)
+
+
+def _seam(stream: Any, position: int, num_bytes: int) -> int:
+    if position in (0, num_bytes):
+        return position
+    stream.seek(position - 1)  # a block that begins right after a line end begins there
+    near: bytes = stream.read(_SEAM_BYTES)
+    line_end = near.find(b"\n")
+    if line_end >= 0:
+        return position + line_end
+    continuation = next((i for i, byte in enumerate(near[1:]) if byte & 0xC0 != 0x80), 0)
+    return min(position + continuation, num_bytes)
+
+
+def read_lines(file: DataFile, block: Block) -> list[bytes]:
+    """The lines that begin within the block, blank ones left out."""
+    with file.path.open("rb") as stream:
+        if block.start:
+            stream.seek(block.start - 1)
+            stream.readline()
+        lines = []
+        while stream.tell() < block.end:
+            line = stream.readline()
+            if not line:
+                break
+            if line.strip():
+                lines.append(line)
+        return lines

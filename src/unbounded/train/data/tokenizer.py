@@ -1,0 +1,200 @@
+"""Documents to tokens with the targets of the loss.
+
+Two tokenizers behind one protocol: the bytes themselves, for the built-in model, and a Hugging Face tokenizer.
+A conversation is rendered in segments with and without loss, each tokenised on its own, so that the loss begins
+exactly where an answer does:
+
+1. the tokenizer's chat template, where each answer is what the template adds to the turns before it;
+2. without a template: `<|role|>\\n`, the content, and for an answer the end-of-text token, one turn after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbounded.train.data.document import Document, Message
+from unbounded.train.errors import DataError
+
+IGNORED = -100
+Ids = NDArray[np.int32]
+
+
+class Encoded(NamedTuple):
+    """A document's tokens, and per token the id the loss wants there (`IGNORED` where it asks nothing)."""
+
+    tokens: Ids
+    targets: Ids
+
+
+class Segment(NamedTuple):
+    """A stretch of a rendered conversation; with `ends` the end-of-text token follows it."""
+
+    text: str
+    trained: bool
+    ends: bool = False
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline and the sampler need of a tokenizer."""
+
+    name: str
+    vocabulary_size: int
+
+    def encode(self, documents: Sequence[Document]) -> list[Encoded]:
+        """Tokens of each document, the end-of-text token behind each."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a text to be continued."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of generated tokens."""
+
+
+class ByteTokenizer:
+    """Every byte of UTF-8 is a token; 256 ends a document."""
+
+    name = "bytes"
+    vocabulary_size = 257
+    end = 256
+
+    def encode(self, documents: Sequence[Document]) -> list[Encoded]:
+        """See `Tokenizer.encode`."""
+        return [self._encode(document) for document in documents]
+
+    def _encode(self, document: Document) -> Encoded:
+        if isinstance(document, str):
+            tokens = np.append(_bytes(document), np.int32(self.end))
+            return Encoded(tokens, tokens)
+        segments = _plain_chat(document)
+        return _join(segments, [_bytes(segment.text) for segment in segments], self.end)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_prompt`."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return bytes(token for token in tokens if token < self.end).decode("utf-8", "replace")
+
+
+class FolderTokenizer:
+    """The tokenizer of a Hugging Face model folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.name = str(folder)
+        self.inner = _load_tokenizer(folder)
+        self.vocabulary_size = max(self.inner.get_vocab().values()) + 1
+        self.end = self.inner.eos_token_id
+        if self.end is None:
+            raise DataError(
+                f'tokenizer "{folder}" has no end-of-text token. Set "eos_token" in its tokenizer_config.json.'
+            )
+        begin = self.inner.bos_token_id
+        self._begin = [begin] if begin is not None and self.inner("a")["input_ids"][:1] == [begin] else []
+        self._fast = getattr(self.inner, "backend_tokenizer", None)
+
+    def encode(self, documents: Sequence[Document]) -> list[Encoded]:
+        """See `Tokenizer.encode`."""
+        if documents and not isinstance(documents[0], str):
+            return [self._encode_chat(document) for document in documents if not isinstance(document, str)]
+        arrays = [np.array([*self._begin, *ids, self.end], np.int32) for ids in self._ids([str(d) for d in documents])]
+        return [Encoded(tokens, tokens) for tokens in arrays]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_prompt`."""
+        return [*self._begin, *self._ids([text])[0]]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return str(self.inner.decode(list(tokens), skip_special_tokens=True))
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if self._fast is not None:  # straight to the Rust core: a third of the time under the interpreter's lock
+            return [encoding.ids for encoding in self._fast.encode_batch(texts, add_special_tokens=False)]
+        ids: list[list[int]] = self.inner(texts, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _encode_chat(self, messages: list[Message]) -> Encoded:
+        segments = self._render(messages) if self.inner.chat_template else _plain_chat(messages)
+        ids = self._ids([segment.text for segment in segments])
+        if ids and not self.inner.chat_template:
+            ids[0] = [*self._begin, *ids[0]]
+        return _join(segments, [np.array(piece, np.int32) for piece in ids], self.end)
+
+    def _render(self, messages: list[Message]) -> list[Segment]:
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            return [Segment(self._template(messages, False), False)]
+        segments = _template_segments(messages, answers, self._template)
+        if segments is None:  # a template that rewrites earlier turns: the last answer still stands behind its prompt
+            segments = _template_segments(messages[: answers[-1] + 1], answers[-1:], self._template)
+        if segments is None:
+            raise DataError(
+                f'the chat template of "{self.name}" does not put answers behind their prompt, so that the loss cannot '
+                "be limited to them. Render the conversations yourself and train on their text."
+            )
+        return segments
+
+    def _template(self, messages: list[Message], asks: bool) -> str:
+        if not messages:
+            return ""
+        try:
+            return str(self.inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+        except Exception as error:  # the template is the user's program: Jinja raises whatever it likes
+            raise DataError(f'the chat template of "{self.name}" refuses a conversation: {error}') from None
+
+
+def _template_segments(messages: list[Message], answers: list[int], template: Any) -> list[Segment] | None:
+    segments, done = [], ""
+    for index in answers:
+        prompt, answered = template(messages[:index], True), template(messages[: index + 1], False)
+        if not prompt.startswith(done) or not answered.startswith(prompt):
+            return None
+        segments += [Segment(prompt[len(done) :], False), Segment(answered[len(prompt) :], True)]
+        done = answered
+    return segments
+
+
+def _plain_chat(messages: list[Message]) -> list[Segment]:
+    segments = []
+    for message in messages:
+        answers = message["role"] == "assistant"
+        segments.append(Segment(f"<|{message['role']}|>\n", False))
+        segments.append(Segment(f"{message['content']}\n", answers, ends=answers))
+    return segments
+
+
+def _join(segments: list[Segment], pieces: list[Ids], end: int) -> Encoded:
+    last = np.array([end], np.int32)
+    tokens, targets = [], []
+    for segment, ids in zip(segments, pieces, strict=True):
+        ids = np.concatenate([ids, last]) if segment.ends else ids
+        tokens.append(ids)
+        targets.append(ids if segment.trained else np.full_like(ids, IGNORED))
+    if not tokens or tokens[-1][-1:] != last:  # conversations are set apart as texts are
+        tokens.append(last)
+        targets.append(np.full_like(last, IGNORED))
+    return Encoded(np.concatenate(tokens), np.concatenate(targets))
+
+
+def _bytes(text: str) -> Ids:
+    return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
+
+
+def _load_tokenizer(folder: str | Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise DataError(f'tokenizer "{folder}" takes transformers. Install it: pip install "unbounded[hf]".') from None
+    if not Path(folder).is_dir():
+        raise DataError(f'tokenizer folder "{folder}" does not exist. Give a folder that from_pretrained can read.')
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers raises a dozen kinds here; the user needs the one line
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f'no tokenizer can be read from "{folder}": {reason}') from None

@@ -1,0 +1,89 @@
+"""Tokens and targets: end marks, chat turns, and a loss on answers only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.train.corpora import make_corpus, save_tokenizer, write_jsonl
+
+from unbounded.train.data.loader import Loader
+from unbounded.train.data.tokenizer import IGNORED, ByteTokenizer, Encoded, FolderTokenizer, Tokenizer
+from unbounded.train.errors import DataError
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "where do weights live?"},
+    {"role": "assistant", "content": "on the host"},
+    {"role": "user", "content": "and states?"},
+    {"role": "assistant", "content": "on disk"},
+]
+TURNS = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+COUNT = "{{ messages|selectattr('role', 'eq', 'user')|list|length }}"  # changes as the conversation goes on
+REWRITES = "{% for m in messages %}{% if m.role != 'assistant' %}" + COUNT + "{% endif %}{{ m.content }}{% endfor %}"
+
+
+def trained_text(tokenizer: Tokenizer, encoded: Encoded) -> str:
+    return tokenizer.decode([int(t) for t in encoded.targets if t != IGNORED])
+
+
+def test_bytes_are_tokens_and_256_ends_a_document() -> None:
+    encoded = ByteTokenizer().encode(["aé"])[0]
+    assert encoded.tokens.tolist() == [97, 0xC3, 0xA9, 256]
+    assert ByteTokenizer().decode([97, 0xC3, 0xA9, 256]) == "aé"
+
+
+def test_without_a_template_the_loss_is_on_the_answers_and_their_end() -> None:
+    tokenizer = ByteTokenizer()
+    encoded = tokenizer.encode([CHAT])[0]
+    assert trained_text(tokenizer, encoded) == "on the host\non disk\n"
+    assert (encoded.targets == tokenizer.end).sum() == 2
+    assert "<|user|>\nand states?" in tokenizer.decode(encoded.tokens.tolist())
+
+
+def test_with_a_template_the_loss_is_on_what_each_answer_adds(tmp_path: Path) -> None:
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template=TEMPLATE))
+    encoded = tokenizer.encode([CHAT])[0]
+    assert trained_text(tokenizer, encoded) == "on the host\non disk\n"
+    rendered = tokenizer.inner.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.inner.decode(encoded.tokens[:-1].tolist()) == rendered
+    assert (encoded.targets == tokenizer.end).sum() == 2  # the template's own ends; the separator has no loss
+
+
+def test_a_template_that_rewrites_earlier_turns_trains_on_the_last_answer(tmp_path: Path) -> None:
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template=REWRITES))
+    assert trained_text(tokenizer, tokenizer.encode([CHAT])[0]) == "on disk"
+
+
+def test_a_template_that_hides_where_answers_begin_is_refused(tmp_path: Path) -> None:
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template="{{ messages|length }}"))
+    with pytest.raises(DataError, match="does not put answers behind their prompt"):
+        tokenizer.encode([CHAT])
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_begin_token_is_put_where_the_tokenizer_itself_puts_one(tmp_path: Path, begins: bool) -> None:
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path, begins=begins))
+    tokens = tokenizer.encode(["the host"])[0].tokens.tolist()
+    assert tokens == [*tokenizer.inner("the host")["input_ids"], tokenizer.end]
+    assert (tokens[0] == tokenizer.inner.bos_token_id) is begins
+    assert tokenizer.encode_prompt("the host") == tokens[:-1]
+
+
+def test_chat_rows_count_only_the_answers_as_targets(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": CHAT}] * 20)
+    loader = Loader(make_corpus(path, sequence_length=200), rows=4)
+    batch = loader.next()
+    loader.close()
+    assert 0 < batch.num_targets == (batch.targets != IGNORED).sum() < 200
+    answers = bytes(int(t) for t in batch.targets[batch.targets != IGNORED] if t < 256)
+    assert answers.startswith(b"on the host\non disk\non the host")
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        FolderTokenizer(tmp_path / "none")
+    with pytest.raises(DataError, match="no tokenizer can be read") as caught:
+        FolderTokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
