@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.train.corpora import make_corpus, sentences, write_jsonl, write_texts
 
+from tests.train.corpora import make_corpus, sentences, write_jsonl, write_texts
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.heldout import pack_held_out, share
 from unbounded.train.data.loader import Batch, Loader, merge

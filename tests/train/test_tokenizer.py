@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.train.corpora import make_corpus, save_tokenizer, write_jsonl
 
+from tests.train.corpora import make_corpus, save_tokenizer, write_jsonl
 from unbounded.train.data.loader import Loader
 from unbounded.train.data.tokenizer import IGNORED, ByteTokenizer, Encoded, FolderTokenizer, Tokenizer
 from unbounded.train.errors import DataError

@@ -45,7 +45,7 @@ def stack(sequences: Iterable[Sequence], state: State | None = None) -> Batch:
 class Loader:
     """Yields `Batch` after batch without end; `close` ends its thread."""
 
-    def __init__(self, corpus: Corpus, *, rows: int, rank: int = 0, world_size: int = 1, num_ahead: int = 2) -> None:
+    def __init__(self, corpus: Corpus, *, rows: int, rank: int = 0, world_size: int = 1, num_ahead: int = 4) -> None:
         if rows % world_size:
             raise InputError(
                 f"a global batch of {rows} sequences cannot be split evenly over {world_size} ranks. "

@@ -31,7 +31,7 @@ from unbounded.train.errors import DataError
 _MAX_STREAMS = 16
 _BLOCKS_PER_STREAM = 4  # fewer, and a stream could draw nothing but empty blocks
 _MAX_EMPTY_EPOCHS = 100
-_ENCODE_CHARACTERS = 64 << 10  # documents are tokenised in groups of about this size
+_ENCODE_CHARACTERS = 8 << 10  # documents are tokenised in groups of about this size: more would come in bursts
 
 
 class Place(NamedTuple):
