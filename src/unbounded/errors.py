@@ -20,7 +20,10 @@ class StateError(UnboundedError, RuntimeError):
 
 
 class DiskError(UnboundedError, OSError):
-    """A disk operation failed; carries errno and the path."""
+    """A disk operation failed; carries `errno` and `filename`, and prints as its message alone."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
 
 class CheckpointError(UnboundedError, RuntimeError):

@@ -1,0 +1,172 @@
+#include "disk/block.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "disk/crc32c.h"
+
+namespace unbounded::disk {
+
+namespace {
+
+constexpr int kMaxRetries = 1000;  // a millisecond apart for EAGAIN: about a second
+
+std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+std::uint64_t round_down(std::uint64_t value, std::uint64_t multiple) { return value / multiple * multiple; }
+
+void cut(std::vector<Piece>& pieces, Mode mode, std::uint64_t start, std::uint64_t end, std::size_t block_bytes) {
+  for (std::uint64_t at = start; at < end; at += block_bytes) {
+    std::uint64_t length = std::min<std::uint64_t>(block_bytes, end - at);
+    pieces.push_back({mode, at, length, length});
+  }
+}
+
+}  // namespace
+
+std::vector<Piece> split(const Run& run, bool direct, std::size_t block_bytes) {
+  std::vector<Piece> pieces;
+  if (!direct) {
+    cut(pieces, Mode::buffered, 0, run.length, block_bytes);
+    return pieces;
+  }
+  std::uint64_t head = std::min(round_up(run.offset, kAlignment) - run.offset, run.length);
+  std::uint64_t body_end = head + round_down(run.length - head, kAlignment);
+  bool aligned = reinterpret_cast<std::uintptr_t>(run.data + head) % kAlignment == 0;
+  cut(pieces, Mode::buffered, 0, head, block_bytes);
+  cut(pieces, aligned ? Mode::direct : Mode::bounced, head, body_end, block_bytes);
+  std::uint64_t tail = run.length - body_end;
+  if (tail == 0) return pieces;
+  if (run.padded && head == 0 && !pieces.empty() && pieces.back().length + kAlignment <= block_bytes) {
+    // Joined with the last piece, so that a grain's checksum covers the tail as well.
+    pieces.back().mode = Mode::bounced;
+    pieces.back().length += tail;
+    pieces.back().io_length += kAlignment;
+  } else if (run.padded && head == 0) {
+    pieces.push_back({Mode::bounced, body_end, tail, kAlignment});
+  } else {
+    pieces.push_back({Mode::buffered, body_end, tail, tail});
+  }
+  return pieces;
+}
+
+Bounce::~Bounce() { std::free(data_); }
+
+Bounce::Bounce(Bounce&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+char* Bounce::reserve(std::size_t bytes) {
+  if (bytes <= bytes_) return data_;
+  std::free(data_);
+  data_ = static_cast<char*>(std::aligned_alloc(kAlignment, round_up(bytes, kAlignment)));
+  bytes_ = data_ == nullptr ? 0 : bytes;
+  return data_;
+}
+
+Block::Block(std::shared_ptr<Transfer> transfer, std::size_t run, const Piece& piece)
+    : transfer_(std::move(transfer)), run_(run), piece_(piece) {}
+
+std::uint64_t* Block::sums() const {
+  return run().sums == nullptr ? nullptr : run().sums + piece_.start / kChecksumGrain;
+}
+
+bool Block::prepare(Bounce& bounce) {
+  transfer_->start();
+  if (piece_.mode == Mode::bounced) {
+    bounce_ = bounce.reserve(piece_.io_length);
+    if (bounce_ == nullptr) return fail(ENOMEM);
+  }
+  if (operation() == Operation::write) {
+    record(memory());
+    if (bounce_ != nullptr) {
+      std::memcpy(bounce_, memory(), piece_.length);
+      std::memset(bounce_ + piece_.length, 0, piece_.io_length - piece_.length);
+    }
+  }
+  return true;
+}
+
+bool Block::through_direct() const { return piece_.mode != Mode::buffered && run().file->direct(); }
+
+Request Block::request() const {
+  char* data = bounce_ != nullptr ? bounce_ : memory();
+  return {run().file->descriptor(through_direct()), data + moved_, static_cast<std::size_t>(piece_.io_length - moved_),
+          run().offset + piece_.start + moved_};
+}
+
+bool Block::advance(std::int64_t result) {
+  if (result < 0) return retry(static_cast<int>(-result));
+  // The end of a file cuts a direct read at any byte; going on from there needs an aligned offset again.
+  std::uint64_t progress = static_cast<std::uint64_t>(result);
+  if (through_direct() && progress < piece_.io_length - moved_) progress = round_down(progress, kAlignment);
+  moved_ += progress;
+  if (moved_ == piece_.io_length) return false;
+  if (progress > 0) return true;
+  if (operation() == Operation::read && moved_ + static_cast<std::uint64_t>(result) >= piece_.length) {
+    moved_ = piece_.io_length;  // the caller's bytes are there; only padding was past the end
+    return false;
+  }
+  if (operation() == Operation::write) return fail(result == 0 ? ENOSPC : EIO);
+  fail(kShortRead);
+  failed_at_ += static_cast<std::uint64_t>(result);
+  return false;
+}
+
+bool Block::retry(int code) {
+  if (code == EINVAL && through_direct()) {
+    run().file->refuse_direct();
+    return true;
+  }
+  bool again = code == EINTR || code == EAGAIN;
+  if (!again || ++num_retries_ > kMaxRetries) return fail(code);
+  if (code == EAGAIN) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return true;
+}
+
+bool Block::fail(int code) {
+  code_ = code;
+  failed_at_ = moved_;
+  return false;
+}
+
+void Block::record(const char* data) {
+  std::uint64_t* slots = sums();
+  if (slots == nullptr) return;
+  for (std::uint64_t at = 0; at < piece_.length; at += kChecksumGrain) {
+    std::uint64_t length = std::min<std::uint64_t>(kChecksumGrain, piece_.length - at);
+    *slots++ = kWritten | crc32c(data + at, length, 0);
+  }
+}
+
+bool Block::verify(const char* data) {
+  const std::uint64_t* slots = sums();
+  if (slots == nullptr) return true;
+  for (std::uint64_t at = 0; at < piece_.length; at += kChecksumGrain, ++slots) {
+    std::uint64_t length = std::min<std::uint64_t>(kChecksumGrain, piece_.length - at);
+    if (*slots == (kWritten | crc32c(data + at, length, 0))) continue;
+    code_ = *slots == 0 ? kNeverWritten : kChecksumMismatch;
+    failed_at_ = at;
+    return false;
+  }
+  return true;
+}
+
+void Block::abandon(int code) {
+  fail(code);
+  finish();
+}
+
+void Block::finish() {
+  if (code_ == 0 && operation() == Operation::read) {
+    if (bounce_ != nullptr) std::memcpy(memory(), bounce_, piece_.length);
+    verify(memory());
+  }
+  Failure failure{code_, run_, run().offset + piece_.start + failed_at_, piece_.length - std::min(failed_at_, piece_.length)};
+  transfer_->complete(failure);
+}
+
+}  // namespace unbounded::disk

@@ -1,0 +1,94 @@
+// A transfer is carried out in blocks. Splitting is pure; a block is a small state machine that both
+// backends drive: prepare, then request/advance until it is finished, then finish.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "disk/transfer.h"
+
+namespace unbounded::disk {
+
+inline constexpr std::size_t kChecksumGrain = 64 * 1024;
+// A slot holds the CRC32C of its grain with this bit set; zero means never written.
+inline constexpr std::uint64_t kWritten = std::uint64_t{1} << 32;
+
+enum class Mode {
+  direct,    // O_DIRECT between the file and the caller's memory
+  bounced,   // O_DIRECT through an aligned buffer: the caller's memory is not aligned, or the tail is padded
+  buffered,  // through the page cache: unaligned ends of a named file, or no O_DIRECT there
+};
+
+struct Piece {
+  Mode mode;
+  std::uint64_t start;      // within the run
+  std::uint64_t length;     // bytes of the caller
+  std::uint64_t io_length;  // bytes moved; more than `length` only for a padded tail
+};
+
+// Covers [offset, offset + length) once, in order. Every piece but the last starts and ends on a multiple
+// of kChecksumGrain from `offset` where `offset` is aligned, so that checksums never straddle pieces.
+std::vector<Piece> split(const Run& run, bool direct, std::size_t block_bytes);
+
+// An aligned buffer of one block, made when first needed and reused.
+class Bounce {
+ public:
+  Bounce() = default;
+  ~Bounce();
+  Bounce(Bounce&& other) noexcept;
+  Bounce(const Bounce&) = delete;
+  Bounce& operator=(const Bounce&) = delete;
+  // Null when there is no memory.
+  char* reserve(std::size_t bytes);
+
+ private:
+  char* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+struct Request {
+  int fd;
+  char* data;
+  std::size_t length;
+  std::uint64_t offset;
+};
+
+class Block {
+ public:
+  Block(std::shared_ptr<Transfer> transfer, std::size_t run, const Piece& piece);
+
+  Operation operation() const { return transfer_->operation(); }
+  std::size_t length() const { return piece_.length; }
+
+  // Checksums what is to be written and fills the bounce buffer. False: failed, go to finish().
+  bool prepare(Bounce& bounce);
+  Request request() const;
+  // Takes the result of the request (bytes, or -errno). True: request() again; false: go to finish().
+  bool advance(std::int64_t result);
+  void finish();
+  // Ends a block that was never begun.
+  void abandon(int code);
+
+ private:
+  bool through_direct() const;
+  bool fail(int code);
+  bool retry(int code);
+  bool verify(const char* data);
+  void record(const char* data);
+  std::uint64_t* sums() const;
+  const Run& run() const { return transfer_->runs()[run_]; }
+  char* memory() const { return run().data + piece_.start; }
+
+  std::shared_ptr<Transfer> transfer_;
+  std::size_t run_;
+  Piece piece_;
+  char* bounce_ = nullptr;
+  std::uint64_t moved_ = 0;
+  int code_ = 0;
+  std::uint64_t failed_at_ = 0;  // within the piece
+  int num_retries_ = 0;
+};
+
+}  // namespace unbounded::disk

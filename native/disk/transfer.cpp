@@ -1,0 +1,52 @@
+#include "disk/transfer.h"
+
+#include <utility>
+
+namespace unbounded::disk {
+
+std::int64_t monotonic_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+Transfer::Transfer(Operation operation, std::vector<Run> runs) : operation_(operation), runs_(std::move(runs)) {}
+
+void Transfer::expect(std::size_t num_blocks) {
+  std::lock_guard lock(mutex_);
+  pending_ = num_blocks;
+  if (num_blocks > 0) return;
+  for (const Run& run : runs_) run.file->end();
+  done_.store(true, std::memory_order_release);
+}
+
+void Transfer::start() {
+  std::int64_t unset = 0;
+  started_ns_.compare_exchange_strong(unset, monotonic_ns(), std::memory_order_relaxed);
+}
+
+void Transfer::complete(const Failure& failure) {
+  std::lock_guard lock(mutex_);
+  if (failure.code != 0 && failure_.code == 0) failure_ = failure;
+  if (--pending_ > 0) return;
+  finished_ns_.store(monotonic_ns(), std::memory_order_relaxed);
+  for (const Run& run : runs_) run.file->end();
+  done_.store(true, std::memory_order_release);
+  finished_.notify_all();
+}
+
+bool Transfer::wait_for(std::chrono::nanoseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return finished_.wait_for(lock, timeout, [this] { return done(); });
+}
+
+void Transfer::wait() {
+  std::unique_lock lock(mutex_);
+  finished_.wait(lock, [this] { return done(); });
+}
+
+Failure Transfer::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+}  // namespace unbounded::disk

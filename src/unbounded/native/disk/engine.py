@@ -1,0 +1,232 @@
+"""The engine that carries out transfers, and the named files on it.
+
+States of an engine and of a file: open -> closed. Closing waits for what is in flight; anything asked of a
+closed one is an error. O_DIRECT is used wherever the filesystem has it: unaligned memory goes through an
+aligned buffer and the unaligned ends of a file through the page cache, so any offset and length works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from unbounded.errors import DiskError, PlanError
+from unbounded.native.disk.bindings import BACKENDS, READ, WRITE, disk
+from unbounded.native.disk.calibrate import faster_backend
+from unbounded.native.disk.handle import DiskHandle, Failure, byte_view, describe, disk_error
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Run(NamedTuple):
+    """Contiguous bytes of a file and of memory; `sums` is the address of its checksum slots, or 0."""
+
+    file: int
+    offset: int
+    address: int
+    length: int
+    sums: int = 0
+
+
+def _release_engine(pointer: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the memory, but none of the threads
+        disk().engine_release(pointer)
+
+
+class DiskEngine:
+    """Carries out reads and writes of files, many at once, in blocks, on threads or on io_uring.
+
+    How many blocks are in flight is found while working, for every device and direction: up to `num_threads`
+    on threads and `queue_depth` on io_uring. `backend="auto"` takes the faster one on the device of each file.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        num_threads: int = 8,
+        queue_depth: int = 32,
+        block_bytes: int = 8 << 20,
+        direct: bool = True,
+    ) -> None:
+        if backend not in ("auto", *BACKENDS):
+            raise PlanError(f'disk backend "{backend}" is unknown. Choose "auto", "threads" or "io_uring".')
+        for name, value in (("num_threads", num_threads), ("queue_depth", queue_depth), ("block_bytes", block_bytes)):
+            if value < 1:
+                raise PlanError(f"{name} is {value}. It must be at least 1.")
+        self.backend, self.direct, self.block_bytes = backend, direct, block_bytes
+        if backend == "io_uring" and (refused := disk().probe_uring()):
+            raise disk_error(
+                refused,
+                f"io_uring is refused here: {os.strerror(refused)} (errno {refused}). "
+                'Use backend "threads" or "auto", or allow it in the container\'s seccomp profile.',
+                "io_uring",
+            )
+        self._pid = os.getpid()
+        self._pointer = disk().engine_open(num_threads, queue_depth, block_bytes)
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _release_engine, self._pointer, self._pid)
+
+    def open(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        read_only: bool = False,
+        size_bytes: int | None = None,
+    ) -> DiskFile:
+        """Opens a file; `create` makes it where it is missing, `size_bytes` reserves and sets its length."""
+        from unbounded.native.disk import place
+
+        self.check_usable(str(path))
+        descriptors = place.open_named(Path(path), create=create, read_only=read_only, direct=self.direct)
+        if size_bytes is not None:
+            try:
+                place.reserve(descriptors.fd, size_bytes, str(path))
+            except DiskError:
+                descriptors.close()
+                raise
+        return DiskFile(self, str(path), descriptors.fd, descriptors.direct_fd)
+
+    def backend_for(self, folder: Path) -> str:
+        """The backend for files in `folder`: the one asked for, or the faster one on that device."""
+        return faster_backend(folder) if self.backend == "auto" else self.backend
+
+    def submit(self, operation: int, runs: Sequence[Run], *, padded: bool = False) -> int:
+        """Starts a transfer over `runs` and returns the core's handle; `DiskHandle` takes it over."""
+        count = len(runs)
+        files, offsets, addresses, lengths, sums = zip(*runs, strict=True)
+        error = ctypes.c_int()
+        pointers, sizes = ctypes.c_void_p * count, ctypes.c_uint64 * count
+        pointer = disk().submit(
+            self._pointer,
+            operation,
+            count,
+            pointers(*files),
+            sizes(*offsets),
+            pointers(*addresses),
+            sizes(*lengths),
+            pointers(*sums) if any(sums) else None,
+            int(padded),
+            ctypes.byref(error),
+        )
+        if not pointer:
+            raise disk_error(error.value, f"a transfer could not start: {os.strerror(error.value)}.", "")
+        return int(pointer)
+
+    def width(self, file: DiskFile, operation: int) -> int:
+        """Blocks kept in flight on the file's device in that direction; 0 before the first."""
+        return int(disk().width(self._pointer, file.pointer, operation))
+
+    def check_usable(self, path: str) -> None:
+        """Raises where the engine is closed, or belongs to the process this one was forked from."""
+        if self._closed:
+            raise disk_error(errno.EBADF, f"the disk engine was closed, so {path} cannot be used. Open another.", path)
+        if os.getpid() != self._pid:
+            message = f"the disk engine was made before a fork, so {path} cannot be used here. Make one in the child."
+            raise disk_error(errno.EBADF, message, path)
+
+    def close(self) -> None:
+        """Finishes what is in flight and ends the threads; a second call does nothing."""
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            disk().engine_close(self._pointer)
+
+    def __enter__(self) -> DiskEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _release_file(pointer: int, pid: int) -> None:
+    if os.getpid() == pid:
+        disk().file_release(pointer)
+
+
+class DiskFile:
+    """An open file of an engine. Offsets and lengths are free; aligned ones are the fast ones."""
+
+    def __init__(self, engine: DiskEngine, path: str, fd: int, direct_fd: int, backend: str | None = None) -> None:
+        self.path = path
+        self.engine = engine
+        self.backend = backend or engine.backend_for(Path(path).parent)
+        self._fd = fd
+        self.pointer = disk().file_open(fd, direct_fd, BACKENDS[self.backend])
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _release_file, self.pointer, os.getpid())
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether transfers bypass the page cache; the filesystem may refuse O_DIRECT."""
+        return bool(disk().file_direct(self.pointer))
+
+    @property
+    def size_bytes(self) -> int:
+        self._check()
+        return os.fstat(self._fd).st_size
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Blocks kept in flight for reads and for writes on this file's device; 0 before the first."""
+        return self.engine.width(self, READ), self.engine.width(self, WRITE)
+
+    def read(self, offset: int, tensor: torch.Tensor) -> DiskHandle:
+        """Starts filling `tensor` (contiguous, on the host) from `offset`; fewer bytes there is an error."""
+        return self._submit(READ, offset, tensor)
+
+    def write(self, offset: int, tensor: torch.Tensor) -> DiskHandle:
+        """Starts writing `tensor`'s bytes at `offset`; the file grows where needed."""
+        return self._submit(WRITE, offset, tensor)
+
+    def _submit(self, operation: int, offset: int, tensor: torch.Tensor) -> DiskHandle:
+        self._check()
+        if offset < 0:
+            raise PlanError(f"offset {offset} of {self.path} is negative. Offsets count from the start of the file.")
+        address, nbytes = byte_view(tensor)
+        pointer = self.engine.submit(operation, [Run(self.pointer, offset, address, nbytes)])
+        what = "read" if operation == READ else "write"
+
+        def explain(failure: Failure) -> DiskError:
+            return describe(failure, f"{what} of {nbytes} bytes at offset {offset}", self.path)
+
+        return DiskHandle(pointer, explain, (tensor, self))
+
+    def sync(self) -> None:
+        """Waits until everything written and waited for is on stable storage."""
+        self._check()
+        code = disk().file_sync(self.pointer)
+        if code:
+            raise disk_error(code, f"fsync of {self.path} failed: {os.strerror(code)} (errno {code}).", self.path)
+
+    def truncate(self, size_bytes: int) -> None:
+        """Sets the file's length; wait for the transfers in flight first."""
+        self._check()
+        try:
+            os.ftruncate(self._fd, size_bytes)
+        except OSError as error:
+            text = f"{self.path} could not be set to {size_bytes} bytes: {error.strerror} (errno {error.errno})."
+            raise disk_error(error.errno or 0, text, self.path) from error
+
+    def close(self) -> None:
+        """Waits for the transfers in flight and closes; a second call does nothing."""
+        if not self._closed and self._finalizer.alive:
+            self._closed = True
+            disk().file_close(self.pointer)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise disk_error(errno.EBADF, f"{self.path} was used after it was closed. Open it again.", self.path)
+        self.engine.check_usable(self.path)
+
+    def __enter__(self) -> DiskFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

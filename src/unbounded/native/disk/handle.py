@@ -1,0 +1,122 @@
+"""A transfer in flight: what to wait on, which buffers it keeps alive, and how its failure is told."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unbounded.errors import DiskError, PlanError
+from unbounded.native.disk.bindings import CHECKSUM_MISMATCH, NEVER_WRITTEN, SHORT_READ, disk
+
+if TYPE_CHECKING:
+    import torch
+
+_WAIT_SLICE_NS = 200_000_000  # Ctrl-C is seen between slices
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong first in a transfer: errno or a code of the core, and where in which file."""
+
+    code: int
+    run: int
+    offset: int
+    length: int
+
+
+def byte_view(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and size of a contiguous host tensor, or an error that says what it is instead."""
+    if tensor.device.type != "cpu":
+        raise PlanError(f"a disk transfer was given a tensor on {tensor.device}. Copy it to host memory first.")
+    if not tensor.is_contiguous():
+        raise PlanError(
+            f"a disk transfer was given a tensor of shape {tuple(tensor.shape)} that is not contiguous. "
+            "Pass tensor.contiguous(), or a view of a flat buffer."
+        )
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def disk_error(code: int, message: str, path: str) -> DiskError:
+    """A DiskError that carries errno and path and prints as `message` alone."""
+    error = DiskError(message)
+    error.errno, error.filename = code, path
+    return error
+
+
+def describe(failure: Failure, what: str, path: str) -> DiskError:
+    """The exception for a failed transfer `what` ("read of file ...") at `path`."""
+    place = f"{what} failed at offset {failure.offset} of {path}, {failure.length} bytes from there"
+    if failure.code == SHORT_READ:
+        message = f"{place}: the file ends before. It was truncated, or more was asked than it holds."
+        return disk_error(errno.ENODATA, message, path)
+    if failure.code == CHECKSUM_MISMATCH:
+        message = f"{place}: the CRC32C differs from the one of what was written. The disk or its link is faulty."
+        return disk_error(errno.EBADMSG, message, path)
+    if failure.code == NEVER_WRITTEN:
+        return disk_error(
+            errno.ENODATA, f"{place}: nothing was written there. Write an extent before reading it.", path
+        )
+    remedy = _REMEDIES.get(failure.code, "Check the disk and the system's log.")
+    text = f"{os.strerror(failure.code)} (errno {failure.code}, {errno.errorcode.get(failure.code, '?')})"
+    return disk_error(failure.code, f"{place}: {text}. {remedy}", path)
+
+
+_REMEDIES = {
+    errno.ENOSPC: "Free space on that disk, or choose another path.",
+    errno.EDQUOT: "Raise the quota, or choose another path.",
+    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or choose another filesystem.",
+    errno.EAGAIN: "The system is out of threads or memory; raise the limits (ulimit -u) or run less beside it.",
+    errno.EBADF: "It was opened read-only; open it for writing.",
+}
+
+
+def _release(pointer: int, pid: int, buffers: object) -> None:
+    # Waits until the transfer is over; only then may the buffers go. In a forked child there is no lane to wait for.
+    if os.getpid() == pid:
+        disk().release(pointer)
+
+
+class DiskHandle:
+    """One read or write in flight. Its buffers stay alive as long as it does, and it outlives the transfer."""
+
+    def __init__(self, pointer: int, explain: Callable[[Failure], DiskError], buffers: object) -> None:
+        self._pointer = pointer
+        self._explain = explain
+        self._finalizer = weakref.finalize(self, _release, pointer, os.getpid(), buffers)
+
+    def done(self) -> bool:
+        """Whether the transfer is over, well or not."""
+        return bool(disk().done(self._pointer))
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Waits for the end and raises what went wrong; any thread may, any number of times.
+
+        With a timeout: False when it passes first.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic_ns() + int(timeout_seconds * 1e9)
+        functions = disk()
+        while not functions.done(self._pointer):
+            left = _WAIT_SLICE_NS if deadline is None else min(_WAIT_SLICE_NS, deadline - time.monotonic_ns())
+            if left <= 0:
+                return False
+            functions.wait(self._pointer, left)
+        self._check()
+        return True
+
+    def span_ns(self) -> tuple[int, int]:
+        """When the first byte was asked for and the last had arrived, on the clock of `time.monotonic_ns`."""
+        span = (ctypes.c_int64 * 2)()
+        disk().span(self._pointer, span)
+        return span[0], span[1]
+
+    def _check(self) -> None:
+        where = (ctypes.c_uint64 * 3)()
+        code = disk().result(self._pointer, where)
+        if code:
+            raise self._explain(Failure(code, *where))

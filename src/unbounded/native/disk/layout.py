@@ -1,0 +1,134 @@
+"""Where an extent's bytes lie: pure arithmetic over spans of files, no I/O.
+
+Over several paths an extent is striped: stripe k lies on path (first + k) mod P, and what one path holds of an
+extent is one lane of consecutive bytes there. A lane is one span of the path's file where one is free, else
+several. Every span but a lane's last is a multiple of the checksum's grain, so no grain is torn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unbounded.native.disk.bindings import ALIGNMENT, CHECKSUM_GRAIN
+
+STRIPE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive bytes of a file."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A piece of a store: its number, its size, and for each path the spans that hold its lane."""
+
+    number: int
+    nbytes: int
+    first_path: int
+    lanes: tuple[tuple[Span, ...], ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive bytes of an extent that are consecutive in one file, too."""
+
+    path: int
+    offset: int  # in the file
+    start: int  # in the extent
+    length: int
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def lane_bytes(nbytes: int, num_paths: int) -> list[int]:
+    """How much of an extent each path holds, counted from its first path."""
+    if num_paths == 1:
+        return [round_up(nbytes, ALIGNMENT)]
+    full, rest = divmod(nbytes, STRIPE_BYTES * num_paths)
+    sizes = []
+    for lane in range(num_paths):
+        last = min(max(rest - lane * STRIPE_BYTES, 0), STRIPE_BYTES)
+        sizes.append(round_up(full * STRIPE_BYTES + last, ALIGNMENT))
+    return sizes
+
+
+def parts(extent: Extent, start: int, length: int) -> Iterator[Part]:
+    """The pieces of [start, start + length), in order."""
+    num_paths = len(extent.lanes)
+    position, end = start, start + length
+    while position < end:
+        if num_paths == 1:
+            path, in_lane, size = 0, position, end - position
+        else:
+            stripe, inside = divmod(position, STRIPE_BYTES)
+            path = (extent.first_path + stripe) % num_paths
+            in_lane = stripe // num_paths * STRIPE_BYTES + inside
+            size = min(STRIPE_BYTES - inside, end - position)
+        for span in _cut(extent.lanes[path], in_lane, size):
+            yield Part(path, span.offset, position, span.length)
+            position += span.length
+
+
+def _cut(spans: tuple[Span, ...], start: int, length: int) -> Iterator[Span]:
+    for span in spans:
+        if start < span.length and length > 0:
+            size = min(span.length - start, length)
+            yield Span(span.offset + start, size)
+            length -= size
+            start = 0
+        else:
+            start -= span.length
+
+
+class FreeList:
+    """The free spans of one file, sorted and joined."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._spans = [Span(0, capacity_bytes)] if capacity_bytes else []
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(span.length for span in self._spans)
+
+    def take(self, nbytes: int) -> tuple[Span, ...] | None:
+        """Spans of `nbytes` in all: the tightest single one, else the largest few. None: not enough."""
+        if nbytes == 0:
+            return ()
+        fitting = [span for span in self._spans if span.length >= nbytes]
+        if fitting:
+            return (self._carve(min(fitting, key=lambda span: span.length), nbytes),)
+        taken: list[Span] = []
+        for span in sorted(self._spans, key=lambda span: -span.length):
+            left = nbytes - sum(piece.length for piece in taken)
+            usable = left if span.length >= left else span.length // CHECKSUM_GRAIN * CHECKSUM_GRAIN
+            if usable:
+                taken.append(self._carve(span, usable))
+            if usable == left:
+                return tuple(taken)
+        for piece in taken:
+            self.give(piece)
+        return None
+
+    def _carve(self, span: Span, nbytes: int) -> Span:
+        index = self._spans.index(span)
+        rest = Span(span.offset + nbytes, span.length - nbytes)
+        self._spans[index : index + 1] = [rest] if rest.length else []
+        return Span(span.offset, nbytes)
+
+    def give(self, span: Span) -> None:
+        """Takes a span back and joins it with its neighbours."""
+        index = bisect_left(self._spans, span.offset, key=lambda other: other.offset)
+        self._spans.insert(index, span)
+        for left in (index, index - 1):
+            if 0 <= left < len(self._spans) - 1:
+                first, second = self._spans[left : left + 2]
+                if first.offset + first.length == second.offset:
+                    self._spans[left : left + 2] = [Span(first.offset, first.length + second.length)]
