@@ -1,0 +1,188 @@
+// C ABI of the kernels: pointers, sizes and codes in, threads from a pool handle. Arguments are checked by the caller.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels/kernels.h"
+#include "kernels/pool.h"
+
+using namespace unbounded;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Mirrored by UpdateArguments in unbounded/native/kernels.py.
+struct UpdateArguments {
+  int32_t rule, format, weight_type, grad_type, out_type, nesterov, maximize, reserved;
+  int64_t numel, step;
+  double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, grad_scale;
+  void *weight, *grad, *low, *first, *first_scale, *second, *second_scale, *out;
+};
+
+namespace {
+
+constexpr size_t CHUNK = 128 * BLOCK;  // elements a thread takes at a time; fixed, so that sums never depend on threads
+
+// What a handle stands for: threads, and the instruction set that they use.
+struct Crew {
+  Pool pool;
+  const Kernels& kernels;
+};
+
+const Kernels& kernels_of(void* pool) { return static_cast<Crew*>(pool)->kernels; }
+
+// Runs body(begin, end) over chunks of [0, n).
+template <class Body> void parallel(void* pool, int64_t n, Body body) {
+  struct Context {
+    Body& body;
+    size_t n;
+  } context{body, size_t(n)};
+  const auto chunk = [](void* opaque, int64_t i) {
+    auto& c = *static_cast<Context*>(opaque);
+    const size_t begin = size_t(i) * CHUNK, end = begin + CHUNK < c.n ? begin + CHUNK : c.n;
+    c.body(begin, end);
+  };
+  static_cast<Crew*>(pool)->pool.run(int64_t((size_t(n) + CHUNK - 1) / CHUNK), chunk, &context);
+}
+
+size_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }
+
+int32_t seed_of(int64_t step, uint64_t array) {
+  uint64_t h = (uint64_t(step) * 4 + array + 1) * 0x9e3779b97f4a7c15u;
+  h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9u;
+  h = (h ^ h >> 27) * 0x94d049bb133111ebu;
+  return int32_t(uint32_t(h >> 32));
+}
+
+Step resolve(const UpdateArguments& a) {
+  const Rule rule = Rule(a.rule);
+  const double t = double(a.step);
+  const bool decoupled = rule == Rule::adamw || rule == Rule::lion;
+  Step s{};
+  s.rule = rule;
+  s.nesterov = a.nesterov;
+  s.has_momentum = a.momentum != 0;
+  s.first_step = a.step == 1;
+  s.lr = float(rule == Rule::adagrad ? a.lr / (1 + (t - 1) * a.lr_decay) : a.lr);
+  s.keep = float(1 - a.lr * a.weight_decay);
+  s.decay = float(decoupled ? 0 : a.weight_decay);
+  s.beta1 = float(a.beta1), s.beta2 = float(a.beta2);
+  s.rest1 = float(1 - a.beta1), s.rest2 = float(1 - a.beta2);
+  s.eps = float(a.eps);
+  s.momentum = float(a.momentum), s.undamped = float(1 - a.dampening);
+  if (rule == Rule::adamw || rule == Rule::adam) {
+    const double root = std::sqrt(1 - std::pow(a.beta2, t));
+    s.step_size = float(a.lr * root / (1 - std::pow(a.beta1, t)));
+    s.eps = float(a.eps * root);
+  }
+  return s;
+}
+
+}  // namespace
+
+// The name of the instruction set that `wanted` (or an empty string: the best) gives here; null where there is none.
+EXPORT const char* unbounded_simd(const char* wanted) {
+  const Kernels* found = choose_kernels(wanted);
+  return found ? found->name : nullptr;
+}
+
+// Null where the threads cannot be started or the instruction set is not there.
+EXPORT void* unbounded_pool_create(int num_threads, const char* simd) {
+  const Kernels* found = choose_kernels(simd);
+  try {
+    return found ? new Crew{Pool(num_threads), *found} : nullptr;
+  } catch (...) {
+    return nullptr;
+  }
+}
+EXPORT void unbounded_pool_close(void* pool) { delete static_cast<Crew*>(pool); }
+
+EXPORT void unbounded_update(void* pool, const UpdateArguments* a) {
+  Update u{resolve(*a), Format(a->format), DType(a->weight_type), DType(a->grad_type), DType(a->out_type),
+           float(a->maximize ? -a->grad_scale : a->grad_scale),
+           {seed_of(a->step, 0), seed_of(a->step, 1), seed_of(a->step, 2)},
+           a->weight, a->grad, a->low, a->first, static_cast<float*>(a->first_scale),
+           a->second, static_cast<float*>(a->second_scale), a->out};
+  parallel(pool, a->numel, [&](size_t begin, size_t end) { kernels_of(pool).update(u, begin, end); });
+}
+
+// Chunks are summed in parallel and their sums added in order. Returns NaN where no memory is left for them.
+EXPORT double unbounded_sum_squares(void* pool, const void* x, int32_t type, int64_t n) {
+  const size_t count = (size_t(n) + CHUNK - 1) / CHUNK;
+  double* parts = static_cast<double*>(std::calloc(count + 1, sizeof(double)));
+  if (!parts) return std::nan("");
+  const size_t bytes = size_of(DType(type));
+  parallel(pool, n, [&](size_t begin, size_t end) {
+    const void* part = static_cast<const char*>(x) + begin * bytes;
+    parts[begin / CHUNK] = kernels_of(pool).sum_squares(part, DType(type), end - begin);
+  });
+  double sum = 0;
+  for (size_t i = 0; i < count; ++i) sum += parts[i];
+  std::free(parts);
+  return sum;
+}
+
+EXPORT void unbounded_convert(void* pool, const void* from, int32_t from_type, void* to, int32_t to_type, int64_t n) {
+  const size_t from_bytes = size_of(DType(from_type)), to_bytes = size_of(DType(to_type));
+  parallel(pool, n, [&](size_t begin, size_t end) {
+    kernels_of(pool).convert(static_cast<const char*>(from) + begin * from_bytes, DType(from_type),
+                      static_cast<char*>(to) + begin * to_bytes, DType(to_type), end - begin);
+  });
+}
+
+EXPORT void unbounded_accumulate(void* pool, void* to, int32_t to_type, const void* from, int32_t from_type,
+                                 double scale, int64_t n) {
+  const size_t from_bytes = size_of(DType(from_type)), to_bytes = size_of(DType(to_type));
+  parallel(pool, n, [&](size_t begin, size_t end) {
+    kernels_of(pool).accumulate(static_cast<char*>(to) + begin * to_bytes, DType(to_type),
+                         static_cast<const char*>(from) + begin * from_bytes, DType(from_type), float(scale),
+                         end - begin);
+  });
+}
+
+EXPORT void unbounded_split(void* pool, const float* master, void* weight, int16_t* low, int64_t n) {
+  parallel(pool, n, [&](size_t begin, size_t end) {
+    kernels_of(pool).split(master + begin, static_cast<Bf16*>(weight) + begin, low + begin, end - begin);
+  });
+}
+
+EXPORT void unbounded_join(void* pool, const void* weight, const int16_t* low, float* master, int64_t n) {
+  parallel(pool, n, [&](size_t begin, size_t end) {
+    kernels_of(pool).join(static_cast<const Bf16*>(weight) + begin, low + begin, master + begin, end - begin);
+  });
+}
+
+EXPORT void unbounded_encode_weight(void* pool, const float* master, void* weight, int32_t type, int8_t* low,
+                                    int64_t n) {
+  const Master to{DType(type), weight, low};
+  parallel(pool, n, [&](size_t begin, size_t end) { kernels_of(pool).encode_weight(master, to, begin, end - begin); });
+}
+
+EXPORT void unbounded_decode_weight(void* pool, void* weight, int32_t type, int8_t* low, float* master, int64_t n) {
+  const Master from{DType(type), weight, low};
+  parallel(pool, n, [&](size_t begin, size_t end) { kernels_of(pool).decode_weight(from, master, begin, end - begin); });
+}
+
+EXPORT void unbounded_encode_moment(void* pool, const float* x, int32_t moment, void* codes, float* scales,
+                                    int64_t n) {
+  const Codes to{Moment(moment), codes, scales};
+  parallel(pool, n, [&](size_t begin, size_t end) { kernels_of(pool).encode_moment(x, to, begin, end - begin); });
+}
+
+EXPORT void unbounded_decode_moment(void* pool, int32_t moment, void* codes, float* scales, float* x, int64_t n) {
+  const Codes from{Moment(moment), codes, scales};
+  parallel(pool, n, [&](size_t begin, size_t end) { kernels_of(pool).decode_moment(from, x, begin, end - begin); });
+}
+
+EXPORT void unbounded_copy(void* pool, const void* from, void* to, int64_t bytes) {
+  parallel(pool, (bytes + 15) / 16, [&](size_t begin, size_t end) {
+    const size_t first = begin * 16, last = end * 16 < size_t(bytes) ? end * 16 : size_t(bytes);
+    std::memcpy(static_cast<char*>(to) + first, static_cast<const char*>(from) + first, last - first);
+  });
+}
+
+EXPORT void unbounded_fill_zero(void* pool, void* to, int64_t bytes) {
+  parallel(pool, (bytes + 15) / 16, [&](size_t begin, size_t end) {
+    const size_t first = begin * 16, last = end * 16 < size_t(bytes) ? end * 16 : size_t(bytes);
+    std::memset(static_cast<char*>(to) + first, 0, last - first);
+  });
+}

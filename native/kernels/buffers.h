@@ -1,0 +1,79 @@
+// Passes over one or two buffers: sum of squares, conversion, accumulation.
+#pragma once
+
+#include "kernels.h"
+#include "vector_scalar.h"
+
+namespace unbounded {
+namespace {
+
+// Calls body(pointer) with `p` as a pointer to its type.
+template <class Body> inline void typed(const void* p, DType type, Body body) {
+  switch (type) {
+    case DType::f32: return body(static_cast<const float*>(p));
+    case DType::bf16: return body(static_cast<const Bf16*>(p));
+    case DType::f16: return body(static_cast<const Fp16*>(p));
+  }
+}
+template <class Body> inline void typed(void* p, DType type, Body body) {
+  switch (type) {
+    case DType::f32: return body(static_cast<float*>(p));
+    case DType::bf16: return body(static_cast<Bf16*>(p));
+    case DType::f16: return body(static_cast<Fp16*>(p));
+  }
+}
+
+inline double folded(double* lanes) {
+  for (size_t half = SQUARE_LANES / 2; half > 0; half /= 2)
+    for (size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// Element i is added to lane i % 16 and the lanes are folded in halves: one order of additions for every width.
+template <class V, class T> inline double sum_squares_of(const T* x, size_t n) {
+  constexpr size_t groups = SQUARE_LANES / V::width;
+  typename V::D sums[groups];
+  for (auto& sum : sums) sum = V::zero();
+  size_t i = 0;
+  for (; i + SQUARE_LANES <= n; i += SQUARE_LANES)
+    for (size_t k = 0; k < groups; ++k) sums[k] = V::add_squares(sums[k], V::load(x + i + k * V::width));
+  alignas(64) double lanes[SQUARE_LANES];
+  for (size_t k = 0; k < groups; ++k) V::store(lanes + k * V::width, sums[k]);
+  for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] = Scalar::add_squares(lanes[lane], Scalar::load(x + i));
+  return folded(lanes);
+}
+
+template <class V> inline double sum_squares(const void* x, DType type, size_t n) {
+  double sum = 0;
+  typed(x, type, [&](auto* p) { sum = sum_squares_of<V>(p, n); });
+  return sum;
+}
+
+template <class V> inline void convert(const void* from, DType from_type, void* to, DType to_type, size_t n) {
+  typed(from, from_type, [&](auto* source) {
+    typed(to, to_type, [&](auto* target) {
+      sweep<V>(n, [=]<class W>(size_t i) { W::store(target + i, W::load(source + i)); });
+    });
+  });
+}
+
+template <class V>
+inline void accumulate(void* to, DType to_type, const void* from, DType from_type, float scale, size_t n) {
+  typed(from, from_type, [&](auto* source) {
+    typed(to, to_type, [&](auto* target) {
+      sweep<V>(n, [=]<class W>(size_t i) {
+        W::store(target + i, W::load(target + i) + W::load(source + i) * W::all(scale));
+      });
+    });
+  });
+}
+
+// Gradients as fp32, scaled.
+template <class V> inline void scaled(const void* from, DType type, size_t offset, float scale, float* to, size_t n) {
+  typed(from, type, [&](auto* source) {
+    sweep<V>(n, [=]<class W>(size_t i) { W::store(to + i, W::load(source + offset + i) * W::all(scale)); });
+  });
+}
+
+}  // namespace
+}  // namespace unbounded

@@ -1,0 +1,65 @@
+// What an instruction set offers: a table of functions over parts of flat buffers, without threads or allocation.
+#pragma once
+
+#include "floats.h"
+#include "rules.h"
+
+namespace unbounded {
+
+enum class Format : int32_t { fp32 = 0, exact = 1, compact = 2 };
+enum class Moment : int32_t { first = 0, second = 1 };
+
+// One fused update of whole buffers; which pointers are used follows from the format and the rule.
+struct Update {
+  Step step;
+  Format format;
+  DType weight_type, grad_type, out_type;
+  float grad_scale;   // negative where the objective is maximised
+  int32_t seeds[3];   // of the stochastic rounding: weight, first, second
+  void* weight;
+  const void* grad;
+  void* low;
+  void* first;
+  float* first_scale;
+  void* second;
+  float* second_scale;
+  void* out;          // null, or receives the weights of the fp32 format in out_type
+};
+
+// A master in `weight` and `low`, or a moment in codes and scales, beside its fp32 values.
+struct Master {
+  DType type;
+  void* weight;
+  int8_t* low;
+};
+struct Codes {
+  Moment moment;
+  void* codes;
+  float* scales;
+};
+
+inline constexpr size_t SQUARE_LANES = 16;  // partial sums kept apart, whatever the width of the vectors
+
+struct Kernels {
+  const char* name;
+  void (*update)(const Update&, size_t begin, size_t end);  // begin: a multiple of BLOCK
+  double (*sum_squares)(const void* x, DType type, size_t n);
+  void (*convert)(const void* from, DType from_type, void* to, DType to_type, size_t n);
+  void (*accumulate)(void* to, DType to_type, const void* from, DType from_type, float scale, size_t n);
+  void (*split)(const float* master, Bf16* weight, int16_t* low, size_t n);
+  void (*join)(const Bf16* weight, const int16_t* low, float* master, size_t n);
+  void (*encode_weight)(const float* master, const Master& to, size_t begin, size_t n);
+  void (*decode_weight)(const Master& from, float* master, size_t begin, size_t n);
+  void (*encode_moment)(const float* x, const Codes& to, size_t begin, size_t n);
+  void (*decode_moment)(const Codes& from, float* x, size_t begin, size_t n);
+};
+
+const Kernels& scalar_kernels();
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& neon_kernels();
+
+// The best instruction set that this machine has and `wanted` (a name, or empty) allows; null where it does not.
+const Kernels* choose_kernels(const char* wanted);
+
+}  // namespace unbounded

@@ -1,0 +1,85 @@
+#include "pool.h"
+
+#include <cfenv>
+#include <unistd.h>
+
+namespace unbounded {
+namespace {
+
+// Rounding and denormals as IEEE has them while working, whatever the calling thread has set.
+class FloatMode {
+ public:
+  FloatMode() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~FloatMode() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+};
+
+}  // namespace
+
+Pool::Pool(int num_threads) : num_threads_(num_threads), process_(getpid()) {
+  try {
+    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+Pool::~Pool() {
+  if (getpid() == process_)
+    stop();
+  else
+    new std::vector<std::thread>(std::move(threads_));  // they are not in this process: neither join nor destroy
+}
+
+void Pool::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  posted_.notify_all();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+void Pool::work(Job& job) {
+  FloatMode mode;
+  for (int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.num_chunks;) job.chunk(job.context, i);
+}
+
+void Pool::serve() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    posted_.wait(lock, [&] { return stopping_ || job_; });
+    if (stopping_) return;
+    Job& job = *job_;
+    ++joined_;
+    lock.unlock();
+    work(job);
+    lock.lock();
+    if (job_ == &job) job_ = nullptr;  // no chunk is left: nobody else need join
+    if (--joined_ == 0) left_.notify_one();
+  }
+}
+
+void Pool::run(int64_t num_chunks, Chunk chunk, void* context) {
+  Job job{chunk, context, num_chunks};
+  if (num_chunks <= 1 || num_threads_ == 1 || getpid() != process_) return work(job);
+  std::lock_guard turn(turn_);
+  {
+    std::lock_guard lock(mutex_);
+    job_ = &job;
+  }
+  posted_.notify_all();
+  work(job);
+  std::unique_lock lock(mutex_);
+  job_ = nullptr;
+  left_.wait(lock, [&] { return joined_ == 0; });
+}
+
+}  // namespace unbounded

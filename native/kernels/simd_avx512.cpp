@@ -1,0 +1,93 @@
+// AVX-512: 16 lanes.
+#include <immintrin.h>
+
+#include "table.h"
+
+namespace unbounded {
+namespace {
+
+struct Avx512 {
+  static constexpr size_t width = 16;
+  using M = __mmask16;
+  struct D {
+    __m512d low, high;
+  };
+  struct F {
+    __m512 x;
+    friend F operator+(F a, F b) { return {_mm512_add_ps(a.x, b.x)}; }
+    friend F operator-(F a, F b) { return {_mm512_sub_ps(a.x, b.x)}; }
+    friend F operator*(F a, F b) { return {_mm512_mul_ps(a.x, b.x)}; }
+    friend F operator/(F a, F b) { return {_mm512_div_ps(a.x, b.x)}; }
+  };
+  struct I {
+    __m512i x;
+    friend I operator+(I a, I b) { return {_mm512_add_epi32(a.x, b.x)}; }
+    friend I operator-(I a, I b) { return {_mm512_sub_epi32(a.x, b.x)}; }
+    friend I operator*(I a, I b) { return {_mm512_mullo_epi32(a.x, b.x)}; }
+    friend I operator&(I a, I b) { return {_mm512_and_si512(a.x, b.x)}; }
+    friend I operator|(I a, I b) { return {_mm512_or_si512(a.x, b.x)}; }
+    friend I operator^(I a, I b) { return {_mm512_xor_si512(a.x, b.x)}; }
+  };
+
+  static F all(float x) { return {_mm512_set1_ps(x)}; }
+  static I all(int32_t x) { return {_mm512_set1_epi32(x)}; }
+  static I bits(F a) { return {_mm512_castps_si512(a.x)}; }
+  static F floats(I a) { return {_mm512_castsi512_ps(a.x)}; }
+  static F sqrt(F a) { return {_mm512_sqrt_ps(a.x)}; }
+  static F from_int(I a) { return {_mm512_cvtepi32_ps(a.x)}; }
+  static I to_int(F a) { return {_mm512_cvttps_epi32(a.x)}; }
+
+  template <int n> static I left(I a) { return {_mm512_slli_epi32(a.x, n)}; }
+  template <int n> static I right(I a) { return {_mm512_srli_epi32(a.x, n)}; }
+  static I min(I a, I b) { return {_mm512_min_epi32(a.x, b.x)}; }
+  static I max(I a, I b) { return {_mm512_max_epi32(a.x, b.x)}; }
+  static M greater(I a, I b) { return _mm512_cmpgt_epi32_mask(a.x, b.x); }
+  static I select(M m, I yes, I no) { return {_mm512_mask_mov_epi32(no.x, m, yes.x)}; }
+  static int32_t highest(I a) { return _mm512_reduce_max_epi32(a.x); }
+
+  static __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  static void store256(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+  static void store128(void* p, __m128i x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
+
+  static F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static F load(const Bf16* p) { return floats(left<16>({_mm512_cvtepu16_epi32(load256(p))})); }
+  static F load(const Fp16* p) { return {_mm512_cvtph_ps(load256(p))}; }
+  static void store(float* p, F a) { _mm512_storeu_ps(p, a.x); }
+  static void store(Bf16* p, F a) {
+    const I x = bits(a), even = right<16>(x) & all(1);
+    const I rounded = right<16>(x + even + all(0x7fff)), nan = right<16>(x) | all(0x40);
+    const M is_nan = greater(x & all(0x7fffffff), all(0x7f800000));
+    store256(p, _mm512_cvtepi32_epi16(select(is_nan, nan, rounded).x));
+  }
+  static void store(Fp16* p, F a) { store256(p, _mm512_cvtps_ph(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+
+  static I load_int(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+  static I load_int(const int16_t* p) { return {_mm512_cvtepi16_epi32(load256(p))}; }
+  static I load_int(const int8_t* p) { return {_mm512_cvtepi8_epi32(load128(p))}; }
+  static I load_int(const uint8_t* p) { return {_mm512_cvtepu8_epi32(load128(p))}; }
+  static void store_int(int16_t* p, I a) { store256(p, _mm512_cvtepi32_epi16(a.x)); }
+  static void store_int(uint16_t* p, I a) { store256(p, _mm512_cvtepi32_epi16(a.x)); }
+  static void store_int(int8_t* p, I a) { store128(p, _mm512_cvtepi32_epi8(a.x)); }
+  static void store_int(uint8_t* p, I a) { store128(p, _mm512_cvtepi32_epi8(a.x)); }
+
+  static D zero() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+  static D add_squares(D sum, F a) {  // a product of two floats is exact in double, so fusing changes nothing
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a.x));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.x, 1));
+    return {_mm512_fmadd_pd(low, low, sum.low), _mm512_fmadd_pd(high, high, sum.high)};
+  }
+  static void store(double* p, D a) {
+    _mm512_storeu_pd(p, a.low);
+    _mm512_storeu_pd(p + 8, a.high);
+  }
+};
+
+}  // namespace
+
+const Kernels& avx512_kernels() {
+  static constexpr Kernels kernels = table<Avx512>("avx512");
+  return kernels;
+}
+
+}  // namespace unbounded

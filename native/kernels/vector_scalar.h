@@ -1,0 +1,69 @@
+// One lane: the vector interface in plain C++. Kernels written over it are the specification of the SIMD ones,
+// and handle what is left over when a length is not a multiple of a vector's width.
+//
+// Every instruction set offers the same types and functions: F (floats), I (32-bit integers, wrapping), M (mask),
+// D (doubles), each `width` lanes, with IEEE results, so that all instruction sets agree bit for bit.
+#pragma once
+
+#include "floats.h"
+
+namespace unbounded {
+namespace {
+
+struct Scalar {
+  static constexpr size_t width = 1;
+  using M = bool;
+  using D = double;
+
+  struct F {
+    float x;
+    friend F operator+(F a, F b) { return {a.x + b.x}; }
+    friend F operator-(F a, F b) { return {a.x - b.x}; }
+    friend F operator*(F a, F b) { return {a.x * b.x}; }
+    friend F operator/(F a, F b) { return {a.x / b.x}; }
+  };
+  struct I {
+    uint32_t x;
+    friend I operator+(I a, I b) { return {a.x + b.x}; }
+    friend I operator-(I a, I b) { return {a.x - b.x}; }
+    friend I operator*(I a, I b) { return {a.x * b.x}; }
+    friend I operator&(I a, I b) { return {a.x & b.x}; }
+    friend I operator|(I a, I b) { return {a.x | b.x}; }
+    friend I operator^(I a, I b) { return {a.x ^ b.x}; }
+  };
+
+  static F all(float x) { return {x}; }
+  static I all(int32_t x) { return {uint32_t(x)}; }
+  static I bits(F a) { return {bits_of(a.x)}; }
+  static F floats(I a) { return {float_of(a.x)}; }
+  static F sqrt(F a) { return {__builtin_sqrtf(a.x)}; }
+  static F from_int(I a) { return {float(int32_t(a.x))}; }
+  static I to_int(F a) { return {uint32_t(int32_t(a.x))}; }  // towards zero; the caller keeps it in range
+
+  template <int n> static I left(I a) { return {a.x << n}; }
+  template <int n> static I right(I a) { return {a.x >> n}; }
+  static I min(I a, I b) { return int32_t(a.x) < int32_t(b.x) ? a : b; }
+  static I max(I a, I b) { return int32_t(a.x) < int32_t(b.x) ? b : a; }
+  static M greater(I a, I b) { return int32_t(a.x) > int32_t(b.x); }
+  static I select(M m, I yes, I no) { return m ? yes : no; }
+  static int32_t highest(I a) { return int32_t(a.x); }
+
+  template <class T> static F load(const T* p) { return {widen(*p)}; }
+  template <class T> static void store(T* p, F a) { narrow(a.x, *p); }
+  template <class T> static I load_int(const T* p) { return {uint32_t(int32_t(*p))}; }
+  template <class T> static void store_int(T* p, I a) { *p = T(a.x); }
+
+  static D zero() { return 0; }
+  static D add_squares(D sum, F a) { return sum + double(a.x) * double(a.x); }
+  static void store(double* p, D a) { *p = a; }
+};
+
+// Runs `body<V>(i)` over [0, n) a vector at a time, then lane by lane over the rest.
+template <class V, class Body> inline void sweep(size_t n, Body body) {
+  size_t i = 0;
+  for (; i + V::width <= n; i += V::width) body.template operator()<V>(i);
+  for (; i < n; ++i) body.template operator()<Scalar>(i);
+}
+
+}  // namespace
+}  // namespace unbounded

@@ -1,0 +1,114 @@
+"""Threads of the native core that the host kernels run on.
+
+A pool sleeps between jobs and never spins against torch's threads. Several Python threads may use one pool (they
+take turns) or pools of their own. Results never depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from unbounded.errors import PlanError, StateError, UnboundedError
+from unbounded.native.library import declare
+
+SIMD_VARIABLE = "UNBOUNDED_SIMD"
+
+
+def simd() -> str:
+    """The instruction set new pools use: the best of this machine, or what UNBOUNDED_SIMD asks for."""
+    return _resolve(None)
+
+
+def _resolve(wanted: str | None) -> str:
+    name = wanted or os.environ.get(SIMD_VARIABLE, "")
+    found: bytes | None = declare("unbounded_simd", ctypes.c_char_p, [ctypes.c_char_p])(name.encode())
+    if found is None:
+        raise PlanError(
+            f'the instruction set "{name}" is not available on this machine. '
+            f'Choose "avx512", "avx2", "neon" or "scalar" as the machine allows, or unset {SIMD_VARIABLE}.'
+        )
+    return found.decode()
+
+
+class Pool:
+    """`num_threads` threads, the caller's included; closed explicitly, as a context, or when collected."""
+
+    def __init__(self, num_threads: int, *, simd: str | None = None) -> None:
+        self._handle: int | None = None
+        self._users = 0
+        self._idle = threading.Condition()
+        if num_threads < 1:
+            raise PlanError(f"a pool of {num_threads} threads cannot work. Ask for at least 1.")
+        self.num_threads = num_threads
+        self.simd = _resolve(simd)
+        create = declare("unbounded_pool_create", ctypes.c_void_p, [ctypes.c_int, ctypes.c_char_p])
+        self._close = declare("unbounded_pool_close", None, [ctypes.c_void_p])
+        self._handle = create(num_threads, self.simd.encode())
+        if self._handle is None:
+            raise UnboundedError(
+                f"a pool of {num_threads} threads could not be started. Raise the limit on processes, or ask for fewer."
+            )
+
+    @contextmanager
+    def borrow(self) -> Iterator[int]:
+        """The native handle, kept open until the block ends."""
+        with self._idle:
+            if self._handle is None:
+                raise StateError("the pool is closed. Make a new Pool, or close it only after its last use.")
+            self._users += 1
+            handle = self._handle
+        try:
+            yield handle
+        finally:
+            with self._idle:
+                self._users -= 1
+                self._idle.notify_all()
+
+    def close(self) -> None:
+        """Waits for the jobs in flight, then ends the threads; more than once is harmless."""
+        with self._idle:
+            handle, self._handle = self._handle, None
+            self._idle.wait_for(lambda: self._users == 0)
+        if handle is not None:
+            self._close(handle)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self._close(self._handle)
+            self._handle = None
+
+
+_default: Pool | None = None
+_default_lock = threading.Lock()
+
+
+def default_pool() -> Pool:
+    """The pool used where none is given: this rank's share of the cores that the process may use."""
+    global _default
+    with _default_lock:
+        if _default is None:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            _default = Pool(max(1, len(os.sched_getaffinity(0)) // max(1, ranks)))
+        return _default
+
+
+def _forget_default() -> None:
+    """Threads do not survive a fork: a child makes a default pool of its own."""
+    global _default, _default_lock
+    _default, _default_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_default)
