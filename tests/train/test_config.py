@@ -1,0 +1,84 @@
+"""Settings: defaults, file, flags, in that order; what cannot be meant is refused in one line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from unbounded.train.config import Config
+from unbounded.train.errors import InputError
+from unbounded.train.flags import make_parser, read_config
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(InputError) as caught:
+        read_config(arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.toml", 'lr = 1e-3\nsteps = 7\ndata = "a.txt"\n[plan]\nstage = 2\nweights = "host"\n')
+    config = read_config([path, "--steps", "9", "--plan", "stage=1", "prefetch_units=3"])
+    assert (config.lr, config.steps, config.data, config.beta1) == (1e-3, 9, ("a.txt",), 0.9)
+    assert dict(config.plan) == {"stage": 1, "weights": "host", "prefetch_units": 3}
+
+
+def test_every_setting_is_a_flag_with_help() -> None:
+    text = make_parser().format_help()
+    for one in fields(Config):
+        assert "--" + one.name.replace("_", "-") in text
+        assert one.metadata["help"]
+
+
+def test_values_of_all_kinds_are_read_from_flags() -> None:
+    config = read_config(
+        ["--data", "a", "b", "--tensorboard", "--device-bytes", "2GiB", "--decay", "linear", "--clip", "0"]
+    )
+    assert (config.data, config.tensorboard, config.device_bytes, config.decay, config.clip) == (
+        ("a", "b"), True, "2GiB", "linear", 0.0,
+    )  # fmt: skip
+
+
+def test_a_misspelt_key_gets_a_suggestion(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.toml", "sequence_lenght = 5\n")
+    assert refusal(path) == f'"{path}" has the unknown key "sequence_lenght". Did you mean "sequence_length"?'
+    assert refusal("--warm-up", "5") == 'there is no flag "--warm-up". Did you mean "--warmup"?'
+
+
+def test_values_of_the_wrong_type_are_refused_with_their_key(tmp_path: Path) -> None:
+    assert "must be a whole number" in refusal(write(tmp_path / "a.toml", 'steps = "ten"\n'))
+    assert "must be a number" in refusal(write(tmp_path / "b.toml", "lr = true\n"))
+    assert 'Did you mean "cosine"?' in refusal(write(tmp_path / "c.toml", 'decay = "cosin"\n'))
+    assert "cannot be read" in refusal(write(tmp_path / "d.toml", "steps = \n"))
+    assert "does not exist" in refusal(str(tmp_path / "none.toml"))
+    assert "not key=value" in refusal("--plan", "stage")
+    assert "invalid int value" in refusal("--steps", "many")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "m", "--from-config", "c"], "--model and --from-config contradict"),
+        (["--steps", "1", "--epochs", "1"], "--steps and --epochs contradict"),
+        (["--eval-data", "x", "--eval-fraction", "0.1"], "--eval-fraction and --eval-data contradict"),
+        (["--model", "m", "--data", "d", "--layers", "2"], "--layers shapes the built-in GPT"),
+        (["--lora-rank", "4"], "--lora-rank takes a Hugging Face model"),
+        (["--lora-alpha", "4"], "without --lora-rank"),
+        (["--model", "m"], "needs data"),
+        (["--device-bytes", "1GiB", "--plan", "device_bytes=5"], "--device-bytes and --plan device_bytes="),
+        (["--steps", "0"], "must be more than 0"),
+        (["--clip", "-1"], "must be 0 or more"),
+        (["--eval-fraction", "1"], "less than 1"),
+        (["--steps", "5", "--warmup", "6"], "longer than the run"),
+    ],
+)
+def test_contradictions_are_refused(arguments: list[str], said: str) -> None:
+    assert said in refusal(*arguments)
