@@ -80,12 +80,12 @@ def _redirect(log: str) -> None:
 def _answer(message: bytes, store: Any) -> bytes:
     try:
         rank, case = pickle.loads(message)
-        return pickle.dumps(Report(_run(rank, case, store)))
+        return pickle.dumps(_run(rank, case, store))
     except BaseException:
         return pickle.dumps(Report(None, traceback.format_exc()))
 
 
-def _run(rank: int, case: Case, store: Any) -> Any:
+def _run(rank: int, case: Case, store: Any) -> Report:
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
@@ -98,8 +98,12 @@ def _run(rank: int, case: Case, store: Any) -> Any:
             timeout=timedelta(seconds=case.timeout + 60),  # the pool sees a hang before gloo does
         )
     try:
-        return case.function(rank, case.world_size, *case.arguments)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
+        report = Report(case.function(rank, case.world_size, *case.arguments))
+    except BaseException:
+        report = Report(None, traceback.format_exc())
+    # Collected while the group lives: DDP's reducer, were it the last to hold the group, would wait for the group's
+    # threads with the GIL in hand, and they may wait for the GIL.
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return report

@@ -1,0 +1,105 @@
+"""Clipping: the norm over all ranks and groups is torch's, and so is what it does to the gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.training import Batch, Run, Task, assert_parity, shard, train_both, train_plain
+
+
+class Clipped(Task):
+    steps = 4
+
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = max_norm
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.5)  # not invariant to the scale of gradients, as Adam is
+
+
+class ClippedGroups(Clipped):
+    """Frozen parameters count for nothing, and the groups count together."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.embedding.requires_grad_(False)
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.SGD([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.1}], lr=0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "task",
+    [Clipped(0.1), Clipped(1e6), ClippedGroups(0.1)],
+    ids=["every step is clipped", "no step is clipped", "groups and frozen"],
+)
+def test_norm_and_clipped_update_equal_those_of_torch(ranks: Any, task: Task, stage: int, world_size: int) -> None:
+    results = ranks(world_size, train_both, task, {"stage": stage})
+    assert len(results[0][1].norms) == task.steps
+    assert_parity(results)
+
+
+def norms_around_a_step(rank: int, world_size: int) -> tuple[float, float, bool]:
+    task = Clipped(1.0)
+    model = task.model()
+    model, optimizer = shard(model, task.optimizer(model), {})
+    task.loss(model, Batch(0, 0, rank)).backward()
+    norm = optimizer.clip_grad_norm_(float("inf"))
+    again = optimizer.clip_grad_norm_(float("inf"))
+    return float(norm), float(again), isinstance(norm, torch.Tensor) and norm.ndim == 0
+
+
+def test_the_norm_is_a_scalar_tensor_and_the_same_when_asked_twice(ranks: Any) -> None:
+    for norm, again, is_scalar in ranks(2, norms_around_a_step):
+        assert norm == again > 0
+        assert is_scalar
+
+
+def clip_twice(rank: int, world_size: int) -> float:
+    task = Clipped(1.0)
+    model = task.model()
+    model, optimizer = shard(model, task.optimizer(model), {})
+    task.loss(model, Batch(0, 0, rank)).backward()
+    optimizer.clip_grad_norm_(0.1)
+    return float(optimizer.clip_grad_norm_(float("inf")))
+
+
+def test_after_clipping_the_norm_is_the_maximum(ranks: Any) -> None:
+    assert ranks(2, clip_twice) == pytest.approx([0.1, 0.1], rel=1e-4)
+
+
+def train_hinted(rank: int, world_size: int, max_norm: float | None, plan: dict[str, Any]) -> Any:
+    task = Clipped(max_norm) if max_norm is not None else Task()
+    torch.manual_seed(3)
+    model = task.model()
+    reference = train_plain(task, copy.deepcopy(model), rank=rank, world_size=world_size)
+    model, optimizer = shard(model, task.optimizer(model), plan)
+    ours = Run()
+    for step in range(task.steps):
+        loss = task.loss(model, Batch(step, 0, rank))
+        with optimizer.last_backward(max_norm=max_norm):
+            loss.backward()
+        ours.losses.append(float(loss))
+        if max_norm is not None:
+            ours.norms.append(float(optimizer.clip_grad_norm_(max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    ours.weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return reference, ours
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3), (4, 3)])
+def test_announcing_the_last_backward_changes_no_result(
+    ranks: Any, world_size: int, stage: int, max_norm: float | None
+) -> None:
+    assert_parity(ranks(world_size, train_hinted, max_norm, {"stage": stage}))

@@ -1,0 +1,88 @@
+"""torch.compile inside and around sharded models."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.training import Run, Task, TinyGPT, assert_parity, train_both, train_ours
+
+
+class CompiledBlocks(Task):
+    """Every block compiled in place, before sharding: the usual way for transformers."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def model(self) -> nn.Module:
+        model = TinyGPT()
+        for block in model.blocks:
+            block.compile(backend=self.backend)
+        return model
+
+
+class CompiledWrapped(CompiledBlocks):
+    """`torch.compile(block)` makes a module around the block, whose parameters are named _orig_mod."""
+
+    def model(self) -> nn.Module:
+        model = TinyGPT()
+        model.blocks = nn.ModuleList(torch.compile(block, backend=self.backend) for block in model.blocks)
+        return model
+
+
+class CompiledWhole(CompiledBlocks):
+    """The whole model compiled: hooks of units inside break the graph and nothing else."""
+
+    def model(self) -> nn.Module:
+        model = TinyGPT()
+        model.compile(backend=self.backend)
+        return model
+
+
+def train_compiled(rank: int, world_size: int, task: Task, plan: dict[str, Any]) -> tuple[Run, Run, dict[str, int]]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    reference, ours = train_both(rank, world_size, task, plan)
+    counts = dict(torch._dynamo.utils.counters["stats"])
+    torch._dynamo.reset()
+    return reference, ours, counts
+
+
+@pytest.mark.parametrize("kind", [CompiledBlocks, CompiledWrapped, CompiledWhole], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2), (2, 3)])
+def test_compiled_models_train_as_in_plain_pytorch(ranks: Any, kind: Any, world_size: int, stage: int) -> None:
+    results = ranks(world_size, train_compiled, kind("aot_eager"), {"stage": stage}, timeout=180.0)
+    assert_parity([result[:2] for result in results])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_compiles_sharded_blocks(ranks: Any) -> None:
+    results = ranks(1, train_compiled, CompiledBlocks("inductor"), {"stage": 3}, timeout=300.0)
+    assert_parity([result[:2] for result in results], tolerance=1e-5)  # other kernels than the eager reference's
+
+
+def recompiles(rank: int, world_size: int) -> list[int]:
+    """Graphs compiled after the first and after every later step."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counts: list[int] = []
+
+    class Counting(CompiledBlocks):
+        steps = 4
+
+        def between(self, model: nn.Module, optimizer: Any, step: int) -> None:
+            counts.append(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0))
+
+    train_ours(rank, world_size, Counting("aot_eager"), {"stage": 3})
+    torch._dynamo.reset()
+    return counts
+
+
+def test_nothing_is_compiled_again_after_the_second_step(ranks: Any) -> None:
+    for counts in ranks(2, recompiles, timeout=180.0):
+        assert counts[0] > 0
+        assert counts[1:] == [counts[1]] * 3

@@ -1,0 +1,242 @@
+"""Whatever a forward does with its modules: loops, other orders, skipped blocks, branches by rank, evaluation."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zero.training import Batch, Block, Run, Task, TinyGPT, assert_parity, train_both
+
+
+class Looped(TinyGPT):
+    """Every block runs three times, in turn."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(3):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+class Loop(Task):
+    def model(self) -> nn.Module:
+        return Looped()
+
+
+class InOrder(TinyGPT):
+    """The caller says which blocks run, in which order."""
+
+    def forward(self, tokens: Tensor, order: list[int] | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        for index in order if order is not None else range(len(self.blocks)):
+            x = self.blocks[index](x)
+        return self.head(self.norm(x))
+
+
+class Ordered(Task):
+    steps = 6
+
+    def model(self) -> nn.Module:
+        return InOrder(depth=5)
+
+    def order(self, batch: Batch) -> list[int]:
+        return list(range(5))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.tokens(), self.order(batch)).square().mean()
+
+
+class Shuffled(Ordered):
+    def order(self, batch: Batch) -> list[int]:
+        return random.Random(batch.step).sample(range(5), 5)
+
+
+class SkippedTogether(Ordered):
+    """Blocks skipped at random, the same ones on all ranks; some step uses none at all."""
+
+    def order(self, batch: Batch) -> list[int]:
+        return [] if batch.step == 2 else [i for i in range(5) if random.Random(batch.step * 7 + i).random() < 0.5]
+
+
+class SkippedApart(Ordered):
+    """Blocks skipped at random, other ones on each rank."""
+
+    def order(self, batch: Batch) -> list[int]:
+        draw = random.Random(batch.step * 31 + batch.rank)
+        return [i for i in range(5) if draw.random() < 0.6]
+
+
+class OrderByRank(Ordered):
+    def order(self, batch: Batch) -> list[int]:
+        return random.Random(batch.step * 31 + batch.rank).sample(range(5), 5)
+
+
+class TimesByRank(Ordered):
+    """A block runs once on one rank and three times on another."""
+
+    def order(self, batch: Batch) -> list[int]:
+        return [0, *([1] * (1 + 2 * (batch.rank % 2))), 2]
+
+
+class UnusedOnOneRank(Ordered):
+    def order(self, batch: Batch) -> list[int]:
+        return [0, 1, 2] if batch.rank == 0 else [0, 2, 3]  # the last block on none
+
+
+class UnusedHead(Ordered):
+    """A part of the model that never runs: its parameters keep their values under weight decay too."""
+
+    def model(self) -> nn.Module:
+        model = InOrder(depth=5)
+        model.extra = nn.Linear(11, 31)
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+class UsedLater(Ordered):
+    """A block that runs for the first time in the third step: its bias correction starts there."""
+
+    def order(self, batch: Batch) -> list[int]:
+        return [0, 1] if batch.step < 2 else [0, 1, 4]
+
+
+class UnusedInOneMicrobatch(Ordered):
+    accumulate = 3
+
+    def order(self, batch: Batch) -> list[int]:
+        return [0, 1 + batch.micro]
+
+
+class Recurrent(Task):
+    """One cell applied over time: the same unit in a chain of its own outputs."""
+
+    def model(self) -> nn.Module:
+        return nn.GRUCell(7, 11)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        state = torch.zeros(3, 11)
+        for x in batch.normal(6, 3, 7):
+            state = model(x, state)
+        return state.square().mean()
+
+
+class TwoForwards(Task):
+    """Two forwards before one backward, as contrastive losses do."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        one, two = model(batch.tokens()), model(batch.tokens().flip(0))
+        return (one - two).square().mean() + one.square().mean()
+
+
+class TwoForwardsBackInOrder(Task):
+    """Two graphs alive at once; the first is walked first."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.first = model(batch.tokens()).square().mean()
+        self.second = model(batch.tokens().flip(0)).abs().mean()
+        return self.first.detach() + self.second.detach()
+
+    def backward(self, loss: Tensor, batch: Batch) -> None:
+        self.first.backward()
+        self.second.backward()
+
+
+class EvaluatedBetween(Task):
+    """An evaluation under no_grad between steps and between forward and backward."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss = super().loss(model, batch)
+        with torch.no_grad():
+            self.seen = model(batch.tokens()).sum()
+        return loss
+
+    def between(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        model.eval()
+        with torch.inference_mode():
+            model(Batch(step, 9, 0).tokens())
+        model.train()
+
+
+class Abandoned(Task):
+    """A forward whose loss is thrown away, before the one that is trained on."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        super().loss(model, batch)
+        return super().loss(model, batch)
+
+
+class SubmoduleAlone(Task):
+    """Parts of the model are called without the model: the root's forward never runs."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        x = model.blocks[1](model.embedding(batch.tokens()))
+        return model.head(x).square().mean()
+
+
+class PartialGradient(Task):
+    """Only some inputs of a block need a gradient, and the first blocks run without a graph."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            x = model.blocks[0](model.embedding(batch.tokens()))
+        return model.head(model.blocks[2](x)).square().mean()
+
+
+class Dropout(Task):
+    def model(self) -> nn.Module:
+        model = TinyGPT()
+        model.blocks.insert(1, nn.Sequential(nn.Dropout(0.3), Block(11)))
+        return model
+
+
+TASKS = [
+    Loop(),
+    Shuffled(),
+    SkippedTogether(),
+    UnusedHead(),
+    UsedLater(),
+    UnusedInOneMicrobatch(),
+    Recurrent(),
+    TwoForwards(),
+    TwoForwardsBackInOrder(),
+    EvaluatedBetween(),
+    Abandoned(),
+    SubmoduleAlone(),
+    PartialGradient(),
+    Dropout(),
+]
+BY_RANK = [SkippedApart(), OrderByRank(), TimesByRank(), UnusedOnOneRank()]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
+def test_the_same_on_all_ranks_trains_as_in_plain_pytorch(ranks: Any, task: Task, world_size: int, stage: int) -> None:
+    assert_parity(ranks(world_size, train_both, task, {"stage": stage}))
+
+
+@pytest.mark.parametrize("task", BY_RANK, ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_branches_that_differ_by_rank_neither_hang_nor_change_the_result(
+    ranks: Any, task: Task, stage: int, world_size: int
+) -> None:
+    assert_parity(ranks(world_size, train_both, task, {"stage": stage}, timeout=30.0))
+
+
+def late_head(rank: int, world_size: int) -> tuple[Run, Run]:
+    return train_both(rank, world_size, UnusedHead(), {"stage": 3})
+
+
+def test_an_unused_parameter_keeps_its_value(ranks: Any) -> None:
+    torch.manual_seed(3)
+    initial = UnusedHead().model().state_dict()["extra.weight"]
+    for reference, ours in ranks(2, late_head):
+        assert torch.equal(ours.weights["extra.weight"], reference.weights["extra.weight"])
+        assert torch.equal(ours.weights["extra.weight"], initial)

@@ -1,0 +1,139 @@
+"""Models built on the meta device: every unit is made, initialised and partitioned by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.training import Block, Task, TinyGPT, assert_identical, shard, train_ours
+
+
+class Eager(Task):
+    def model(self) -> nn.Module:
+        torch.manual_seed(11)
+        return TinyGPT()
+
+
+class Meta(Task):
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            model = TinyGPT()
+        torch.manual_seed(11)
+        return model
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 3), (4, 3)])
+def test_a_meta_model_trains_as_the_eager_one_of_the_same_seed(ranks: Any, world_size: int, stage: int) -> None:
+    """Modules here are registered in the order in which their constructors draw, so the same numbers are drawn."""
+    eager = ranks(world_size, train_ours, Eager(), {"stage": stage})
+    meta = ranks(world_size, train_ours, Meta(), {"stage": stage})
+    for one, other in zip(eager, meta, strict=True):
+        assert_identical(one, other)
+
+
+def initial_state(rank: int, world_size: int, stage: int, unit_numel: int) -> tuple[dict[str, torch.Tensor], bool]:
+    model = Meta().model()
+    model, _ = shard(model, torch.optim.AdamW(model.parameters()), {"stage": stage, "unit_numel": unit_numel})
+    left = any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    return {name: value.clone() for name, value in model.state_dict().items()}, left
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("unit_numel", [1, 64, None])
+def test_initial_values_do_not_depend_on_units_or_ranks(ranks: Any, stage: int, unit_numel: int) -> None:
+    eager = Eager().model().state_dict()
+    for world_size in (1, 2):
+        for state, left_on_meta in ranks(world_size, initial_state, stage, unit_numel):
+            assert not left_on_meta
+            assert list(state) == list(eager)
+            for name, value in state.items():
+                assert torch.equal(value, eager[name]), name
+
+
+class Table(nn.Module):
+    """A buffer that is computed, not drawn, and is not in the checkpoint: rotary tables are like this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(5, dtype=torch.float64), persistent=False)
+        self.register_buffer("count", torch.empty(2, dtype=torch.int64))
+        self.weight = nn.Parameter(torch.empty(7, 5))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(5) / 3)
+        self.count.fill_(9)
+        nn.init.normal_(self.weight)
+
+
+def buffers_of_meta(rank: int, world_size: int) -> dict[str, tuple[str, list[float]]]:
+    with torch.device("meta"):
+        model = nn.Sequential(Table(), Block(11), Table())
+    model, _ = shard(model, torch.optim.AdamW(model.parameters()), {})
+    return {name: (str(b.dtype), b.tolist()) for name, b in model.named_buffers()}
+
+
+def test_buffers_of_a_meta_model_are_initialised_in_their_own_dtype(ranks: Any) -> None:
+    table = (torch.arange(5) / 3).double().tolist()
+    for buffers in ranks(2, buffers_of_meta):
+        assert buffers["0.table"] == buffers["2.table"] == ("torch.float64", table)
+        assert buffers["0.count"] == ("torch.int64", [9, 9])
+
+
+class NoReset(nn.Module):
+    """Draws its parameters in its constructor, and has no way to do it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+
+def refuse_no_reset(rank: int, world_size: int) -> str:
+    import unbounded
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), NoReset())
+    with pytest.raises(unbounded.UnboundedError) as error:
+        shard(model, torch.optim.AdamW(model.parameters()), {})
+    return str(error.value)
+
+
+def test_a_meta_module_that_cannot_be_initialised_is_named(ranks: Any) -> None:
+    for message in ranks(2, refuse_no_reset):
+        assert "reset_parameters" in message
+        assert "1" in message
+        assert "NoReset" in message
+
+
+class Watched(nn.Linear):
+    """Notes how many bytes of full parameters are alive whenever one of its kind is initialised."""
+
+    alive: list[int] = []  # noqa: RUF012
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not self.weight.is_meta:
+            import gc
+
+            storages = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in gc.get_objects()
+                if isinstance(t, torch.Tensor) and not t.is_meta and t.untyped_storage().nbytes() >= 256 * 256
+            }
+            Watched.alive.append(sum(storages.values()))
+
+
+def peak_of_initialisation(rank: int, world_size: int) -> tuple[int, int]:
+    Watched.alive.clear()
+    with torch.device("meta"):
+        model = nn.Sequential(*(Watched(256, 256, bias=False) for _ in range(16)))
+    model, _ = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 3, "unit_numel": 1})
+    return max(Watched.alive), 16 * 256 * 256 * 4
+
+
+def test_no_rank_ever_holds_the_whole_model(ranks: Any) -> None:
+    for peak, whole in ranks(4, peak_of_initialisation):
+        assert peak <= 0.5 * whole  # a quarter of the model is this rank's, and one unit of 16 is being made

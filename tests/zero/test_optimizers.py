@@ -1,0 +1,133 @@
+"""Stock optimizers, sharded: the updates of torch.optim, groups with their own values, schedulers, changes mid-run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.training import Batch, Task, assert_parity, shard, train_both
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "AdamW, no decay, other betas": (torch.optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "Adam, L2": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD, momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD, dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "SGD, nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "Adagrad, decay": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+    "RMSprop, centered momentum": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "NAdam, decoupled": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+}
+
+
+class With(Task):
+    """The tiny model under the optimizer of this name."""
+
+    steps = 6
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        kind, arguments = OPTIMIZERS[self.name]
+        return kind(model.parameters(), **arguments)
+
+
+class Groups(Task):
+    """Biases and norms apart from matrices, as everyone does: the groups cut across every unit."""
+
+    steps = 4
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        return torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": 0.3, "lr": 2e-2},
+                {"params": vectors, "weight_decay": 0.0, "betas": (0.5, 0.9)},
+            ],
+            lr=1e-3,
+        )
+
+
+class LateGroup(Groups):
+    """One more group is added to the optimizer before sharding, in another order than the model's."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())[::-1]
+        optimizer = torch.optim.AdamW(parameters[:7], lr=1e-2)
+        optimizer.add_param_group({"params": parameters[7:], "lr": 3e-3})
+        return optimizer
+
+
+class Scheduled(Groups):
+    """A warm-up followed by a cosine, in torch's own schedulers."""
+
+    steps = 8
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [3])
+
+
+class ChangedByHand(Groups):
+    def between(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.param_groups[1]["weight_decay"] = 0.1 * step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (2, 3)])
+def test_updates_equal_those_of_torch(ranks: Any, name: str, world_size: int, stage: int) -> None:
+    assert_parity(ranks(world_size, train_both, With(name), {"stage": stage}))
+
+
+@pytest.mark.parametrize(
+    "task", [Groups(), LateGroup(), Scheduled(), ChangedByHand()], ids=lambda task: type(task).__name__
+)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (4, 3)])
+def test_groups_keep_their_own_values(ranks: Any, task: Task, world_size: int, stage: int) -> None:
+    assert_parity(ranks(world_size, train_both, task, {"stage": stage}))
+
+
+def sharded_optimizer(rank: int, world_size: int) -> tuple[bool, list[dict[str, Any]], list[dict[str, Any]]]:
+    task = Groups()
+    model = task.model()
+    before = task.optimizer(model)
+    values = [{k: v for k, v in group.items() if k != "params"} for group in before.param_groups]
+    _, after = shard(model, before, {})
+    kept = [{k: v for k, v in group.items() if k != "params"} for group in after.param_groups]
+    return isinstance(after, torch.optim.Optimizer), values, kept
+
+
+def test_the_optimizer_is_a_torch_optimizer_with_its_groups_kept(ranks: Any) -> None:
+    for is_optimizer, before, after in ranks(2, sharded_optimizer):
+        assert is_optimizer
+        assert [{**group, **before[i]} for i, group in enumerate(after)] == after
+
+
+def run_closure(rank: int, world_size: int) -> float:
+    task = Task()
+    model = task.model()
+    model, optimizer = shard(model, task.optimizer(model), {})
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = task.loss(model, Batch(0, 0, rank))
+        loss.backward()
+        return loss
+
+    return float(optimizer.step(closure))
+
+
+def test_a_closure_is_called_and_its_loss_returned(ranks: Any) -> None:
+    assert all(loss > 0 for loss in ranks(2, run_closure))
