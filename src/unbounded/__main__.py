@@ -1,0 +1,7 @@
+"""`python -m unbounded` is the command line."""
+
+import sys
+
+from unbounded.cli import main
+
+sys.exit(main())

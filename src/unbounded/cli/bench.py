@@ -1,0 +1,46 @@
+"""`unbounded bench host|disk`: how fast the native core is here, beside a reference measured in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unbounded.cli.bench_disk import Result
+
+HELP = "measure the host optimizers or the disk engine against a reference in the same run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", metavar="host|disk", required=True)
+    host = kinds.add_parser("host", help="host optimizers against torch.optim")
+    host.add_argument("--params", type=int, default=100_000_000, metavar="N", help="parameters (default 100 million)")
+    host.add_argument("--threads", type=int, default=None, metavar="N", help="threads for both (default: all cores)")
+    host.add_argument("--repeats", type=int, default=5, metavar="N", help="repetitions, of which the median counts")
+    disk_parser = kinds.add_parser("disk", help="the disk engine against the best plain O_DIRECT loop")
+    disk_parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
+    disk_parser.add_argument("--size", type=int, default=1024, metavar="MIB", help="MiB read and written each time")
+    disk_parser.add_argument(
+        "--repeats", type=int, default=7, metavar="N", help="repetitions, of which the median counts"
+    )
+    disk_parser.add_argument("--backend", default="auto", choices=("auto", "threads", "io_uring"))
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.kind == "host":
+        from unbounded.cli.bench_host import run_host
+
+        return int(run_host(params=args.params, threads=args.threads, repeats=args.repeats) or 0)
+    from unbounded.cli.bench_disk import show
+
+    results = disk(args.path, size_bytes=args.size << 20, repeats=args.repeats, backend=args.backend)
+    show(results, f"disk engine on {os.path.realpath(args.path)}")
+    return 0
+
+
+def disk(path: str | os.PathLike[str], **options: Any) -> list[Result]:
+    """Measures the disk engine on `path`; see `bench_disk.disk` for the options."""
+    from unbounded.cli.bench_disk import disk as measure_disk
+
+    return measure_disk(path, **options)
