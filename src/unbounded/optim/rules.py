@@ -1,0 +1,200 @@
+"""Update rules: a stock `torch.optim` optimizer read as a rule over flat buffers.
+
+A rule knows which state arrays it keeps beside the weights (`specs`), reads a param group and a step count into
+frozen numbers (`resolve`), and updates a stretch of buffers in place (`apply`). `NativeRule` runs the fused host
+kernel or, for buffers on a GPU, the fused device kernel. `TorchRule` covers the other elementwise optimizers by
+running the torch optimizer itself on the flat fp32 master: elementwise updates do not care how tensors are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unbounded.errors import PlanError
+from unbounded.native import kernels
+
+BLOCK = kernels.BLOCK
+_NATIVE = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adagrad": "adagrad", "Lion": "lion"}
+_ELEMENTWISE = ("Adam", "AdamW", "NAdam", "RMSprop", "Adamax", "RAdam", "Adadelta")
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One state array: an element for every `every` parameters, filled with `initial` before the first step."""
+
+    name: str
+    dtype: torch.dtype
+    every: int = 1
+    initial: float = 0.0
+
+    def numel(self, numel: int) -> int:
+        return -(-numel // self.every)
+
+
+Scalars = Mapping[str, float]
+
+
+class UpdateRule(Protocol):
+    """How one optimizer updates flat buffers."""
+
+    format: str
+    specs: tuple[StateSpec, ...]
+
+    def resolve(self, group: Mapping[str, Any], step: int) -> Any: ...
+
+    def apply(
+        self,
+        numbers: Any,
+        scalars: Scalars,
+        *,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        grad_scale: float | torch.Tensor,
+        pool: kernels.Pool | None,
+    ) -> dict[str, float]: ...
+
+
+def read_rule(optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_format: str) -> UpdateRule:
+    """The rule of `optimizer` for weights of `dtype`, or an error that says why it has none."""
+    kind = type(optimizer).__name__
+    stock = type(optimizer).__module__.startswith("torch.optim")
+    groups = optimizer.param_groups
+    if any(isinstance(group.get("lr"), torch.Tensor) and group["lr"].numel() != 1 for group in groups):
+        raise PlanError("a param group has a learning rate of several elements. Give one number a group.")
+    if kind in _NATIVE and (stock or kind == "Lion") and not any(group.get("amsgrad") for group in groups):
+        return NativeRule(optimizer, dtype, optimizer_format)
+    if stock and kind in _ELEMENTWISE:
+        if optimizer_format == "compact" and dtype != torch.float32:
+            raise PlanError(f'{kind} has no "compact" format. Use optimizer_format="exact", or AdamW.')
+        return TorchRule(optimizer, dtype)
+    raise PlanError(
+        f"{type(optimizer).__module__}.{kind} cannot be run exactly on partitioned states, because its update of an "
+        f"element may depend on others. Use one of {', '.join(sorted({*_NATIVE, *_ELEMENTWISE}))} of torch.optim."
+    )
+
+
+class NativeRule:
+    """AdamW, Adam, SGD, Adagrad and Lion in the fused kernels."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_format: str) -> None:
+        self.name = _NATIVE[type(optimizer).__name__]
+        if self.name == "adam" and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+            self.name = "adamw"
+        momentum = any(group.get("momentum", 0) != 0 for group in optimizer.param_groups)
+        # fp16 cannot be completed to fp32 by 16 bits over its whole range, so its master is kept whole.
+        self.has_master = dtype == torch.float16 and optimizer_format == "exact"
+        self.format = "fp32" if dtype == torch.float32 or self.has_master else optimizer_format
+        specs = [StateSpec("master", torch.float32)] if self.has_master else []
+        arrays = kernels.state_arrays(self.name, self.format, dtype, momentum=momentum)
+        first = (
+            float(optimizer.param_groups[0].get("initial_accumulator_value", 0.0)) if self.name == "adagrad" else 0.0
+        )
+        for name, spec in arrays.items():
+            initial = first if name == "sum" and self.format != "compact" else 0.0
+            specs.append(StateSpec(name, spec.dtype, BLOCK if spec.per_block else 1, initial))
+        self.specs = tuple(specs)
+
+    def resolve(self, group: Mapping[str, Any], step: int) -> kernels.Rule:
+        beta1, beta2 = group.get("betas", (0.0, 0.0))
+        return kernels.Rule(
+            name=self.name,
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group.get("eps", 0.0)),
+            weight_decay=float(group.get("weight_decay", 0.0)),
+            momentum=float(group.get("momentum", 0.0)),
+            dampening=float(group.get("dampening", 0.0)),
+            nesterov=bool(group.get("nesterov", False)),
+            maximize=bool(group.get("maximize", False)),
+            lr_decay=float(group.get("lr_decay", 0.0)),
+            step=step,
+        )
+
+    def apply(
+        self,
+        numbers: kernels.Rule,
+        scalars: Scalars,
+        *,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        grad_scale: float | torch.Tensor,
+        pool: kernels.Pool | None,
+    ) -> dict[str, float]:
+        moments = {name: state for name, state in states.items() if name != "master"}
+        target, out = (states["master"], weight) if self.has_master else (weight, None)
+        if weight.device.type == "cuda":
+            from unbounded.optim import device_kernels
+
+            device_kernels.update(numbers, self.format, target, grad, moments, grad_scale, out)
+        else:
+            kernels.update(
+                numbers,
+                self.format,
+                weight=target,
+                grad=grad,
+                states=moments,
+                grad_scale=float(grad_scale),
+                out=out,
+                pool=pool,
+            )
+        return {}
+
+
+class TorchRule:
+    """Any elementwise torch optimizer, run as it is on the flat fp32 master."""
+
+    format = "fp32"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+        self._kind: Any = type(optimizer)
+        self._defaults = {key: value for key, value in optimizer.defaults.items() if key not in _HOW}
+        self.has_master = dtype != torch.float32
+        probe = torch.nn.Parameter(torch.zeros(2))
+        probe.grad = torch.zeros(2)
+        trial = self._kind([probe], **self._only_known(optimizer.param_groups[0]))
+        trial.step()
+        arrays = [name for name, value in trial.state[probe].items() if getattr(value, "shape", ()) == (2,)]
+        self._scalars = [
+            name for name, value in trial.state[probe].items() if name != "step" and getattr(value, "shape", None) == ()
+        ]
+        master = [StateSpec("master", torch.float32)] if self.has_master else []
+        self.specs = tuple(master + [StateSpec(name, torch.float32) for name in arrays])
+
+    def resolve(self, group: Mapping[str, Any], step: int) -> tuple[dict[str, Any], int]:
+        return self._only_known(group), step
+
+    def apply(
+        self,
+        numbers: tuple[dict[str, Any], int],
+        scalars: Scalars,
+        *,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        grad_scale: float | torch.Tensor,
+        pool: kernels.Pool | None,
+    ) -> dict[str, float]:
+        options, step = numbers
+        target = torch.nn.Parameter(states["master"] if self.has_master else weight)
+        target.grad = grad.to(torch.float32) * grad_scale
+        run = self._kind([target], **options)
+        state = {name: value for name, value in states.items() if name != "master"}
+        held = {name: torch.tensor(scalars.get(name, 1.0)) for name in self._scalars}
+        run.state[target] = {"step": torch.tensor(float(step - 1)), **state, **held}
+        run.step()
+        if self.has_master:
+            weight.copy_(target.detach())
+        return {name: float(value) for name, value in held.items()}
+
+    def _only_known(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: group[key] for key in self._defaults if key in group} | {"foreach": False}
+
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")

@@ -1,0 +1,64 @@
+"""Host memory for the host tier and for buffers: allocated once, of exact size, pinned where a GPU reads it.
+
+torch's pinned allocator rounds every block up to a power of two; here memory is mapped with huge pages and
+registered with the driver, which costs neither. Where registering is refused (a small memory-lock limit), the
+memory is used as it is, with one warning: transfers are then slower and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import torch
+
+from unbounded.native import memory
+
+
+class HostArena:
+    """Hands out host tensors and counts them; `close` unregisters what was pinned."""
+
+    def __init__(self, *, pin: bool, num_threads: int) -> None:
+        self.pin, self.num_threads = pin, num_threads
+        self.used_bytes = 0
+        self._pinned: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def allocate(self, dtype: torch.dtype, numel: int, *, pin: bool | None = None) -> torch.Tensor:
+        """A zeroed 1-D tensor on a page boundary; pinned unless the arena or the caller says otherwise."""
+        num_bytes = max(1, numel * dtype.itemsize)
+        raw = memory.host_buffer(num_bytes)
+        with self._lock:
+            self.used_bytes += num_bytes
+        if self.pin if pin is None else (pin and self.pin):
+            self._register(raw)
+        return raw[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Gives back a tensor of `allocate`; its memory goes when the caller drops the last reference."""
+        with self._lock:
+            self.used_bytes -= max(1, tensor.numel() * tensor.element_size())
+            raw = self._pinned.pop(tensor.data_ptr(), None)
+        if raw is not None:
+            torch.cuda.cudart().cudaHostUnregister(raw.data_ptr())
+
+    def close(self) -> None:
+        with self._lock:
+            pinned, self._pinned = self._pinned, {}
+        for pointer in pinned:
+            torch.cuda.cudart().cudaHostUnregister(pointer)
+
+    def _register(self, raw: torch.Tensor) -> None:
+        memory.touch(raw, self.num_threads)
+        status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
+        if int(status) == 0:
+            with self._lock:
+                self._pinned[raw.data_ptr()] = raw
+        else:
+            self.pin = False
+            warnings.warn(
+                f"pinning {raw.numel()} bytes of host memory was refused (CUDA error {int(status)}), so transfers "
+                "run at the speed of pageable memory. Raise the memory-lock limit (ulimit -l unlimited).",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,168 @@
+"""One kind of state of one unit, on its tier: a flat typed array behind a small protocol.
+
+`direct` is the array itself where it can be addressed (device and host memory). `fetch` and `evict` move a
+stretch of it to and from a buffer: memory is copied on the current stream, disk is read and written by the
+disk engine. Both return something to `wait` on.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from unbounded.native.disk import ExtentStore
+from unbounded.observe import trace
+from unbounded.tiers.lane import finished
+from unbounded.tiers.pool import BufferPool
+
+PAGE = 4096
+
+
+class Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+class Array(Protocol):
+    """A flat array of `numel` elements of `dtype` on `tier`."""
+
+    tier: str
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def direct(self) -> torch.Tensor | None: ...
+
+    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable: ...
+
+    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable: ...
+
+    def free(self) -> None: ...
+
+
+class MemoryArray:
+    """An array in device or host memory."""
+
+    def __init__(self, tensor: torch.Tensor, tier: str) -> None:
+        self.tensor, self.tier = tensor, tier
+        self.dtype, self.numel = tensor.dtype, tensor.numel()
+
+    @property
+    def direct(self) -> torch.Tensor | None:
+        return self.tensor
+
+    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable:
+        return _copy(self.tensor[start : start + target.numel()], target)
+
+    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable:
+        return _copy(source, self.tensor[start : start + source.numel()])
+
+    def free(self) -> None:
+        self.tensor = self.tensor[:0]
+
+
+class DiskArray:
+    """An array in one extent of the disk store. A buffer that the disk cannot reach goes through the pool."""
+
+    def __init__(self, store: ExtentStore, bounce: BufferPool, dtype: torch.dtype, numel: int) -> None:
+        self.tier, self.dtype, self.numel = "disk", dtype, numel
+        self._store, self._bounce = store, bounce
+        self._extent = store.allocate(numel * dtype.itemsize)
+
+    @property
+    def direct(self) -> torch.Tensor | None:
+        return None
+
+    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable:
+        if is_reachable(target):
+            return _Traced(
+                "disk read", self._store.read(self._extent, as_bytes(target), start * self.dtype.itemsize), target
+            )
+        for begin, stop in self._stretches(start, target.numel()):
+            lease = self._bounce.lease()
+            try:
+                part = lease.tensor(self.dtype, stop - begin)
+                with trace.span("disk read", "bounce", bytes=part.numel() * part.element_size()):
+                    self._store.read(self._extent, as_bytes(part), begin * self.dtype.itemsize).wait()
+                target[begin - start : stop - start].copy_(part, non_blocking=True)
+            finally:
+                lease.release(_mark(target))
+        return finished()
+
+    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable:
+        if is_reachable(source):
+            return _Traced(
+                "disk write", self._store.write(self._extent, as_bytes(source), start * self.dtype.itemsize), source
+            )
+        for begin, stop in self._stretches(start, source.numel()):
+            lease = self._bounce.lease()
+            try:
+                part = lease.tensor(self.dtype, stop - begin)
+                part.copy_(source[begin - start : stop - start])
+                with trace.span("disk write", "bounce", bytes=part.numel() * part.element_size()):
+                    self._store.write(self._extent, as_bytes(part), begin * self.dtype.itemsize).wait()
+            finally:
+                lease.release()
+        return finished()
+
+    def free(self) -> None:
+        self._store.free(self._extent)
+
+    def _stretches(self, start: int, numel: int) -> list[tuple[int, int]]:
+        step = self._bounce.buffer_bytes // PAGE * PAGE // self.dtype.itemsize
+        return [(begin, min(begin + step, start + numel)) for begin in range(start, start + numel, step)]
+
+
+class _Traced:
+    """A disk transfer whose time, from submission to the end of the wait for it, goes to its lane."""
+
+    def __init__(self, lane: str, handle: Waitable, buffer: torch.Tensor) -> None:
+        self._lane, self._handle = lane, handle
+        self._num_bytes = buffer.numel() * buffer.element_size()
+        self._start = time.perf_counter_ns()
+
+    def wait(self) -> None:
+        self._handle.wait()
+        if self._num_bytes:
+            trace.record(self._lane, "piece", self._start, time.perf_counter_ns(), bytes=self._num_bytes)
+            self._num_bytes = 0
+
+
+class Arrival:
+    """A copy on its way to or from a GPU: `wait` returns when the host may touch both ends."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> Waitable:
+    if source.device == target.device:
+        target.copy_(source)
+        return finished()
+    lane = "host-to-device" if target.device.type == "cuda" else "device-to-host"
+    with trace.device_span(lane, "copy", bytes=source.numel() * source.element_size()):
+        target.copy_(source, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return Arrival(event)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def is_reachable(tensor: torch.Tensor) -> bool:
+    """Whether the disk can move this buffer without a bounce: host memory on a page boundary."""
+    return tensor.device.type == "cpu" and tensor.data_ptr() % PAGE == 0
+
+
+def _mark(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    if tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,121 @@
+"""Lanes: what runs beside the computation. A lane is one thread and, on CUDA, one stream, taking work in order.
+
+`submit` returns a `Handle`; whoever needs the result waits on it. Waiting makes the caller's stream wait for
+the lane's, and blocks the host only until the lane has launched the work, never for the whole device. An
+exception inside the work is raised at every wait.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Handle:
+    """Work in flight. It keeps what it was given alive until the work is done."""
+
+    def __init__(self) -> None:
+        self._launched = threading.Event()
+        self._error: BaseException | None = None
+        self._event: torch.cuda.Event | None = None
+        self.result: Any = None
+
+    def wait(self) -> Any:
+        """Returns the work's result once it was launched, with the current stream behind it; raises its error."""
+        self._launched.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return self.result
+
+    def synchronize(self) -> Any:
+        """Like `wait`, but returns only when the device has finished the work too."""
+        result = self.wait()
+        if self._event is not None:
+            self._event.synchronize()
+        return result
+
+    def launched(self) -> bool:
+        return self._launched.is_set()
+
+    def complete(self, result: Any = None, event: torch.cuda.Event | None = None) -> None:
+        """Called once by whoever does the work, when it was launched; `event` says when the device has done it."""
+        self.result, self._event = result, event
+        self._launched.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Called instead of `complete` where the work could not be done."""
+        self._error = error
+        self._launched.set()
+
+
+def finished(result: Any = None) -> Handle:
+    """A handle on work that is already done."""
+    handle = Handle()
+    handle.complete(result)
+    return handle
+
+
+class Lane:
+    """One thread and one stream that do what they are given, in order."""
+
+    def __init__(self, name: str, device: torch.device, *, inline: bool = False) -> None:
+        self.name, self.device, self.inline = name, device, inline
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and not inline else None
+        self._tasks: queue.SimpleQueue[tuple[Handle, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Handle:
+        """Hands `function` to the lane. An inline lane runs it at once, on the caller's thread and stream."""
+        handle = Handle()
+        if self.inline:
+            self._run(handle, function, arguments)
+            return handle
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"unbounded-{self.name}", daemon=True)
+            self._thread.start()
+        self._tasks.put((handle, function, arguments))
+        return handle
+
+    def drain(self) -> None:
+        """Waits until everything submitted so far was launched; errors stay with their handles."""
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self.submit(lambda: None).wait()
+
+    def close(self) -> None:
+        """Ends the thread after what it was given."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(timeout=5)
+            self._thread = None
+
+    def _work(self) -> None:
+        if self.stream is not None:
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.stream)
+        while (task := self._tasks.get()) is not None:
+            self._run(*task)
+            del task
+
+    def _run(self, handle: Handle, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            # Grad mode is per thread, and lanes never build graphs.
+            with torch.no_grad():
+                result = function(*arguments)
+            handle.complete(result, self.mark())
+        except BaseException as error:
+            handle.fail(error)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event behind everything launched on the lane's stream so far."""
+        if self.stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event

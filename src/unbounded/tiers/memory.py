@@ -1,0 +1,95 @@
+"""The three tiers of one rank: makes arrays on them and counts what each holds."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from unbounded.native.disk import ExtentStore
+from unbounded.tiers.arena import HostArena
+from unbounded.tiers.array import PAGE, Array, DiskArray, MemoryArray
+from unbounded.tiers.pool import BufferPool
+
+BOUNCE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """What one tier holds, and the budget it was given (None: no limit was set)."""
+
+    used_bytes: int
+    budget_bytes: int | None
+
+
+class Tiers:
+    """Device, host and disk. The disk store is reserved whole at the start, so that it cannot run full later."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        budgets: dict[str, int | None],
+        disk_bytes: int,
+        disk_path: tuple[str, ...] | None,
+        num_threads: int,
+    ) -> None:
+        self.device, self.budgets = device, budgets
+        self.arena = HostArena(pin=device.type == "cuda", num_threads=num_threads)
+        self._used = {"device": 0, "disk": 0}
+        self._lock = threading.Lock()
+        self._store: ExtentStore | None = None
+        if disk_bytes:
+            self._store = ExtentStore(disk_path or (tempfile.gettempdir(),), disk_bytes)
+
+    def pool(self, count: int, buffer_bytes: int = BOUNCE_BYTES) -> BufferPool:
+        return BufferPool(self.arena, buffer_bytes, count)
+
+    def allocate(
+        self,
+        tier: str,
+        dtype: torch.dtype,
+        numel: int,
+        bounce: BufferPool,
+        *,
+        initial: float = 0.0,
+        pin: bool | None = None,
+    ) -> Array:
+        """An array on `tier` filled with `initial`. Fresh disk extents read as zeros without being written."""
+        num_bytes = numel * dtype.itemsize
+        array: Array
+        if tier == "device":
+            array = MemoryArray(torch.full((numel,), initial, dtype=dtype, device=self.device), tier)
+        elif tier == "host":
+            array = MemoryArray(self.arena.allocate(dtype, numel, pin=pin), tier)
+            if initial:
+                array.tensor.fill_(initial)
+        else:
+            assert self._store is not None
+            array = DiskArray(self._store, bounce, dtype, numel)
+            if initial:
+                array.evict(torch.full((numel,), initial, dtype=dtype)).wait()
+        if tier != "host":
+            self.count(tier, num_bytes)
+        return array
+
+    def count(self, tier: str, num_bytes: int) -> None:
+        """Counts bytes on a tier that were allocated elsewhere (negative: freed)."""
+        with self._lock:
+            self._used[tier] += num_bytes
+
+    def use(self) -> dict[str, TierUse]:
+        used = {"device": self._used["device"], "host": self.arena.used_bytes, "disk": self._used["disk"]}
+        return {tier: TierUse(num_bytes, self.budgets[tier]) for tier, num_bytes in used.items()}
+
+    def close(self) -> None:
+        self.arena.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def disk_size(num_bytes: int) -> int:
+    """What an array of `num_bytes` takes on disk."""
+    return max(PAGE, -(-num_bytes // PAGE) * PAGE)

@@ -1,0 +1,118 @@
+"""Whole values for the user: full parameters to read and write, and state dicts with unchanged keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.optim import formats
+from unbounded.optim.rules import UpdateRule
+from unbounded.zero.engine import Engine
+from unbounded.zero.parameter import ManagedParameter
+from unbounded.zero.unit import Unit, WeightState
+
+
+@contextmanager
+def full_values(engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> Iterator[None]:
+    """All ranks of the axis must call this. Every parameter holds its full value; writes are kept."""
+    engine.settle()
+    for unit in engine.units:
+        engine.request(unit)
+    before = {}
+    for unit in engine.units:
+        engine.wait(unit)
+        before[id(unit)] = unit.owned_part().clone()
+        unit.show_values()
+        for parameter in unit.parameters:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for unit in engine.units:
+            for parameter in unit.parameters:
+                parameter.__class__ = ManagedParameter
+            keep_writes(unit, before.pop(id(unit)), rules.get(unit.dtype) if unit.trainable else None)
+            if not unit.resident:
+                unit.hide_values()
+        if engine.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        engine.settle()
+
+
+def keep_writes(unit: Unit, before: torch.Tensor, rule: UpdateRule | None) -> None:
+    """Brings what changed in the gathered buffer to the unit's owned weights and whatever completes them."""
+    now = unit.owned_part()
+    changed = _bits(now) != _bits(before)
+    if not bool(changed.any()):
+        return
+    if not unit.resident:
+        unit.weights.evict(now).wait()
+    if rule is None:
+        return
+    fresh = formats.encode_weight(now.float(), unit.dtype, rule)
+    for name in ("low", "master"):
+        if name in unit.states:
+            array = unit.states[name]
+            held = torch.empty(array.numel, dtype=array.dtype)
+            array.fetch(held).wait()
+            held = torch.where(changed.cpu(), fresh[name].cpu(), held)
+            array.evict(held).wait()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of `tensor`, so that a NaN equals itself."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def attach_state_dict(model: nn.Module, engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> list[Any]:
+    """Hooks that make `model.state_dict()` give full values on the host, unit by unit, and loading keep them."""
+    places: dict[nn.Parameter, tuple[Unit, int]] = {
+        parameter: (unit, index) for unit in engine.units for index, parameter in enumerate(unit.parameters)
+    }
+
+    def collect(*_: Any) -> None:
+        engine.collecting = True
+
+    def fill(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        engine.collecting = False
+        wanted: dict[int, list[tuple[str, int]]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state and parameter in places:
+                unit, index = places[parameter]
+                wanted.setdefault(id(unit), []).append((prefix + name, index))
+        for unit in engine.units:
+            if id(unit) in wanted:
+                values = _whole(engine, unit)
+                for key, index in wanted[id(unit)]:
+                    state[key] = values[index]
+
+    loading: list[Any] = []
+
+    def before_load(*_: Any) -> None:
+        loading.append(full_values(engine, rules))
+        loading[-1].__enter__()
+
+    def after_load(*_: Any) -> None:
+        loading.pop().__exit__(None, None, None)
+
+    return [
+        model.register_state_dict_pre_hook(collect),
+        model.register_state_dict_post_hook(fill),
+        model.register_load_state_dict_pre_hook(before_load),
+        model.register_load_state_dict_post_hook(after_load),
+    ]
+
+
+def _whole(engine: Engine, unit: Unit) -> list[torch.Tensor]:
+    """All ranks of the axis must call this. One host tensor a parameter, the unit released behind them."""
+    was_gathered = unit.state is WeightState.GATHERED
+    engine.request(unit)
+    engine.wait(unit)
+    values = [view.detach().to("cpu", copy=True) for view in unit.slot_views(unit.fill)]
+    if not was_gathered:
+        engine.release(unit)
+    return values

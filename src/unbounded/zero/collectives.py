@@ -1,0 +1,94 @@
+"""The collectives of one axis of ranks: how shards become whole buffers and gradients become shards.
+
+The only module that calls torch.distributed, so that renamed functions, deprecations and counting live in one
+place. One rank is the degenerate case: no process group, and every call a copy or nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unbounded.errors import PlanError
+from unbounded.observe import trace
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Ranks:
+    """The ranks of one axis. `lane` makes a second set with a communicator of its own, to run beside this one."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        active = dist.is_available() and dist.is_initialized()
+        self.size = dist.get_world_size(group) if active else 1
+        self.rank = dist.get_rank(group) if active else 0
+
+    def lane(self) -> Ranks:
+        """All ranks of the axis must call this."""
+        return Ranks(dist.new_group(dist.get_process_group_ranks(self.group))) if self.size > 1 else self
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, name: str) -> None:
+        """All ranks of the axis must call this. Fills `full` with every rank's `shard`."""
+        with trace.device_span("gather", name, bytes=full.numel() * full.element_size()):
+            if self.size == 1:
+                full.copy_(shard)
+            else:
+                _gather(full, shard.contiguous(), group=self.group)
+
+    def reduce(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> None:
+        """All ranks of the axis must call this. `shard` becomes this rank's part of the mean of all `full`."""
+        with trace.device_span("reduce", name, bytes=full.numel() * full.element_size()):
+            if self.size == 1:
+                shard.copy_(full)
+            elif full.device.type == "cuda":
+                _scatter(shard, full, op=dist.ReduceOp.AVG, group=self.group)
+            else:
+                _scatter(shard, full, op=dist.ReduceOp.SUM, group=self.group)
+                shard.div_(self.size)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks of the axis must call this. Adds up `tensor` in place over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+        return tensor
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks of the axis must call this. The elementwise maximum in place over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks of the axis must call this. Everyone gets the first rank's `tensor`."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=self._first(), group=self.group)
+        return tensor
+
+    def _first(self) -> int:
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+
+    def objects(self, value: Any) -> list[Any]:
+        """All ranks of the axis must call this. Every rank's `value`, by rank."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def check_same(self, value: str, what: str) -> None:
+        """All ranks of the axis must call this. Raises on every rank unless `value` is the same on all."""
+        marks = self.objects(zlib.crc32(value.encode()))
+        for rank, mark in enumerate(marks):
+            if mark != marks[0]:
+                raise PlanError(
+                    f"rank {rank} has another {what} than rank 0. Build the same {what} on every rank, "
+                    "in the same order."
+                )

@@ -1,0 +1,144 @@
+"""The gradient of one unit's owned part between its backward and its update, on its tier.
+
+The first backward after a step stores what came out of the reduction as it is; nothing is lost by that. From
+the second on gradients are added up in the plan's accumulation dtype (fp32 unless said), and the store stays
+that wide, so a job that accumulates pays for it and one that does not keeps half the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from unbounded.native import kernels
+from unbounded.tiers.array import Array, MemoryArray
+from unbounded.tiers.lane import Handle
+from unbounded.tiers.pool import BufferPool
+
+# (dtype, numel) -> an array on the gradient's tier
+Allocate = Callable[[torch.dtype, int], Array]
+
+
+class Gradient:
+    """Holds, adds up and hands out the owned part of a unit's gradient."""
+
+    def __init__(self, tier: str, numel: int, wire: torch.dtype, sum_dtype: torch.dtype) -> None:
+        self.tier, self.numel, self.wire = tier, numel, wire
+        self.sum_dtype = torch.promote_types(sum_dtype, wire) if sum_dtype != wire else wire
+        self.present = False
+        self.consumed = False  # an update scaled or freed it: it cannot be added to
+        self.handle: Handle | None = None  # the last addition in flight
+        self.array: Array | None = None
+        self._wide = False
+        self._squares: torch.Tensor | float | None = None
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
+
+    def add(self, part: torch.Tensor, allocate: Allocate, bounce: BufferPool, *, measure: bool) -> None:
+        """Adds `part` (reduced, this rank's, on the device). Runs in the reduce lane."""
+        self._squares = None
+        self._wide = self._wide or part.dtype != self.wire
+        if not self.present:
+            self._store(part, allocate)
+            if measure and not self._wide:
+                self._squares = sum_squares(part)
+        else:
+            self._accumulate(part, allocate, bounce)
+        self.present, self.consumed = True, False
+
+    def squares(self, bounce: BufferPool) -> torch.Tensor | float:
+        """The sum of squares: a float, or a scalar tensor where the device has it."""
+        if self._squares is None:
+            assert self.array is not None
+            direct = self.array.direct
+            if direct is not None:
+                self._squares = sum_squares(direct)
+            else:
+                self._squares = sum(
+                    sum_squares(part) for _, part in _host_stretches(self.array, bounce, write_back=False)
+                )
+        return self._squares
+
+    def drop(self) -> None:
+        """Forgets the gradient; memory on the device goes back at once."""
+        self.present = self.consumed = False
+        self._squares = self.handle = None
+        if self.tier == "device":
+            self.array = None
+
+    def use_up(self) -> None:
+        """Frees the gradient's memory on the device after an update that is final, before `drop` is called."""
+        self.consumed = True
+        if self.tier == "device":
+            self.array = None
+
+    def _store(self, part: torch.Tensor, allocate: Allocate) -> None:
+        dtype = self.sum_dtype if self._wide else self.wire
+        if self.tier == "device":
+            self.array = MemoryArray(part.to(dtype), "device")
+            return
+        if self.array is None or self.array.dtype != dtype:
+            self._reallocate(dtype, allocate)
+        assert self.array is not None
+        self.array.evict(part.to(dtype)).wait()
+
+    def _accumulate(self, part: torch.Tensor, allocate: Allocate, bounce: BufferPool) -> None:
+        assert self.array is not None
+        if not self._wide and self.sum_dtype != self.wire:
+            self._widen(allocate, bounce)
+        self._wide = True
+        if self.tier == "device":
+            self.array.direct.add_(part)  # type: ignore[union-attr]
+            return
+        if part.device.type == "cuda":
+            part = part.cpu()
+        if self.array.direct is not None:
+            kernels.accumulate(self.array.direct, part)
+            return
+        for start, held in _host_stretches(self.array, bounce, write_back=True):
+            kernels.accumulate(held, part[start : start + held.numel()])
+
+    def _widen(self, allocate: Allocate, bounce: BufferPool) -> None:
+        assert self.array is not None
+        narrow = self.array
+        if self.tier == "device":
+            self.array = MemoryArray(narrow.direct.to(self.sum_dtype), "device")  # type: ignore[union-attr]
+            return
+        self.array = None
+        self._reallocate(self.sum_dtype, allocate)
+        if narrow.direct is not None:
+            kernels.convert(narrow.direct, self.array.direct)  # type: ignore[attr-defined]
+        else:
+            for start, held in _host_stretches(narrow, bounce, write_back=False):
+                self.array.evict(held.to(self.sum_dtype), start).wait()  # type: ignore[attr-defined]
+        narrow.free()
+
+    def _reallocate(self, dtype: torch.dtype, allocate: Allocate) -> None:
+        if self.array is not None:
+            self.array.free()
+        self.array = allocate(dtype, self.numel)
+
+
+def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
+    """In float64 on the host; on CUDA a float32 scalar tensor, so that nothing waits for it."""
+    if part.device.type == "cpu":
+        return kernels.sum_squares(part)
+    return torch.linalg.vector_norm(part, dtype=torch.float32).square_()
+
+
+def _host_stretches(array: Array, bounce: BufferPool, *, write_back: bool):  # type: ignore[no-untyped-def]
+    """An array that memory does not hold, one buffer after another: (start, values)."""
+    step = bounce.buffer_bytes // 4096 * 4096 // array.dtype.itemsize
+    for start in range(0, array.numel, step):
+        lease = bounce.lease()
+        try:
+            part = lease.tensor(array.dtype, min(step, array.numel - start))
+            array.fetch(part, start).wait()
+            yield start, part
+            if write_back:
+                array.evict(part, start).wait()
+        finally:
+            lease.release()

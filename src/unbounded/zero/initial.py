@@ -1,0 +1,196 @@
+"""First values: each unit is filled, broadcast and put on its tiers before the next one is touched.
+
+A model with real parameters gives its own values. One on the meta device is initialised module by module, in
+the order of the module tree, by the modules' own `reset_parameters` (and the model's `_init_weights`, as in
+Hugging Face models); a unit is partitioned as soon as its last module is done, so that no rank ever holds more
+of the model than the units that are open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from unbounded.errors import PlanError
+from unbounded.optim import formats
+from unbounded.optim.rules import UpdateRule
+from unbounded.tiers.array import MemoryArray
+from unbounded.tiers.memory import Tiers
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.collectives import Ranks
+from unbounded.zero.unit import Unit, WeightState
+from unbounded.zero.units import Member
+
+Places = Mapping[str, str]  # "weights", "optimizer" -> tier
+# What a parameter's optimizer state held before `shard`: state name -> values
+Carried = Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
+
+
+class Installer:
+    """Puts the first values of units on their tiers."""
+
+    def __init__(self, tiers: Tiers, ranks: Ranks, bounce: BufferPool, rules: Mapping[torch.dtype, UpdateRule]) -> None:
+        self.tiers, self.ranks, self.bounce, self.rules = tiers, ranks, bounce, rules
+
+    def install(self, unit: Unit, values: torch.Tensor, places: Places, moments: Mapping[str, torch.Tensor]) -> None:
+        """All ranks of the axis must call this. `values` is the whole unit, flat; the first rank's are taken."""
+        self.ranks.broadcast(values)
+        rule = self.rules.get(unit.dtype) if unit.trainable else None
+        low, high = unit.owned
+        owned = values[low:high]
+        narrowed = unit.dtype != values.dtype
+        arrays = (
+            formats.encode_weight(owned.float(), unit.dtype, rule)
+            if rule is not None or narrowed
+            else {"weight": owned}
+        )
+        if unit.resident:
+            unit.allocate()
+            self.tiers.count("device", unit.num_bytes)
+            unit.fill.copy_(values)
+            unit.owned_part().copy_(arrays["weight"])
+            if narrowed and self.ranks.size > 1:
+                self.ranks.gather(unit.fill, unit.owned_part().clone(), unit.name) if unit.owned != (
+                    0,
+                    unit.layout.numel,
+                ) else None
+            unit.weights = MemoryArray(unit.owned_part(), "device")
+            unit.state = WeightState.GATHERED
+            unit.show_values()
+        else:
+            unit.weights = self.tiers.allocate(places["weights"], unit.dtype, high - low, self.bounce)
+            unit.weights.evict(arrays["weight"].contiguous()).wait()
+            unit.hide_values()
+        if rule is not None:
+            self._install_states(unit, rule, places["optimizer"], arrays, moments)
+
+    def _install_states(
+        self,
+        unit: Unit,
+        rule: UpdateRule,
+        tier: str,
+        arrays: Mapping[str, torch.Tensor],
+        moments: Mapping[str, torch.Tensor],
+    ) -> None:
+        low, high = unit.owned
+        given = {name: value for name, value in arrays.items() if name != "weight"}
+        for name, values in moments.items():
+            given |= formats.encode_moment(values[low:high].contiguous(), name, rule)
+        for spec in rule.specs:
+            # States are touched by the host's kernel, never by the device, so they need no pinning.
+            array = self.tiers.allocate(
+                tier, spec.dtype, spec.numel(high - low), self.bounce, initial=spec.initial, pin=False
+            )
+            value = given.get(spec.name)
+            if value is not None and bool(value.any()):
+                array.evict(value.contiguous()).wait()
+            unit.states[spec.name] = array
+
+
+def install_model(
+    units: Sequence[tuple[Unit, Sequence[Member], Places]], installer: Installer, carried: Carried | None
+) -> None:
+    """All ranks of the axis must call this. Takes the values of a model with real parameters."""
+    for unit, members, places in units:
+        values = gather_values(
+            unit, {member.names[0]: member.parameter for member in members}, members[0].parameter.dtype
+        )
+        moments, steps = _carried_moments(unit, carried) if carried and unit.trainable else ({}, None)
+        if steps is not None:
+            unit.steps = steps
+        installer.install(unit, values, places, moments)
+
+
+def gather_values(unit: Unit, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
+    for slot, view in zip(unit.layout.slots, unit.slot_views(values), strict=True):
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            view.copy_(parameters[slot.name])
+    return values
+
+
+def _carried_moments(unit: Unit, carried: Carried) -> tuple[dict[str, torch.Tensor], list[int] | None]:
+    """The moments and step counts of an optimizer that has already stepped."""
+    moments: dict[str, torch.Tensor] = {}
+    steps = [0] * len(unit.layout.slots)
+    for index, parameter in enumerate(unit.parameters):
+        for name, value in carried(parameter).items():
+            if name == "step":
+                steps[index] = int(value)
+            elif isinstance(value, torch.Tensor) and value.numel() == parameter.numel():
+                flat = moments.setdefault(name, torch.zeros(unit.layout.numel, device=unit.device))
+                unit.slot_views(flat)[index].copy_(value)
+    return moments, steps if any(steps) else None
+
+
+class MetaModel:
+    """A model on the meta device, initialised in the order of its module tree."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self._init_weights = getattr(model, "_init_weights", None)
+        self._check()
+
+    def install(self, units: Sequence[tuple[Unit, Sequence[Member], Places]], installer: Installer) -> None:
+        """All ranks of the axis must call this."""
+        home: dict[int, tuple[Unit, Sequence[Member], Places]] = {}
+        waiting: dict[int, set[int]] = {}
+        for entry in units:
+            for member in entry[1]:
+                for module, _ in member.holders:
+                    waiting.setdefault(id(entry[0]), set()).add(id(module))
+                home[id(member.parameter)] = entry
+        open_values: dict[int, torch.Tensor] = {}
+        for module in self.model.modules():
+            touched = {id(home[id(p)][0]): home[id(p)] for p in module._parameters.values() if id(p) in home}
+            for key, (unit, members, _) in touched.items():
+                if key not in open_values:
+                    open_values[key] = torch.zeros(
+                        unit.layout.numel, dtype=members[0].parameter.dtype, device=self.device
+                    )
+            self._initialise(module, home, open_values)
+            for key, (unit, _, places) in touched.items():
+                waiting[key].discard(id(module))
+                if not waiting[key]:
+                    installer.install(unit, open_values.pop(key), places, {})
+
+    def _initialise(
+        self,
+        module: nn.Module,
+        home: Mapping[int, tuple[Unit, Sequence[Member], Places]],
+        values: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Runs a module's own initialisation on views of the open units, then puts its parameters back."""
+        managed = dict(module._parameters)
+        for name, parameter in managed.items():
+            if parameter is not None and id(parameter) in home:
+                unit = home[id(parameter)][0]
+                view = unit.slot_views(values[id(unit)])[parameter._index]  # type: ignore[attr-defined]
+                module._parameters[name] = nn.Parameter(view, requires_grad=parameter.requires_grad)
+        self._materialise_buffers(module)
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+        if callable(self._init_weights):
+            with torch.no_grad():
+                self._init_weights(module)
+        module._parameters.update(managed)
+
+    def _materialise_buffers(self, module: nn.Module) -> None:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=self.device)
+
+    def _check(self) -> None:
+        """Every module with parameters or buffers of its own on the meta device must know how to initialise them."""
+        for name, module in self.model.named_modules():
+            own = [*module._parameters.items(), *module._buffers.items()]
+            meta = [key for key, value in own if value is not None and value.is_meta and value.numel()]
+            resets = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if meta and not callable(resets) and not callable(self._init_weights):
+                raise PlanError(
+                    f"the module {name or 'model'!r} ({type(module).__name__}) has {', '.join(meta)} on the meta "
+                    "device and no reset_parameters method to initialise them. Give it one, or pass weights=folder."
+                )

@@ -1,0 +1,153 @@
+"""What the user can reach between forwards: the same Parameter objects, managed by their unit.
+
+A managed parameter keeps its identity, name, shape, dtype and place in the optimizer. While its unit is
+partitioned or offloaded its data is one element of NaN spread over the true shape, so no tensor over freed
+memory exists; every computation on it comes through `__torch_function__`, which puts the gathered value in its
+place where that is safe and refuses with a remedy where it is not. Inside forwards the modules hold plain
+tensors instead, so none of this is on the hot path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from unbounded.errors import StateError
+
+if TYPE_CHECKING:
+    from unbounded.zero.unit import Unit
+
+_Tensor = torch.Tensor
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
+
+
+# What a placeholder answers truly without its values.
+_METADATA = _getters(
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "itemsize", "nbytes", "names",
+    "_backward_hooks", "_version", "output_nr", "retains_grad",
+) | {
+    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.element_size,
+    _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.__len__, _Tensor.__hash__,
+    _Tensor.get_device, _Tensor.is_contiguous, _Tensor.is_inference, _Tensor.type, torch.is_floating_point,
+    torch.is_complex, torch.numel, torch.is_tensor, _Tensor.is_same_size,
+}  # fmt: skip
+
+
+class ManagedParameter(nn.Parameter):
+    """A parameter whose value and gradient are kept by its unit. Made from a Parameter by `manage`."""
+
+    _unit: Unit
+    _index: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        owner = args[0] if args and isinstance(args[0], ManagedParameter) else None
+        if name == "detach" and owner is not None and owner._unit.keeper.collecting:
+            with torch._C.DisableTorchFunctionSubclass():  # `state_dict` fills the values in afterwards
+                return torch.empty_like(owner, device="meta")
+        if owner is not None and (name in _REFUSED or _writes_in_place(name)):
+            raise StateError(
+                f"{name.strip('_')}() would change the parameter {owner.name!r} behind the engine that keeps it. "
+                "Write to it inside `with unbounded.full_params(model):`, and freeze, move or hook it before `shard`."
+            )
+        args, kwargs = pytree.tree_map_only(ManagedParameter, lambda p: p._unit.borrow(p), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The full name in the model."""
+        return self._unit.layout.slots[self._index].name
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient where this rank holds it whole; None before there is one; else refuses."""
+        return self._unit.read_gradient(self._index)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise StateError(
+                f"the gradient of {self.name!r} is kept by the engine and cannot be replaced. "
+                "Scale the loss, or clip with `optimizer.clip_grad_norm_(max_norm)`."
+            )
+        self._unit.drop_gradient(self._index)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self._unit.borrow(self).detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise StateError(
+            f"the data of {self.name!r} cannot be replaced behind the engine that keeps it. "
+            "Write to it inside `with unbounded.full_params(model):`."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {self._unit.describe()})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StateError(f"the parameter {self.name!r} is sharded and cannot be copied. {_SAVE}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(f"the parameter {self.name!r} is sharded and cannot be pickled. {_SAVE}")
+
+
+_SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
+_REFUSED = {
+    "__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "backward", "__setitem__",
+    "__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "retain_grad",
+}  # fmt: skip
+
+
+def _writes_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in (
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+    )
+
+
+def manage(parameter: nn.Parameter, unit: Unit, index: int) -> ManagedParameter:
+    """Turns `parameter` into a managed one, keeping the object."""
+    parameter.grad = None
+    parameter.__class__ = ManagedParameter
+    assert isinstance(parameter, ManagedParameter)
+    parameter._unit, parameter._index = unit, index
+    return parameter
+
+
+def unmanage(parameter: ManagedParameter, value: torch.Tensor) -> nn.Parameter:
+    """Turns a managed parameter back into a plain one that holds `value`."""
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    del parameter._unit, parameter._index
+    parameter.data = value
+    return parameter
+
+
+def show(parameter: ManagedParameter, value: torch.Tensor) -> None:
+    """Lets the parameter's own data be `value`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+
+
+def hide(parameter: ManagedParameter, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Replaces the parameter's own data by one NaN (one 0 for integers) spread over its shape."""
+    filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    show(parameter, torch.full((), filler, dtype=dtype, device=device).expand(shape))

@@ -1,0 +1,103 @@
+"""From the gradients of one unit's backward to the owned part of their mean, on its tier.
+
+    backward   | u3 |    | u2 |    | u1 |
+    reduce          | u3 |    | u2 |    | u1 |     reduce-scatter, then to the gradient's tier
+
+With `defer` (stage 1, and inside `no_sync`) whole local gradients are added up instead and reduced later.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from unbounded.errors import StateError
+from unbounded.tiers.lane import Lane
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.collectives import Ranks
+from unbounded.zero.gradient import Allocate
+from unbounded.zero.unit import Unit
+
+_is_there = partial(operator.is_not, None)
+
+
+class Reduction:
+    """The reduce lane. `replicate` gives every rank the whole mean (stage 0)."""
+
+    def __init__(self, ranks: Ranks, lane: Lane, bounce: BufferPool, *, replicate: bool) -> None:
+        self.ranks, self.lane, self.bounce, self.replicate = ranks, lane, bounce, replicate
+        self.measure = False  # take the norm as gradients pass: set once somebody has asked for it
+        self.allocate: dict[str, Allocate] = {}
+
+    def collect(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, defer: bool) -> None:
+        """Takes the gradients of one backward of `unit`, on the thread and stream of the backward."""
+        if unit.gradient.consumed:
+            raise StateError(
+                f"the gradient of unit {unit.name!r} was clipped, scaled or used up by the last optimizer.step(), so "
+                "this backward cannot add to it. Call optimizer.zero_grad() after each step."
+            )
+        full = self._flatten(unit, gradients)
+        if unit.unreduced is not None:
+            unit.unreduced = full = unit.unreduced.to(torch.promote_types(full.dtype, torch.float32)).add_(full)
+        if defer:
+            unit.unreduced = full
+        else:
+            unit.unreduced = None
+            self.submit(unit, full)
+
+    def flush(self, unit: Unit) -> None:
+        """All ranks of the axis must call this. Reduces what was deferred; zeros where this rank has nothing."""
+        full, unit.unreduced = unit.unreduced, None
+        if full is None:
+            full = torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device)
+        self.submit(unit, full)
+
+    def join(self, unit: Unit) -> None:
+        """All ranks of the axis must call this. Takes part in a reduction for which this rank has no gradient."""
+        self.submit(unit, torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device))
+
+    def submit(self, unit: Unit, full: torch.Tensor) -> None:
+        if self.ranks.size == 1 and unit.gradient.tier == "device":
+            self._land(unit, full)
+            return
+        ready = None
+        if full.device.type == "cuda" and self.lane.stream is not None:
+            ready = torch.cuda.Event()
+            ready.record()
+            full.record_stream(self.lane.stream)
+        unit.gradient.handle = self.lane.submit(self._reduce, unit, full, ready)
+
+    def _reduce(self, unit: Unit, full: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
+        if self.ranks.size > 1:
+            shard = torch.empty(unit.layout.shard_numel, dtype=full.dtype, device=full.device)
+            self.ranks.reduce(shard, full, unit.name)
+            if self.replicate:
+                self.ranks.gather(full, shard, unit.name)
+            else:
+                full = shard
+        self._land(unit, full)
+
+    def _land(self, unit: Unit, owned: torch.Tensor) -> None:
+        unit.gradient.add(owned, self.allocate[unit.gradient.tier], self.bounce, measure=self.measure)
+
+    def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        whole = all(map(_is_there, gradients))
+        layout = unit.layout
+        padded = layout.numel != unit.numel
+        make = torch.zeros if padded or not whole else torch.empty
+        full = make(layout.numel, dtype=unit.dtype, device=unit.device)
+        views = unit.slot_views(full)
+        if whole:
+            unit.used = [True] * len(layout.slots)
+            torch._foreach_copy_(views, list(gradients))  # type: ignore[arg-type]
+            return full
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                unit.used[index] = True
+                views[index].copy_(gradient)
+        return full

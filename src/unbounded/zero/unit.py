@@ -1,0 +1,211 @@
+"""A unit at run time: parameters that move together in one flat buffer.
+
+The flat buffer keeps its identity for life; only the bytes under it come and go, so tensors that autograd
+saved, compiled blocks and tied weights stay valid.
+
+    RELEASED --request--> FETCHING --wait--> GATHERED --release--> RELEASED
+
+A *resident* unit (weights whole on the device) is never released; an update only makes it FETCHING until its
+new weights are in place. Inside a forward the modules hold views of the flat buffer that come out of one
+autograd node a unit (`_Views`), whose backward receives all gradients of the unit in one call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from unbounded.tiers.array import Array
+from unbounded.tiers.lane import Handle
+from unbounded.zero.gradient import Gradient
+from unbounded.zero.layout import Layout
+from unbounded.zero.parameter import ManagedParameter, hide, manage, show
+from unbounded.zero.units import Member
+
+_unflatten = torch._C._nn.unflatten_dense_tensors  # one call makes the views of a whole unit
+
+
+class WeightState(Enum):
+    RELEASED = "released"
+    FETCHING = "fetching"
+    GATHERED = "gathered"
+
+
+class Keeper(Protocol):
+    """The engine as a unit sees it."""
+
+    collecting: bool  # a state dict is being put together
+
+    def borrow(self, unit: Unit) -> None: ...
+
+    def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None: ...
+
+    def read_gradient(self, unit: Unit, index: int) -> torch.Tensor | None: ...
+
+    def drop_gradient(self, unit: Unit, index: int) -> None: ...
+
+
+class Unit:
+    """See the module's docstring. `owned` is the part of the flat buffer whose states this rank keeps."""
+
+    def __init__(
+        self, name: str, members: Sequence[Member], layout: Layout, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.name, self.layout, self.dtype, self.device = name, layout, dtype, device
+        by_name = {member.names[0]: member for member in members}
+        ordered = [by_name[slot.name] for slot in layout.slots]
+        self.trainable = ordered[0].parameter.requires_grad
+        self.numel = sum(slot.numel for slot in layout.slots)
+        self.storage = torch.UntypedStorage(0, device=device)
+        # Aliases with version counters of their own: filling the buffer is not a change that autograd should see.
+        self.fill = _alias(self.storage, dtype, layout.numel)
+        self._flat = _alias(self.storage, dtype, layout.numel)
+        self._templates, picks = _templates(layout)
+        places = [(m._parameters, attribute, i) for i, member in enumerate(ordered) for m, attribute in member.holders]
+        self._dicts = [place[0] for place in places]
+        self._attributes = [place[1] for place in places]
+        self._pick = [picks[place[2]] for place in places]
+        self._slot_pick = picks
+        self.parameters = [manage(member.parameter, self, i) for i, member in enumerate(ordered)]
+        self._placeholders = [self.parameters[place[2]] for place in places]
+
+        self.state = WeightState.RELEASED
+        self.resident = False
+        self.held = False  # not to be released before the pass ends
+        self.handle: Handle | None = None  # the fetch in flight
+        self.update: Handle | None = None  # the optimizer's update in flight
+        self.reader: Handle | None = None  # a save that still reads the owned states: updates wait for it
+        self.owned = (0, layout.numel)
+        self.weights: Array
+        self.states: dict[str, Array] = {}
+        self.gradient: Gradient
+        self.steps = [0] * len(layout.slots)
+        self.scalars: list[dict[str, float]] = [{} for _ in layout.slots]
+        self.used = [False] * len(layout.slots)
+        self.unreduced: torch.Tensor | None = None  # whole local gradients waiting for a reduction
+        self.calls = 0  # forwards since the last step
+        self.fires = 0  # backwards since the last step
+        self.keeper: Keeper
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.numel * self.dtype.itemsize
+
+    # -- bytes ---------------------------------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        if self.storage.nbytes() != self.num_bytes:
+            self.storage.resize_(self.num_bytes)
+
+    def deallocate(self) -> None:
+        self.storage.resize_(0)
+
+    def owned_part(self) -> torch.Tensor:
+        """This rank's part of the gathered buffer."""
+        return self.fill[self.owned[0] : self.owned[1]]
+
+    def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """`flat`, of the layout's length, as one view a parameter."""
+        views = _unflatten(flat, self._templates)
+        return [views[pick] for pick in self._slot_pick]
+
+    # -- what modules and users see ------------------------------------------------------------------------------
+
+    def views(self) -> Sequence[torch.Tensor]:
+        """Fresh views of the gathered buffer, attached to the graph where gradients are wanted."""
+        if self.trainable and torch.is_grad_enabled():
+            return _Views.apply(_anchor(self.device), self)
+        return _unflatten(self._flat, self._templates)
+
+    def swap_in(self) -> None:
+        """Puts views of the gathered buffer into the modules."""
+        views = self.views()
+        _put(self._dicts, self._attributes, map(views.__getitem__, self._pick))
+
+    def swap_out(self) -> None:
+        """Puts the managed parameters back into the modules."""
+        _put(self._dicts, self._attributes, self._placeholders)
+
+    def borrow(self, parameter: ManagedParameter) -> torch.Tensor:
+        """The value of one parameter for a computation outside its module's forward."""
+        self.keeper.borrow(self)
+        return self.views()[self._slot_pick[parameter._index]]
+
+    def show_values(self) -> None:
+        """Lets every managed parameter's own data be its part of the gathered buffer."""
+        for parameter, view in zip(self.parameters, self.slot_views(self.fill), strict=True):
+            show(parameter, view)
+
+    def hide_values(self) -> None:
+        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+            hide(parameter, slot.shape, self.dtype, self.device)
+
+    def read_gradient(self, index: int) -> torch.Tensor | None:
+        return self.keeper.read_gradient(self, index)
+
+    def drop_gradient(self, index: int) -> None:
+        self.keeper.drop_gradient(self, index)
+
+    def describe(self) -> str:
+        where = "whole" if self.resident else f"{self.state.value}, kept on {self.weights.tier}"
+        return f"unit={self.name!r}, {where}"
+
+
+class _Views(torch.autograd.Function):
+    """The gathered buffer as tensors of the graph; its backward is one call with every gradient of the unit."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, unit: Unit) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return tuple(_unflatten(unit._flat, unit._templates))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
+        unit: Unit = ctx.unit
+        unit.keeper.gradients_ready(unit, list(map(gradients.__getitem__, unit._slot_pick)))
+        return None, None
+
+
+_anchors: dict[torch.device, torch.Tensor] = {}
+
+
+def _anchor(device: torch.device) -> torch.Tensor:
+    """An empty leaf that wants gradients, so that `_Views` has a place in the graph."""
+    if device not in _anchors:
+        _anchors[device] = torch.empty(0, device=device, requires_grad=True)
+    return _anchors[device]
+
+
+def _alias(storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """A tensor over `storage`, whose bytes may not be there yet."""
+    storage.resize_(numel * dtype.itemsize)
+    alias = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
+    storage.resize_(0)
+    return alias
+
+
+def _templates(layout: Layout) -> tuple[list[torch.Tensor], list[int]]:
+    """Shapes that cut a flat buffer into parameters and the padding between them, and where each slot comes out."""
+    templates, picks, position = [], [], 0
+    for slot in layout.slots:
+        if slot.start > position:
+            templates.append(torch.empty(slot.start - position, device="meta"))
+        picks.append(len(templates))
+        templates.append(torch.empty(slot.shape, device="meta"))
+        position = slot.stop
+    return templates, picks
+
+
+def _put(dicts: list[dict[str, Any]], names: list[str], values: Any) -> None:
+    # A loop in C: this runs twice a unit and pass, with as many places as the unit has parameters.
+    deque(map(operator.setitem, dicts, names, values), maxlen=0)
+
+
+def holds_storage(tensor: torch.Tensor, unit: Unit) -> bool:
+    return tensor.untyped_storage()._cdata == unit.storage._cdata

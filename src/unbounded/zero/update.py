@@ -1,0 +1,205 @@
+"""The optimizer's pass over the units: which stretch is updated where, with its transfers on both sides.
+
+    read    | u0 | u1 | u2 |                 states from disk or host into buffers
+    update       | u0 | u1 | u2 |            the fused kernel
+    write             | u0 | u1 | u2 |       states back to their tier, weights to theirs
+
+Units are cut into pieces of bounded size, so that buffers are bounded whatever the size of a unit. What a
+piece needs and memory already holds is updated in place; only the rest passes through leased buffers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from unbounded.native import kernels
+from unbounded.observe import trace
+from unbounded.optim.rules import UpdateRule
+from unbounded.tiers.array import Array, Waitable
+from unbounded.tiers.pool import BufferPool, Lease
+from unbounded.zero.layout import clip_range, find_runs
+from unbounded.zero.unit import Unit
+
+# Elements of one piece: large enough for full disk and PCIe bandwidth, small enough to keep three in flight.
+PIECE_NUMEL = 2**23
+
+
+@dataclass(frozen=True)
+class Job:
+    """One contiguous run of a unit's owned part that is updated with the same numbers."""
+
+    start: int  # inside the owned part
+    stop: int
+    numbers: Any
+    slots: range
+
+
+@dataclass(eq=False)
+class Piece:
+    """A stretch of one unit's owned part on its way through the pass."""
+
+    unit: Unit
+    gradient: Array  # as it was at the step: the unit may drop or replace its own while this is under way
+    start: int
+    stop: int
+    jobs: Sequence[Job]
+    is_last: bool = False
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    borrowed: list[str] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    waits: list[Waitable] = field(default_factory=list)
+
+
+def plan_jobs(unit: Unit, rule: UpdateRule, groups: Sequence[dict[str, Any]]) -> list[Job]:
+    """The runs of `unit` to update in this step, their hyper-parameters read now; counts the step."""
+    keys: list[object] = []
+    for index, slot in enumerate(unit.layout.slots):
+        if unit.used[index]:
+            unit.steps[index] += 1
+            keys.append((slot.group, unit.steps[index], tuple(sorted(unit.scalars[index].items()))))
+        else:
+            keys.append(None)
+    jobs, (low, high) = [], unit.owned
+    for run in find_runs(unit.layout, keys):
+        numbers = rule.resolve(groups[run.group], unit.steps[run.first])
+        part = clip_range(run.start, run.stop, low, high)
+        start, stop = (part[0] - low, part[1] - low) if part else (0, 0)
+        jobs.append(Job(start, stop, numbers, range(run.first, run.last)))
+    return jobs
+
+
+def cut_pieces(unit: Unit, jobs: Sequence[Job]) -> list[Piece]:
+    """The pieces of a unit's owned part that any job touches."""
+    numel = unit.owned[1] - unit.owned[0]
+    pieces = []
+    for start in range(0, numel, PIECE_NUMEL):
+        stop = min(start + PIECE_NUMEL, numel)
+        inside = [job for job in jobs if clip_range(job.start, job.stop, start, stop)]
+        if inside:
+            assert unit.gradient.array is not None
+            pieces.append(Piece(unit, unit.gradient.array, start, stop, inside))
+    if pieces:
+        pieces[-1].is_last = True
+    return pieces
+
+
+class UpdatePass:
+    """Carries pieces through read, update and write with `depth` of them in flight."""
+
+    def __init__(self, rule: UpdateRule, pool: kernels.Pool | None, bounce: BufferPool, depth: int) -> None:
+        self.rule, self.pool, self.bounce, self.depth = rule, pool, bounce, depth
+        self._every = {spec.name: spec.every for spec in rule.specs}
+
+    def run(self, pieces: Iterable[Piece], grad_scale: float | torch.Tensor) -> Iterable[Unit]:
+        """Updates the pieces in order; yields a unit once its new weights are on their way home."""
+        source, ahead, behind = iter(pieces), deque[Piece](), deque[Piece]()
+        try:
+            while True:
+                while len(ahead) < self.depth and (piece := next(source, None)) is not None:
+                    ahead.append(piece)
+                    self._read(piece)
+                if not ahead:
+                    return
+                piece = ahead.popleft()
+                self._update(piece, grad_scale)
+                self._write(piece)
+                behind.append(piece)
+                while len(behind) > self.depth - 1 or (behind and not ahead):
+                    self._finish(behind.popleft())
+                if piece.is_last:
+                    self._finish_all(behind)
+                    yield piece.unit
+        finally:
+            self._finish_all(ahead)
+            self._finish_all(behind)
+
+    def _finish_all(self, pieces: deque[Piece]) -> None:
+        while pieces:
+            self._finish(pieces.popleft())
+
+    def _arrays(self, piece: Piece) -> dict[str, tuple[Array, int, int]]:
+        unit = piece.unit
+        arrays = {"weight": (unit.weights, piece.start, piece.stop)}
+        arrays["grad"] = (piece.gradient, piece.start, piece.stop)
+        for name, array in unit.states.items():
+            every = self._every[name]
+            arrays[name] = (array, piece.start // every, -(-piece.stop // every))
+        return arrays
+
+    def _read(self, piece: Piece) -> None:
+        """Addresses what the kernel can reach; starts bringing the rest into buffers."""
+        if piece.unit.reader is not None:
+            piece.unit.reader.synchronize()
+            piece.unit.reader = None
+        device = kernel_device(piece.unit)
+        for name, (array, start, stop) in self._arrays(piece).items():
+            if array.direct is not None and array.direct.device == device:
+                piece.buffers[name] = array.direct[start:stop]
+                continue
+            buffer = piece.buffers[name] = self._buffer(piece, device, array.dtype, stop - start)
+            piece.waits.append(array.fetch(buffer, start))
+            if name != "grad":
+                piece.borrowed.append(name)
+
+    def _buffer(self, piece: Piece, device: torch.device, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if device.type == "cuda":
+            return torch.empty(numel, dtype=dtype, device=device)
+        lease = self.bounce.lease()
+        piece.leases.append(lease)
+        return lease.tensor(dtype, numel)
+
+    def _update(self, piece: Piece, grad_scale: float | torch.Tensor) -> None:
+        for wait in piece.waits:
+            wait.wait()
+        piece.waits.clear()
+        lane = "host optimizer" if piece.buffers["weight"].device.type == "cpu" else "compute"
+        with trace.device_span(lane, piece.unit.name):
+            for job in piece.jobs:
+                start, stop = max(job.start, piece.start), min(job.stop, piece.stop)
+                scalars = self._apply(piece, job, start - piece.start, stop - piece.start, grad_scale)
+                if scalars and stop == job.stop:
+                    for slot in job.slots:
+                        piece.unit.scalars[slot] = dict(scalars)
+
+    def _apply(
+        self, piece: Piece, job: Job, start: int, stop: int, grad_scale: float | torch.Tensor
+    ) -> dict[str, float]:
+        states = {name: piece.buffers[name][start // every : -(-stop // every)] for name, every in self._every.items()}
+        return self.rule.apply(
+            job.numbers,
+            piece.unit.scalars[job.slots[0]],
+            weight=piece.buffers["weight"][start:stop],
+            grad=piece.buffers["grad"][start:stop],
+            states=states,
+            grad_scale=grad_scale,
+            pool=self.pool,
+        )
+
+    def _write(self, piece: Piece) -> None:
+        arrays = self._arrays(piece)
+        for name in piece.borrowed:
+            array, start, _ = arrays[name]
+            piece.waits.append(array.evict(piece.buffers[name], start))
+
+    def _finish(self, piece: Piece) -> None:
+        try:
+            for wait in piece.waits:
+                wait.wait()
+        finally:
+            for lease in piece.leases:
+                lease.release()
+            piece.leases.clear()
+            piece.waits.clear()
+
+
+def kernel_device(unit: Unit) -> torch.device:
+    """Where a unit is updated: on the GPU where its states live there, else on the host."""
+    directs = [array.direct for array in (unit.states or {"weight": unit.weights}).values()]
+    if all(direct is not None and direct.device == unit.device for direct in directs):
+        return unit.device
+    return torch.device("cpu")
