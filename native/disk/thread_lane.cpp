@@ -58,6 +58,7 @@ class ThreadLane : public Lane {
  private:
   // Where the system gives no more threads, those there are do the work.
   void grow(std::size_t num_more) {
+    if (stopping_) return;  // the destructor goes through threads_ without the mutex
     std::size_t wanted = std::min<std::size_t>(width_.now(), queue_.size() + num_active_ + num_more);
     try {
       while (threads_.size() < wanted) threads_.emplace_back([this] { work(); });

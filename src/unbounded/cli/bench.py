@@ -15,14 +15,16 @@ HELP = "measure the host optimizers or the disk engine against a reference in th
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="host|disk", required=True)
     host = kinds.add_parser("host", help="host optimizers against torch.optim")
-    host.add_argument("--params", type=int, default=100_000_000, metavar="N", help="parameters (default 100 million)")
+    host.add_argument(
+        "--parameters", type=int, default=100_000_000, metavar="N", help="parameters (default 100 million)"
+    )
     host.add_argument("--threads", type=int, default=None, metavar="N", help="threads for both (default: all cores)")
-    host.add_argument("--repeats", type=int, default=5, metavar="N", help="repetitions, of which the median counts")
+    host.add_argument("--repetitions", type=int, default=7, metavar="N", help="repetitions, of which the median counts")
     disk_parser = kinds.add_parser("disk", help="the disk engine against the best plain O_DIRECT loop")
     disk_parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
     disk_parser.add_argument("--size", type=int, default=1024, metavar="MIB", help="MiB read and written each time")
     disk_parser.add_argument(
-        "--repeats", type=int, default=7, metavar="N", help="repetitions, of which the median counts"
+        "--repetitions", type=int, default=7, metavar="N", help="repetitions, of which the median counts"
     )
     disk_parser.add_argument("--backend", default="auto", choices=("auto", "threads", "io_uring"))
 
@@ -31,10 +33,11 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "host":
         from unbounded.cli.bench_host import run_host
 
-        return int(run_host(params=args.params, threads=args.threads, repeats=args.repeats) or 0)
+        run_host(parameters=args.parameters, threads=args.threads, repetitions=args.repetitions)
+        return 0
     from unbounded.cli.bench_disk import show
 
-    results = disk(args.path, size_bytes=args.size << 20, repeats=args.repeats, backend=args.backend)
+    results = disk(args.path, size_bytes=args.size << 20, repetitions=args.repetitions, backend=args.backend)
     show(results, f"disk engine on {os.path.realpath(args.path)}")
     return 0
 

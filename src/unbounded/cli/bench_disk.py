@@ -110,7 +110,7 @@ def engine_loop(bench: Bench, operations: tuple[int, ...], transfer_bytes: int) 
         handle.wait()
 
 
-def measure(bench: Bench, *, transfer_bytes: int, repeats: int) -> list[Result]:
+def measure(bench: Bench, *, transfer_bytes: int, repetitions: int) -> list[Result]:
     """Read, write and both at once, each as the median of alternating repetitions."""
     size = bench.size_bytes
     cases: list[tuple[str, int, Callable[[int], None], tuple[int, ...]]] = [
@@ -126,7 +126,7 @@ def measure(bench: Bench, *, transfer_bytes: int, repeats: int) -> list[Result]:
 
         best = _best_thread_count(raw, ours)
         raw_seconds, our_seconds = [], []
-        for _ in range(repeats):
+        for _ in range(repetitions):
             raw_seconds.append(_seconds(lambda raw=raw, best=best: raw(best)))  # type: ignore[misc]
             our_seconds.append(_seconds(ours))
         rates = [nbytes / 1e9 / statistics.median(times) for times in (raw_seconds, our_seconds)]
@@ -154,7 +154,7 @@ def disk(
     *,
     size_bytes: int = 1 << 30,
     transfers: tuple[int, ...] = (16 << 20, 64 << 20),
-    repeats: int = 7,
+    repetitions: int = 7,
     backend: str = "auto",
 ) -> list[Result]:
     """Measures the engine on `path` with an anonymous file of twice `size_bytes`; nothing is left there."""
@@ -173,7 +173,7 @@ def disk(
             bench = Bench(file, opened.fd, size_bytes, buffers)
             for offset in range(0, 2 * size_bytes, BUFFER_BYTES):  # blocks never written would read as nothing
                 file.write(offset, buffers[1]).wait()
-            return [line for size in transfers for line in measure(bench, transfer_bytes=size, repeats=repeats)]
+            return [line for size in transfers for line in measure(bench, transfer_bytes=size, repetitions=repetitions)]
 
 
 def show(results: list[Result], title: str) -> None:
