@@ -121,8 +121,12 @@ class _Builder:
         self.plan = replace(plan, precision=precision)
         self.lowered = DTYPES[precision] if plan.precision is not None else None
         self.rules: dict[torch.dtype, UpdateRule] = {}
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        self.meta = MetaModel(model, device) if is_meta else None
 
     def build(self, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, ShardedOptimizer]:
+        if self.meta is not None and weights is None:
+            self.meta.check()
         kinds = [(site, *kind) for site in self.sites for kind in split_members(site)]
         specs = [self._spec(site, dtype, trainable, members) for site, dtype, trainable, members in kinds]
         for spec in specs:
@@ -257,13 +261,12 @@ class _Builder:
             for unit, spec, where in zip(units, specs, places, strict=True)
         ]
         installer = Installer(tiers, self.ranks, tiers.pool(4), self.rules)
-        is_meta = any(parameter.is_meta for parameter in self.model.parameters())
         if weights is not None:
             from unbounded.checkpoint.pretrained import install_weights
 
             install_weights(self.model, entries, installer, weights, self.device)
-        elif is_meta:
-            MetaModel(self.model, self.device).install(entries, installer)
+        elif self.meta is not None:
+            self.meta.install(entries, installer)
         else:
             state = self.optimizer.state if self.optimizer is not None else {}
             install_model(entries, installer, (lambda p: state.pop(p, {})) if state else None)

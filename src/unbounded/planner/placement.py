@@ -53,35 +53,36 @@ def place(units: Sequence[UnitBytes], budget: Budget, plan: Plan) -> tuple[UnitP
         "host": budget.host - budget.host_reserve,
         "disk": budget.disk,
     }
-    weights = _spread(units, "weights", plan.weights, room, plan.stage)
-    optimizer = _spread(units, "optimizer", plan.optimizer, room, plan.stage)
-    wanted = [read_placement(plan.gradients, unit.name) or tier for unit, tier in zip(units, optimizer, strict=True)]
-    gradients = []
-    for unit, tier in zip(units, wanted, strict=True):
-        if plan.gradients is None and tier == "disk":
-            tier = "host" if room["host"] >= unit.gradients else "disk"
-        room[tier] -= unit.gradients
-        gradients.append(tier)
+    weights = [_place_weights(unit, plan, room) for unit in units]
+    pairs = [_place_optimizer(unit, plan, room) for unit in units]
     _check(units, room, budget)
-    return tuple(UnitPlace(*tiers) for tiers in zip(weights, gradients, optimizer, strict=True))
+    return tuple(UnitPlace(weight, *pair) for weight, pair in zip(weights, pairs, strict=True))
 
 
-def _spread(
-    units: Sequence[UnitBytes], kind: str, fixed: Placement | None, room: dict[str, int], stage: int
-) -> list[str]:
-    """The first tier with room for each unit in turn; optimizer states are counted with their gradients."""
-    tiers = []
-    for unit in units:
-        size = getattr(unit, kind)
-        tier = read_placement(fixed, unit.name)
-        if tier is None and kind == "weights" and stage < 3:
-            tier = "device"
-        if tier is None:
-            extra = unit.gradients if kind == "optimizer" else 0
-            tier = next((name for name in TIERS if room[name] >= size + extra * (name != "disk")), "disk")
-        room[tier] -= size
-        tiers.append(tier)
-    return tiers
+def _place_weights(unit: UnitBytes, plan: Plan, room: dict[str, int]) -> str:
+    fixed = read_placement(plan.weights, unit.name) or ("device" if plan.stage < 3 else None)
+    tier = fixed or _first_with_room(unit.weights, room)
+    room[tier] -= unit.weights
+    return tier
+
+
+def _place_optimizer(unit: UnitBytes, plan: Plan, room: dict[str, int]) -> tuple[str, str]:
+    """The tiers of a unit's gradients and of its optimizer states, which share a tier where that has the room."""
+    gradients, optimizer = read_placement(plan.gradients, unit.name), read_placement(plan.optimizer, unit.name)
+    if gradients is not None:
+        room[gradients] -= unit.gradients
+    if optimizer is None:
+        together = unit.optimizer + (unit.gradients if gradients is None else 0)
+        optimizer = _first_with_room(together, {**room, "disk": 0})
+    room[optimizer] -= unit.optimizer
+    if gradients is None:
+        gradients = optimizer if optimizer != "disk" else _first_with_room(unit.gradients, {**room, "device": 0})
+        room[gradients] -= unit.gradients
+    return gradients, optimizer
+
+
+def _first_with_room(num_bytes: int, room: dict[str, int]) -> str:
+    return next((tier for tier in TIERS if room[tier] >= num_bytes), "disk")
 
 
 def read_placement(placement: Placement | None, unit: str) -> str | None:

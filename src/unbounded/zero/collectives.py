@@ -48,8 +48,21 @@ class Ranks:
             elif full.device.type == "cuda":
                 _scatter(shard, full, op=dist.ReduceOp.AVG, group=self.group)
             else:
-                _scatter(shard, full, op=dist.ReduceOp.SUM, group=self.group)
-                shard.div_(self.size)
+                shard.copy_(self._sum_in_rank_order(full).div_(self.size))
+
+    def _sum_in_rank_order(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum of all `full`, in fp32 or wider.
+
+        gloo's reduce-scatter adds in an order that depends on an element's place in the buffer, so results would
+        depend on how parameters are cut into units. The same bytes exchanged and added here do not.
+        """
+        parts = torch.empty_like(full)
+        dist.all_to_all_single(parts, full, group=self.group)
+        rows = parts.view(self.size, -1)
+        total = rows[0].to(torch.promote_types(full.dtype, torch.float32), copy=True)
+        for row in rows[1:]:
+            total.add_(row)
+        return total
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All ranks of the axis must call this. Adds up `tensor` in place over the ranks."""

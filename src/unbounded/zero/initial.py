@@ -131,7 +131,6 @@ class MetaModel:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self._init_weights = getattr(model, "_init_weights", None)
-        self._check()
 
     def install(self, units: Sequence[tuple[Unit, Sequence[Member], Places]], installer: Installer) -> None:
         """All ranks of the axis must call this."""
@@ -183,7 +182,7 @@ class MetaModel:
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=self.device)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Every module with parameters or buffers of its own on the meta device must know how to initialise them."""
         for name, module in self.model.named_modules():
             own = [*module._parameters.items(), *module._buffers.items()]

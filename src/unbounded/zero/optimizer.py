@@ -37,7 +37,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip: float | torch.Tensor | None = None
         self._scaled = False
         self._updated: set[int] = set()  # units updated inside last_backward
-        self._max_norm: float | None = None
 
     # -- the training loop -----------------------------------------------------------------------------------------
 
@@ -50,8 +49,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         units = self._collect()
         scale = self._clip if self._clip is not None else 1.0
-        if self._max_norm is not None:
-            scale = self._clip_factor(self._total_norm(units), self._max_norm)
         if self.loss_scale is not None:
             overflow = not math.isfinite(float(self._total_norm(units)))
             scale = scale / (self.loss_scale.value if self._scaled else 1.0)
@@ -91,10 +88,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def last_backward(self, max_norm: float | None = None) -> Iterator[None]:
         """A hint around the last backward before `step`: units may be updated behind it. Results are the same.
 
-        With `max_norm`, `step` clips to it; the norm is only known at the end, so updates wait for it.
+        `max_norm` says that `clip_grad_norm_` will follow: its norm is only known at the end, so updates wait for it.
         """
         engine = self.engine
-        self._max_norm = max_norm
         if max_norm is None and self.loss_scale is None and engine.ranks.size == 1 and self._clip is None:
             engine.on_complete = self._update_early
         try:
@@ -118,6 +114,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def memory(self) -> dict[str, TierUse]:
         """What each tier holds on this rank, against its budget."""
         return self.tiers.use()
+
+    def nonfinite_units(self) -> list[str]:
+        """The units whose gradient has an infinity or a NaN on any rank."""
+        units = self._collect()
+        flags = [not math.isfinite(float(unit.gradient.squares(self.engine.reduction.bounce))) for unit in units]
+        votes = self.engine.ranks.max(torch.tensor(flags, dtype=torch.int32, device=self.engine.device))
+        return [unit.name for unit, flag in zip(units, votes.tolist(), strict=True) if flag]
 
     def wait(self) -> None:
         """Returns when every update of the last step has been applied; raises what went wrong in one."""
@@ -202,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         unit.gradient.use_up()
 
     def _reset(self, units: list[Unit]) -> None:
-        self._clip, self._max_norm, self._scaled = None, None, False
+        self._clip, self._scaled = None, False
         self._updated.clear()
         for unit in self.engine.units:
             unit.calls = unit.fires = 0

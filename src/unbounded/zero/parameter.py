@@ -127,6 +127,9 @@ def _writes_in_place(name: str) -> bool:
 def manage(parameter: nn.Parameter, unit: Unit, index: int) -> ManagedParameter:
     """Turns `parameter` into a managed one, keeping the object."""
     parameter.grad = None
+    if parameter.is_meta:  # a tensor cannot take data of a real device while it is on meta
+        stand_in = torch.zeros((), dtype=parameter.dtype, device=unit.device).expand(parameter.shape)
+        torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
     parameter.__class__ = ManagedParameter
     assert isinstance(parameter, ManagedParameter)
     parameter._unit, parameter._index = unit, index

@@ -77,8 +77,9 @@ def cut_pieces(unit: Unit, jobs: Sequence[Job]) -> list[Piece]:
     """The pieces of a unit's owned part that any job touches."""
     numel = unit.owned[1] - unit.owned[0]
     pieces = []
-    for start in range(0, numel, PIECE_NUMEL):
-        stop = min(start + PIECE_NUMEL, numel)
+    size = PIECE_NUMEL if needs_buffers(unit) else numel
+    for start in range(0, numel, size):
+        stop = min(start + size, numel)
         inside = [job for job in jobs if clip_range(job.start, job.stop, start, stop)]
         if inside:
             assert unit.gradient.array is not None
@@ -195,6 +196,12 @@ class UpdatePass:
                 lease.release()
             piece.leases.clear()
             piece.waits.clear()
+
+
+def needs_buffers(unit: Unit) -> bool:
+    """Whether any array of the unit has to be brought to where the kernel runs."""
+    device, arrays = kernel_device(unit), [unit.weights, unit.gradient.array, *unit.states.values()]
+    return any(array is None or array.direct is None or array.direct.device != device for array in arrays)
 
 
 def kernel_device(unit: Unit) -> torch.device:

@@ -1,0 +1,234 @@
+"""The fused update on a GPU: the same rules and formats as the host's core, as one Triton kernel.
+
+Imported only where a CUDA tensor is updated. One launch covers one stretch of flat buffers: states are decoded
+to fp32 in registers, stepped, and encoded again, so every array crosses the memory bus once each way. The
+gradient scale is read from device memory, so clipping never makes the host wait for the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from unbounded.native.kernels import Rule
+from unbounded.native.states import moments
+
+RULES = {"adamw": 0, "adam": 1, "sgd": 2, "lion": 3, "adagrad": 4}
+FORMATS = {"fp32": 0, "exact": 1, "compact": 2}
+ROWS = 8  # blocks of 128 elements a program takes
+BLOCK = 128
+
+
+def update(
+    rule: Rule,
+    state_format: str,
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+    grad_scale: float | torch.Tensor,
+    out: torch.Tensor | None,
+) -> None:
+    """One step of `rule` on CUDA buffers, in place, on the current stream; `out` gets the weights in its dtype."""
+    numel = weight.numel()
+    if numel == 0:
+        return
+    first, second = (states.get(name) if name else None for name in moments(rule.name, momentum=rule.momentum != 0))
+    scale = grad_scale if isinstance(grad_scale, torch.Tensor) else torch.full((), grad_scale, device=weight.device)
+    spare = weight  # stands for arrays that this rule or format does not have: never touched
+    first_scale = states.get("exp_avg_scale", states.get("momentum_buffer_scale"))
+    second_scale = states.get("exp_avg_sq_scale", states.get("sum_scale"))
+    is_bf16 = weight.dtype == torch.bfloat16
+    _update[(triton.cdiv(numel, ROWS * BLOCK),)](
+        _bits(weight) if is_bf16 else weight,
+        grad,
+        _or(states.get("low"), spare),
+        _or(first, spare),
+        _or(second, spare),
+        _or(first_scale, spare),
+        _or(second_scale, spare),
+        _or(out, spare),
+        scale.reshape(1).to(device=weight.device, dtype=torch.float32),
+        numel,
+        *_numbers(rule),
+        RULE=RULES[rule.name],
+        FORMAT=FORMATS[state_format],
+        IS_BF16=is_bf16,
+        HAS_MOMENTUM=rule.momentum != 0,
+        NESTEROV=rule.nesterov,
+        FIRST_STEP=rule.step == 1,
+        HAS_OUT=out is not None,
+        ROWS=ROWS,
+        num_warps=4,
+    )
+
+
+def _or(tensor: torch.Tensor | None, spare: torch.Tensor) -> torch.Tensor:
+    return spare if tensor is None else tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+def _numbers(rule: Rule) -> tuple[Any, ...]:
+    """What depends on the step alone, in double, in the order of the kernel's arguments."""
+    lr, eps, step_size = rule.lr, rule.eps, 0.0
+    keep = 1.0 - rule.lr * rule.weight_decay
+    if rule.name in ("adamw", "adam"):
+        root = math.sqrt(1.0 - rule.beta2**rule.step)
+        step_size = rule.lr * root / (1.0 - rule.beta1**rule.step)
+        eps = rule.eps * root
+    elif rule.name == "adagrad":
+        lr = rule.lr / (1.0 + (rule.step - 1) * rule.lr_decay)
+    seed = (rule.step * 0x85EBCA6B) & 0x7FFFFFFF
+    sign = -1.0 if rule.maximize else 1.0
+    return (
+        sign, lr, keep, rule.weight_decay, rule.beta1, rule.beta2, 1.0 - rule.beta1, 1.0 - rule.beta2,
+        step_size, eps, rule.momentum, 1.0 - rule.dampening, seed,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scale_bits(highest, headroom: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The power of two that brings a block's largest magnitude just below 2, as bits; 0 for a block of zeros."""
+    exponent = (highest + headroom) >> 23
+    bits = tl.maximum(exponent, 1) << 23
+    bits = tl.where(exponent >= 254, 0x7FC00000, bits)
+    return tl.where(highest == 0, 0, bits)
+
+
+@triton.jit
+def _inverse(scale_bits):  # type: ignore[no-untyped-def]
+    finite = (scale_bits > 0) & (scale_bits < 0x7F800000)
+    bits = tl.where(finite, 0x7F000000 - scale_bits, tl.where(scale_bits == 0, 0, scale_bits))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["numel", "seed"])
+def _update(  # type: ignore[no-untyped-def]
+    weight_ptr, grad_ptr, low_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, out_ptr, scale_ptr,
+    numel, sign, lr, keep, decay, beta1, beta2, rest1, rest2, step_size, eps, momentum, undamped, seed,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, IS_BF16: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, FIRST_STEP: tl.constexpr, HAS_OUT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, 128)
+    at = rows[:, None] * 128 + place[None, :]
+    live = at < numel
+    live_rows = rows * 128 < numel
+    g = tl.load(grad_ptr + at, live, 0.0).to(tl.float32) * tl.load(scale_ptr) * sign
+    has_first: tl.constexpr = RULE == 0 or RULE == 1 or RULE == 3 or (RULE == 2 and HAS_MOMENTUM)
+    has_second: tl.constexpr = RULE == 0 or RULE == 1 or RULE == 4
+
+    # decode
+    if FORMAT == 0:
+        w = tl.load(weight_ptr + at, live, 0.0)
+    elif IS_BF16:
+        high = tl.load(weight_ptr + at, live, 0).to(tl.int32) << 16
+        low = tl.load(low_ptr + at, live, 0).to(tl.int32)
+        if FORMAT == 2:
+            low = low << 8
+        w = (high + low).to(tl.float32, bitcast=True)
+    else:
+        h = tl.load(weight_ptr + at, live, 0.0).to(tl.float32)
+        exponent = tl.maximum(h.to(tl.int32, bitcast=True) & 0x7F800000, 113 << 23)
+        w = h + tl.load(low_ptr + at, live, 0).to(tl.float32) * (exponent - (18 << 23)).to(tl.float32, bitcast=True)
+    m = w
+    v = w
+    if has_first:
+        if FORMAT == 2:
+            high = tl.load(first_ptr + at, live, 0).to(tl.int32) << 19
+            offset = (high & -2147483648) | 0x3C000000
+            z = ((high & -2080899072) | 0x3C000000).to(tl.float32, bitcast=True)
+            m = (z - offset.to(tl.float32, bitcast=True)) * tl.load(first_scale_ptr + rows, live_rows, 0.0)[:, None]
+        else:
+            m = tl.load(first_ptr + at, live, 0.0)
+    if has_second:
+        if FORMAT == 2:
+            z = ((tl.load(second_ptr + at, live, 0).to(tl.int32) << 19) | 0x38000000).to(tl.float32, bitcast=True)
+            v = (z - 3.0517578125e-05) * tl.load(second_scale_ptr + rows, live_rows, 0.0)[:, None]
+        else:
+            v = tl.load(second_ptr + at, live, 0.0)
+
+    # step
+    if RULE == 0 or RULE == 1:
+        if RULE == 0:
+            w = w * keep
+        else:
+            g = g + decay * w
+        m = m + rest1 * (g - m)
+        v = beta2 * v + (rest2 * g) * g
+        w = w - step_size * tl.div_rn(m, tl.sqrt_rn(v) + eps)
+    elif RULE == 2:
+        g = g + decay * w
+        if HAS_MOMENTUM:
+            if FIRST_STEP:
+                m = g
+            else:
+                m = momentum * m + undamped * g
+            if NESTEROV:
+                g = g + momentum * m
+            else:
+                g = m
+        w = w - lr * g
+    elif RULE == 3:
+        c = beta1 * m + rest1 * g
+        w = w * keep - lr * tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, c))
+        m = beta2 * m + rest2 * g
+    else:
+        g = g + decay * w
+        v = v + g * g
+        w = w - lr * tl.div_rn(g, tl.sqrt_rn(v) + eps)
+
+    # encode
+    bits = w.to(tl.int32, bitcast=True)
+    noise = (bits * -1640531535) ^ (place[None, :] * -2048144777 + seed)
+    noise = noise ^ ((noise >> 15) & 0x1FFFF)
+    if FORMAT == 0:
+        tl.store(weight_ptr + at, w, live)
+        if HAS_OUT:
+            tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), live)
+    else:
+        bits = tl.where(w != w, 0x7FC00000, bits)
+        if FORMAT == 1:
+            tl.store(weight_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), live)
+            tl.store(low_ptr + at, bits.to(tl.int16), live)
+        elif IS_BF16:
+            kept = (bits + ((noise >> 24) & 0xFF)) >> 8
+            tl.store(weight_ptr + at, ((kept + 0x80) >> 8).to(tl.int16), live)
+            tl.store(low_ptr + at, kept.to(tl.int8), live)
+        else:
+            half = w.to(tl.float16)
+            h = half.to(tl.float32)
+            exponent = tl.maximum(h.to(tl.int32, bitcast=True) & 0x7F800000, 113 << 23)
+            rest = (w - h) * ((277 << 23) - exponent.to(tl.int64)).to(tl.int32).to(tl.float32, bitcast=True)
+            rest = tl.where(exponent >= 0x7F800000, 0.0, rest)
+            kept = ((rest + 4096.0).to(tl.int32) + ((noise >> 27) & 0x1F)) >> 5
+            tl.store(weight_ptr + at, half, live)
+            tl.store(low_ptr + at, (tl.minimum(tl.maximum(kept, 1), 255) - 128).to(tl.int8), live)
+    if has_first:
+        if FORMAT == 2:
+            highest = tl.max(tl.where(live, m.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=1)
+            scale = _scale_bits(highest, 0xA0000)
+            y = m * _inverse(scale)[:, None]
+            offset = ((y.to(tl.int32, bitcast=True) & -2147483648) | 0x3C000000).to(tl.float32, bitcast=True)
+            z = (y + offset).to(tl.int32, bitcast=True) + ((noise >> 5) & 0x7FFFF)
+            code = ((z >> 19) & 0x7F) | ((z >> 24) & 0x80)
+            tl.store(first_ptr + at, code.to(tl.int8), live)
+            tl.store(first_scale_ptr + rows, scale.to(tl.float32, bitcast=True), live_rows)
+        else:
+            tl.store(first_ptr + at, m, live)
+    if has_second:
+        if FORMAT == 2:
+            highest = tl.max(tl.where(live, v.to(tl.int32, bitcast=True), 0), axis=1)
+            scale = _scale_bits(highest, 0x80200)
+            z = (v * _inverse(scale)[:, None] + 3.0517578125e-05).to(tl.int32, bitcast=True) + (noise & 0x7FFFF)
+            tl.store(second_ptr + at, (tl.maximum((z >> 19) & 0x1FFF, 0x701) & 0xFF).to(tl.uint8), live)
+            tl.store(second_scale_ptr + rows, scale.to(tl.float32, bitcast=True), live_rows)
+        else:
+            tl.store(second_ptr + at, v, live)

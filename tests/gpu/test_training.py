@@ -1,0 +1,104 @@
+"""Training on a GPU with states on every tier against plain PyTorch and against each other."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+TIERS = [
+    {},
+    {"weights": "host", "optimizer": "host"},
+    {"weights": "device", "optimizer": "host"},
+    {"weights": "host", "optimizer": "device"},
+    {"weights": "disk", "optimizer": "disk"},
+    {"weights": "disk", "optimizer": "disk", "gradients": "disk"},
+    {"weights": (("blocks.[01]", "device"), ("*", "host")), "optimizer": (("blocks.0", "device"), ("*", "disk"))},
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 128, depth: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 300)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool, accumulate: int = 1) -> list[float]:
+    losses = []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        for _ in range(accumulate):
+            tokens = torch.randint(0, 300, (4, 32), generator=generator).cuda()
+            loss = model(tokens) / accumulate
+            loss.backward()
+        if clip and hasattr(optimizer, "clip_grad_norm_"):
+            optimizer.clip_grad_norm_(0.5)
+        elif clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("plan", TIERS, ids=str)
+def test_fp32_training_equals_plain_pytorch_on_every_tier(plan: dict, accumulate: int) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model).cuda()
+    expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3), True, accumulate)
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan)
+    torch.testing.assert_close(train(model, optimizer, True, accumulate), expected, rtol=2e-5, atol=0)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer_format", ["exact", "compact"])
+def test_half_precision_gives_the_same_losses_wherever_states_live(precision: str, optimizer_format: str) -> None:
+    losses = []
+    for plan in TIERS:
+        torch.manual_seed(0)
+        model = Model()
+        options = {"precision": precision, "optimizer_format": optimizer_format, **plan}
+        model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), options)
+        losses.append(train(model, optimizer, clip=False))
+    for other in losses[1:]:
+        torch.testing.assert_close(other, losses[0], rtol=1e-2, atol=0)
+
+
+def test_compiled_and_checkpointed_blocks_train_with_offloaded_weights() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model).cuda()
+    expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3), True)
+    for block in model.blocks:
+        block.compile()
+    model, optimizer = unbounded.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), {"weights": "host", "optimizer": "host"}
+    )
+    torch.testing.assert_close(train(model, optimizer, True), expected, rtol=1e-4, atol=0)
