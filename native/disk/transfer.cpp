@@ -15,8 +15,8 @@ void Transfer::expect(std::size_t num_blocks) {
   std::lock_guard lock(mutex_);
   pending_ = num_blocks;
   if (num_blocks > 0) return;
-  for (const Run& run : runs_) run.file->end();
   done_.store(true, std::memory_order_release);
+  for (const Run& run : runs_) run.file->end();
 }
 
 void Transfer::start() {
@@ -29,9 +29,9 @@ void Transfer::complete(const Failure& failure) {
   if (failure.code != 0 && failure_.code == 0) failure_ = failure;
   if (--pending_ > 0) return;
   finished_ns_.store(monotonic_ns(), std::memory_order_relaxed);
-  for (const Run& run : runs_) run.file->end();
   done_.store(true, std::memory_order_release);
   finished_.notify_all();
+  for (const Run& run : runs_) run.file->end();  // last: a file that has closed has only finished transfers
 }
 
 bool Transfer::wait_for(std::chrono::nanoseconds timeout) {

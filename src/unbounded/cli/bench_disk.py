@@ -63,7 +63,7 @@ class Bench:
 
 def raw_loop(bench: Bench, operation: int, num_threads: int) -> None:
     """Moves `size_bytes` in blocks on `num_threads` threads, with nothing but preadv or pwritev."""
-    view, base = memoryview(bench.buffers[operation].numpy()), bench.base(operation)
+    view, base = bench.buffers[operation].numpy().data, bench.base(operation)
     offsets = iter(range(0, bench.size_bytes, BLOCK_BYTES))
     errors: list[Exception] = []
 
