@@ -46,8 +46,9 @@ template <class Body> void parallel(void* pool, int64_t n, Body body) {
 
 size_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
-int32_t seed_of(int64_t step, uint64_t array) {
-  uint64_t h = (uint64_t(step) * 4 + array + 1) * 0x9e3779b97f4a7c15u;
+// Random bits for a place in a block at a step.
+int32_t salt_of(int64_t step, size_t place) {
+  uint64_t h = (uint64_t(step) * BLOCK + place + 1) * 0x9e3779b97f4a7c15u;
   h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9u;
   h = (h ^ h >> 27) * 0x94d049bb133111ebu;
   return int32_t(uint32_t(h >> 32));
@@ -97,11 +98,15 @@ EXPORT void* unbounded_pool_create(int num_threads, const char* simd) {
 EXPORT void unbounded_pool_close(void* pool) { delete static_cast<Crew*>(pool); }
 
 EXPORT void unbounded_update(void* pool, const UpdateArguments* a) {
-  Update u{resolve(*a), Format(a->format), DType(a->weight_type), DType(a->grad_type), DType(a->out_type),
-           float(a->maximize ? -a->grad_scale : a->grad_scale),
-           {seed_of(a->step, 0), seed_of(a->step, 1), seed_of(a->step, 2)},
-           a->weight, a->grad, a->low, a->first, static_cast<float*>(a->first_scale),
-           a->second, static_cast<float*>(a->second_scale), a->out};
+  Update u{};
+  u.step = resolve(*a);
+  u.format = Format(a->format);
+  u.weight_type = DType(a->weight_type), u.grad_type = DType(a->grad_type), u.out_type = DType(a->out_type);
+  u.grad_scale = float(a->maximize ? -a->grad_scale : a->grad_scale);
+  for (size_t i = 0; i < BLOCK; ++i) u.salt[i] = salt_of(a->step, i);
+  u.weight = a->weight, u.grad = a->grad, u.low = a->low, u.out = a->out;
+  u.first = a->first, u.first_scale = static_cast<float*>(a->first_scale);
+  u.second = a->second, u.second_scale = static_cast<float*>(a->second_scale);
   parallel(pool, a->numel, [&](size_t begin, size_t end) { kernels_of(pool).update(u, begin, end); });
 }
 

@@ -68,12 +68,5 @@ inline void accumulate(void* to, DType to_type, const void* from, DType from_typ
   });
 }
 
-// Gradients as fp32, scaled.
-template <class V> inline void scaled(const void* from, DType type, size_t offset, float scale, float* to, size_t n) {
-  typed(from, type, [&](auto* source) {
-    sweep<V>(n, [=]<class W>(size_t i) { W::store(to + i, W::load(source + offset + i) * W::all(scale)); });
-  });
-}
-
 }  // namespace
 }  // namespace unbounded

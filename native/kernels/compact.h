@@ -4,132 +4,88 @@
 // then stored as the leading bits of the float z = y + offset, where the offset is the lowest power of two that the
 // code reaches: 4 bits of mantissa in each of 8 binades (and a sign) for a first moment, of 16 binades for a second
 // one. So a code is linear near zero and logarithmic above it, and costs shifts and additions only. A second moment
-// that is not 0 is never stored as 0: next to a first moment that is not 0 that would be a step without bound.
-//
-// Rounding is stochastic in training. A second moment moves by a thousandth a step, far less than the distance of
-// two codes, and rounding to nearest would leave it where it is for ever; rounded up with the probability of its
-// fraction it is right on average, and so are the first moment and the weight. The noise is a hash of the value, its
-// place in the block and the step, so that results do not depend on threads or on how a buffer is cut.
+// is never stored as 0 unless its whole block is 0: below a first moment that is not 0 that would be a step without
+// bound. The least it is stored as is 2^-19 of the scale.
 //
 // Weights. bf16: the master's bits rounded to 24, split as in the exact format. fp16: the distance of the master to
 // the weight in units of the weight's last place / 256.
+//
+// Rounding is stochastic in training. A second moment moves by a thousandth a step, far less than the distance of
+// two codes, and rounding to nearest would leave it where it is for ever; rounded up with the probability of its
+// fraction it is right on average, and so are the first moment and the weight. The noise of an
+// array is the low bits of another's new value, salted by the place in the block and by the step, so that it does not
+// depend on threads or on how a buffer is cut.
+// Conversions round to nearest; what was decoded encodes to itself.
 #pragma once
 
-#include "exact.h"
+#include "vector_scalar.h"
 
 namespace unbounded {
 namespace {
 
-struct Positions {
-  int32_t salt[BLOCK];
-  constexpr Positions() : salt{} {
-    for (uint32_t i = 0; i < BLOCK; ++i) {
-      uint32_t h = (i + 1) * 0x9e3779b9u;
-      h = (h ^ h >> 15) * 0x85ebca6bu;
-      salt[i] = int32_t(h ^ h >> 13);
-    }
+// Random bits below `mask`, from the bits of another array's new value and the salt of the place and the step.
+template <class W> inline typename W::I noise_of(typename W::F other, const int32_t* salt, int32_t mask) {
+  return W::mix(W::bits(other), W::load_int(salt), W::all(mask));
+}
+
+// The code c stands for z with the bits (base + c) << 19; the low bits of `base` are 0. `headroom` makes the scale
+// the next power of two when the largest value could round above the last code, exactly so that a block that was
+// decoded gets its own scale again. Codes are left in the highest byte.
+inline constexpr int32_t HALF_CODE = 1 << 18, CODE_NOISE = 0x7ffff;
+
+struct First {
+  using Code = int8_t;  // sign and magnitude
+  static constexpr uint32_t headroom = 0xa0000, base = 0x780;
+  static constexpr float offset = 0x1p-7f;
+  template <class W> static typename W::I encode(typename W::F x, float inverse, typename W::I noise) {
+    const auto sign = W::all(0x80000000u);
+    const auto signed_offset = W::floats(W::pick(sign, W::bits(x), W::bits(W::all(offset))));
+    const auto z = W::bits(W::fma(x, W::all(inverse), signed_offset)) + noise;
+    return W::pick(sign, z, W::template left<5>(z));
+  }
+  template <class W> static typename W::F decode(typename W::I code, float scale) {
+    const auto high = W::template left<19>(code);
+    const auto z = W::floats(W::pick(W::all(0x83f80000u), high, W::all(base << 19)));
+    const auto signed_offset = W::pick(W::all(0x80000000u), high, W::bits(W::all(offset * scale)));
+    return W::fms(z, W::all(scale), W::floats(signed_offset));
   }
 };
-constexpr Positions positions;
 
-struct Nearest {
-  template <class W, int bits> typename W::I noise(typename W::I, size_t) const { return W::all(1 << (bits - 1)); }
-};
-
-struct Stochastic {
-  int32_t seed;
-  template <class W, int bits> typename W::I noise(typename W::I value, size_t i) const {
-    const auto mixed = value ^ W::load_int(positions.salt + i % BLOCK) ^ W::all(seed);
-    return W::template right<32 - bits>(mixed * W::all(int32_t(0x9e3779b1)));
-  }
-};
-
-// The code c stands for z with the bits (base + c) << 19. `headroom` makes the scale the next power of two when the
-// largest value could round above the last code; it is exact so that encoding a decoded block changes nothing.
-struct Signed {
-  using Code = int8_t;
-  static constexpr int32_t base = 0x780, last = 127, headroom = 0xa0000;  // offset 2^-7
-  template <class W> static typename W::I sign(typename W::I code, typename W::I bits) {
-    return W::select(W::greater(W::all(0), bits), W::all(0) - code, code);
-  }
-};
-struct Unsigned {
+struct Second {
   using Code = uint8_t;
-  static constexpr int32_t base = 0x700, last = 255, headroom = 0x80200;  // offset 2^-15
-  template <class W> static typename W::I sign(typename W::I code, typename W::I bits) {
-    return W::select(W::greater(bits, W::all(0)), W::max(code, W::all(1)), code);
+  static constexpr uint32_t headroom = 0x80200, base = 0x700;
+  static constexpr float offset = 0x1p-15f;
+  template <class W> static typename W::I encode(typename W::F x, float inverse, typename W::I noise) {
+    const auto z = W::bits(W::fma(x, W::all(inverse), W::all(offset))) + noise;
+    return W::template left<5>(W::max(z, W::all((base + 1) << 19)));
+  }
+  template <class W> static typename W::F decode(typename W::I code, float scale) {
+    const auto z = W::floats(W::template left<19>(code) | W::all(base << 19));
+    return W::fms(z, W::all(scale), W::all(offset * scale));
   }
 };
 
-template <class V> inline int32_t highest_magnitude(const float* x, size_t n) {
-  auto wide = V::all(0);
-  size_t i = 0;
-  for (; i + V::width <= n; i += V::width) wide = V::max(wide, V::bits(V::load(x + i)) & V::all(0x7fffffff));
-  int32_t highest = V::highest(wide);
-  for (; i < n; ++i) {
-    const int32_t magnitude = int32_t(bits_of(x[i]) & 0x7fffffff);
-    highest = magnitude > highest ? magnitude : highest;
-  }
-  return highest;
+// The scale of a block whose largest magnitude has these bits. A block of zeros has scale 0; one with an infinity, a
+// NaN or more than 2^127 has a NaN and decodes to NaN throughout.
+inline float block_scale(uint32_t highest, uint32_t headroom) {
+  if (highest == 0) return 0.0f;
+  if (highest + headroom >= 254u << 23) return float_of(0x7fc00000);
+  const uint32_t exponent = (highest + headroom) >> 23;
+  return float_of((exponent < 1 ? 1 : exponent) << 23);
 }
 
-// A block with an infinity or a NaN gets a NaN scale and decodes to NaN throughout.
-inline float block_scale(int32_t highest, int32_t headroom) {
-  if (highest >= 0x7f800000) return float_of(0x7fc00000);
-  const int32_t exponent = (highest + headroom) >> 23;
-  return float_of(uint32_t(exponent < 1 ? 1 : exponent > 253 ? 253 : exponent) << 23);
+inline float inverse_scale(float scale) {
+  return scale > 0.0f ? float_of((254u << 23) - bits_of(scale)) : 0.0f;
 }
 
-template <class V, class Kind, class Round>
-inline void encode_block(const float* x, size_t n, typename Kind::Code* codes, float* scale, Round round) {
-  *scale = block_scale(highest_magnitude<V>(x, n), Kind::headroom);
-  const float inverse = *scale == *scale ? float_of((254u << 23) - bits_of(*scale)) : 0.0f;
-  sweep<V>(n, [=]<class W>(size_t i) {
-    const auto value = W::load(x + i);
-    const auto bits = W::bits(value);
-    const auto y = W::floats(W::bits(value * W::all(inverse)) & W::all(0x7fffffff));
-    const auto z = W::bits(y + W::all(float_of(uint32_t(Kind::base) << 19)));
-    const auto code = W::template right<19>(z + round.template noise<W, 19>(bits, i)) - W::all(Kind::base);
-    W::store_int(codes + i, Kind::template sign<W>(W::min(code, W::all(Kind::last)), bits));
-  });
+template <class W> inline typename W::F decode_at(const Bf16* weight, const int8_t* low) {
+  return W::floats(W::bits(W::load(weight)) + W::template left<8>(W::load_int(low)));
 }
 
-template <class V, class Kind>
-inline void decode_block(const typename Kind::Code* codes, float scale, float* x, size_t n) {
-  sweep<V>(n, [=]<class W>(size_t i) {
-    const auto code = W::load_int(codes + i);
-    const auto z = W::floats(W::template left<19>(W::max(code, W::all(0) - code) + W::all(Kind::base)));
-    const auto y = W::bits(z - W::all(float_of(uint32_t(Kind::base) << 19)));
-    W::store(x + i, W::floats(y | (code & W::all(int32_t(0x80000000)))) * W::all(scale));
-  });
-}
-
-template <class V, class Kind, class Round>
-inline void encode_moment(const float* x, size_t n, typename Kind::Code* codes, float* scales, Round round) {
-  for (size_t i = 0; i < n; i += BLOCK)
-    encode_block<V, Kind>(x + i, n - i < BLOCK ? n - i : BLOCK, codes + i, scales + i / BLOCK, round);
-}
-
-template <class V, class Kind>
-inline void decode_moment(const typename Kind::Code* codes, const float* scales, float* x, size_t n) {
-  for (size_t i = 0; i < n; i += BLOCK)
-    decode_block<V, Kind>(codes + i, scales[i / BLOCK], x + i, n - i < BLOCK ? n - i : BLOCK);
-}
-
-template <class V, class Round>
-inline void encode_weight(const float* master, Bf16* weight, int8_t* low, size_t n, Round round) {
-  sweep<V>(n, [=]<class W>(size_t i) {
-    const auto bits = quiet<W>(W::bits(W::load(master + i)));
-    const auto kept = W::template right<8>(bits + round.template noise<W, 8>(bits, i));
-    W::store_int(reinterpret_cast<uint16_t*>(weight + i), W::template right<8>(kept + W::all(0x80)));
-    W::store_int(low + i, kept);
-  });
-}
-
-template <class V> inline void decode_weight(const Bf16* weight, const int8_t* low, float* master, size_t n) {
-  sweep<V>(n, [=]<class W>(size_t i) {
-    W::store(master + i, W::floats(W::bits(W::load(weight + i)) + W::template left<8>(W::load_int(low + i))));
-  });
+template <class W> inline void encode_at(typename W::F master, typename W::I noise, Bf16* weight, int8_t* low) {
+  const auto kept = W::quiet(master) + noise;
+  W::store_high(&weight->bits, kept + W::all(0x8000));
+  W::template store_byte<1>(low, kept);
 }
 
 // The exponent field of an fp16 number's last place: below 2^-14 it is that of 2^-14.
@@ -137,28 +93,70 @@ template <class W> inline typename W::I fp16_exponent(typename W::F weight) {
   return W::max(W::bits(weight) & W::all(0x7f800000), W::all(113 << 23));
 }
 
-template <class V, class Round>
-inline void encode_weight(const float* master, Fp16* weight, int8_t* low, size_t n, Round round) {
+template <class W> inline typename W::F decode_at(const Fp16* weight, const int8_t* low) {
+  const auto h = W::load(weight);
+  const auto unit = W::floats(fp16_exponent<W>(h) - W::all(18 << 23));
+  return h + W::from_int(W::load_int(low)) * unit;
+}
+
+template <class W> inline void encode_at(typename W::F master, typename W::I noise, Fp16* weight, int8_t* low) {
+  W::store(weight, master);
+  const auto h = W::load(weight);
+  const auto exponent = fp16_exponent<W>(h);
+  const auto per_unit = W::floats(W::all(277u << 23) - exponent);  // 32 / (last place / 256)
+  const auto rest = W::bits((master - h) * per_unit);
+  const auto finite = W::select(W::greater(W::all(0x7f800000), exponent), rest, W::all(0));
+  const auto steps = W::to_int(W::floats(finite) + W::all(4096.0f));
+  const auto kept = W::template right<5>(steps + noise);
+  W::template store_byte<0>(low, W::max(W::min(kept, W::all(255)), W::all(1)) - W::all(128));
+}
+
+// What is cut off a master's bits: 8 of them for bf16, 5 for fp16.
+template <class T> inline constexpr int32_t weight_noise = 0xff;
+template <> inline constexpr int32_t weight_noise<Fp16> = 0x1f;
+
+// Whole buffers, rounded to nearest.
+
+template <class V, class T> inline void encode_weight(const float* master, T* weight, int8_t* low, size_t n) {
   sweep<V>(n, [=]<class W>(size_t i) {
-    const auto x = W::load(master + i);
-    W::store(weight + i, x);
-    const auto h = W::load(weight + i);
-    const auto exponent = fp16_exponent<W>(h);
-    const auto per_unit = W::floats(W::all(int32_t((272u + 5) << 23)) - exponent);  // 32 / (ulp / 256)
-    const auto rest = W::bits((x - h) * per_unit);
-    const auto finite = W::select(W::greater(W::all(0x7f800000), exponent), rest, W::all(0));
-    const auto steps = W::to_int(W::floats(finite) + W::all(4096.0f));
-    const auto kept = W::template right<5>(steps + round.template noise<W, 5>(W::bits(x), i)) - W::all(128);
-    W::store_int(low + i, W::max(W::min(kept, W::all(127)), W::all(-127)));
+    encode_at<W>(W::load(master + i), W::all((weight_noise<T> + 1) / 2), weight + i, low + i);
   });
 }
 
-template <class V> inline void decode_weight(const Fp16* weight, const int8_t* low, float* master, size_t n) {
-  sweep<V>(n, [=]<class W>(size_t i) {
-    const auto h = W::load(weight + i);
-    const auto unit = W::floats(fp16_exponent<W>(h) - W::all(18 << 23));
-    W::store(master + i, h + W::from_int(W::load_int(low + i)) * unit);
-  });
+template <class V, class T> inline void decode_weight(const T* weight, const int8_t* low, float* master, size_t n) {
+  sweep<V>(n, [=]<class W>(size_t i) { W::store(master + i, decode_at<W>(weight + i, low + i)); });
+}
+
+inline uint32_t highest_magnitude(const float* x, size_t n) {
+  uint32_t highest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = bits_of(x[i]) & 0x7fffffff;
+    highest = magnitude > highest ? magnitude : highest;
+  }
+  return highest;
+}
+
+template <class V, class M> inline void encode_moment(const float* x, typename M::Code* codes, float* scales, size_t n) {
+  for (size_t begin = 0; begin < n; begin += BLOCK) {
+    const size_t count = n - begin < BLOCK ? n - begin : BLOCK;
+    const float scale = block_scale(highest_magnitude(x + begin, count), M::headroom);
+    const float inverse = inverse_scale(scale);
+    scales[begin / BLOCK] = scale;
+    sweep<V>(count, [=]<class W>(size_t i) {
+      const auto code = M::template encode<W>(W::load(x + begin + i), inverse, W::all(HALF_CODE));
+      W::template store_byte<3>(codes + begin + i, code);
+    });
+  }
+}
+
+template <class V, class M>
+inline void decode_moment(const typename M::Code* codes, const float* scales, float* x, size_t n) {
+  for (size_t begin = 0; begin < n; begin += BLOCK) {
+    const float scale = scales[begin / BLOCK];
+    sweep<V>(n - begin < BLOCK ? n - begin : BLOCK, [=]<class W>(size_t i) {
+      W::store(x + begin + i, M::template decode<W>(W::load_int(codes + begin + i), scale));
+    });
+  }
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // The weight is the master rounded to nearest (half away from zero) and the completion is what was rounded off, as a
 // signed number of units of the master's last place: master bits = (weight bits << 16) + low. Adding integers to the
 // bits of a float walks through the floats in order, so this is reversible for every finite and infinite master.
-// A NaN becomes the quiet NaN of its sign, so that the bf16 weight shows it too.
+// A NaN becomes the quiet NaN, so that the bf16 weight shows it too.
 #pragma once
 
 #include "vector_scalar.h"
@@ -11,23 +11,22 @@
 namespace unbounded {
 namespace {
 
-template <class W> inline typename W::I quiet(typename W::I bits) {
-  const auto nan = (bits & W::all(int32_t(0x80000000))) | W::all(0x7fc00000);
-  return W::select(W::greater(bits & W::all(0x7fffffff), W::all(0x7f800000)), nan, bits);
+template <class W> inline typename W::F join_at(const Bf16* weight, const int16_t* low) {
+  return W::floats(W::bits(W::load(weight)) + W::load_int(low));
 }
 
-template <class V> inline void split(const float* master, Bf16* weight, int16_t* low, size_t n) {
-  sweep<V>(n, [=]<class W>(size_t i) {
-    const auto bits = quiet<W>(W::bits(W::load(master + i)));
-    W::store_int(reinterpret_cast<uint16_t*>(weight + i), W::template right<16>(bits + W::all(0x8000)));
-    W::store_int(low + i, bits);
-  });
+template <class W> inline void split_at(typename W::F master, Bf16* weight, int16_t* low) {
+  const auto bits = W::quiet(master);
+  W::store_high(&weight->bits, bits + W::all(0x8000));
+  W::store_int(low, bits);
 }
 
 template <class V> inline void join(const Bf16* weight, const int16_t* low, float* master, size_t n) {
-  sweep<V>(n, [=]<class W>(size_t i) {
-    W::store(master + i, W::floats(W::bits(W::load(weight + i)) + W::load_int(low + i)));
-  });
+  sweep<V>(n, [=]<class W>(size_t i) { W::store(master + i, join_at<W>(weight + i, low + i)); });
+}
+
+template <class V> inline void split(const float* master, Bf16* weight, int16_t* low, size_t n) {
+  sweep<V>(n, [=]<class W>(size_t i) { split_at<W>(W::load(master + i), weight + i, low + i); });
 }
 
 }  // namespace

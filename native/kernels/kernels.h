@@ -15,7 +15,7 @@ struct Update {
   Format format;
   DType weight_type, grad_type, out_type;
   float grad_scale;   // negative where the objective is maximised
-  int32_t seeds[3];   // of the stochastic rounding: weight, first, second
+  alignas(64) int32_t salt[BLOCK];  // of the stochastic rounding: random bits for every place in a block at this step
   void* weight;
   const void* grad;
   void* low;

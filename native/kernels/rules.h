@@ -1,6 +1,7 @@
-// The update rules, each one step on a tile of fp32 weights, gradients and moments.
+// The update rules, each one step on fp32 values in registers.
 //
-// They read like the formulas of torch.optim and keep its order of operations; no product is fused with a sum.
+// They read like the formulas of torch.optim and keep its order of operations; a product is fused with
+// a sum where `fma` says so and nowhere else.
 // What depends on the step alone is resolved once, in double, into `Step`.
 #pragma once
 
@@ -25,82 +26,74 @@ struct Step {
 
 namespace {
 
-struct Tile {
-  float* weight;
-  const float* grad;
-  float* first;   // exp_avg or momentum_buffer
-  float* second;  // exp_avg_sq or sum
-};
+// A rule steps one vector of fp32 values: weight, gradient, first moment (exp_avg, momentum_buffer) and second moment
+// (exp_avg_sq, sum); `first` and `second` say which moments it keeps.
 
 // Of the bias-corrected quotient, (m / c1) / (sqrt(v) / sqrt(c2) + eps), the corrections are in step_size and eps.
-template <class V> inline void adam(const Step& s, size_t n, const Tile& t, bool decoupled) {
-  sweep<V>(n, [&]<class W>(size_t i) {
-    auto w = W::load(t.weight + i), g = W::load(t.grad + i);
-    auto m = W::load(t.first + i), v = W::load(t.second + i);
+template <bool decoupled> struct Adam {
+  static constexpr bool first = true, second = true;
+  template <class W, class F> static void step(const Step& s, F& w, F g, F& m, F& v) {
     if (decoupled)
       w = w * W::all(s.keep);
     else if (s.decay != 0)
-      g = g + W::all(s.decay) * w;
-    m = m + W::all(s.rest1) * (g - m);
-    v = W::all(s.beta2) * v + (W::all(s.rest2) * g) * g;
-    w = w - W::all(s.step_size) * (m / (W::sqrt(v) + W::all(s.eps)));
-    W::store(t.weight + i, w), W::store(t.first + i, m), W::store(t.second + i, v);
-  });
-}
+      g = W::fma(W::all(s.decay), w, g);
+    m = W::fma(W::all(s.rest1), g - m, m);
+    v = W::fma(W::all(s.rest2) * g, g, W::all(s.beta2) * v);
+    w = W::fnma(W::all(s.step_size), m / (W::sqrt(v) + W::all(s.eps)), w);
+  }
+};
 
-template <class V> inline void sgd_plain(const Step& s, size_t n, const Tile& t) {
-  sweep<V>(n, [&]<class W>(size_t i) {
-    auto w = W::load(t.weight + i), g = W::load(t.grad + i);
-    if (s.decay != 0) g = g + W::all(s.decay) * w;
-    W::store(t.weight + i, w - W::all(s.lr) * g);
-  });
-}
+struct Sgd {
+  static constexpr bool first = false, second = false;
+  template <class W, class F> static void step(const Step& s, F& w, F g, F&, F&) {
+    if (s.decay != 0) g = W::fma(W::all(s.decay), w, g);
+    w = W::fnma(W::all(s.lr), g, w);
+  }
+};
 
-template <class V> inline void sgd_momentum(const Step& s, size_t n, const Tile& t) {
-  sweep<V>(n, [&]<class W>(size_t i) {
-    auto w = W::load(t.weight + i), g = W::load(t.grad + i);
-    if (s.decay != 0) g = g + W::all(s.decay) * w;
-    auto b = s.first_step ? g : W::all(s.momentum) * W::load(t.first + i) + W::all(s.undamped) * g;
-    auto d = s.nesterov ? g + W::all(s.momentum) * b : b;
-    W::store(t.weight + i, w - W::all(s.lr) * d), W::store(t.first + i, b);
-  });
-}
+struct SgdMomentum {
+  static constexpr bool first = true, second = false;
+  template <class W, class F> static void step(const Step& s, F& w, F g, F& m, F&) {
+    if (s.decay != 0) g = W::fma(W::all(s.decay), w, g);
+    m = s.first_step ? g : W::fma(W::all(s.undamped), g, W::all(s.momentum) * m);
+    w = W::fnma(W::all(s.lr), s.nesterov ? W::fma(W::all(s.momentum), m, g) : m, w);
+  }
+};
 
 // -1, 0 or 1; a NaN stays one.
-template <class W> inline auto sign(typename W::F a) {
+template <class W, class F> inline F sign(F a) {
   const auto bits = W::bits(a), magnitude = bits & W::all(0x7fffffff);
-  const auto one = (bits & W::all(int32_t(0x80000000))) | W::all(0x3f800000);
+  const auto one = W::pick(W::all(0x80000000u), bits, W::all(0x3f800000));
   const auto finite = W::select(W::greater(magnitude, W::all(0)), one, bits);
   return W::floats(W::select(W::greater(magnitude, W::all(0x7f800000)), bits, finite));
 }
 
-template <class V> inline void lion(const Step& s, size_t n, const Tile& t) {
-  sweep<V>(n, [&]<class W>(size_t i) {
-    auto w = W::load(t.weight + i), g = W::load(t.grad + i), m = W::load(t.first + i);
-    auto c = W::all(s.beta1) * m + W::all(s.rest1) * g;
-    w = w * W::all(s.keep) - W::all(s.lr) * sign<W>(c);
-    m = W::all(s.beta2) * m + W::all(s.rest2) * g;
-    W::store(t.weight + i, w), W::store(t.first + i, m);
-  });
-}
+struct Lion {
+  static constexpr bool first = true, second = false;
+  template <class W, class F> static void step(const Step& s, F& w, F g, F& m, F&) {
+    const auto c = W::fma(W::all(s.rest1), g, W::all(s.beta1) * m);
+    w = W::fnma(W::all(s.lr), sign<W>(c), w * W::all(s.keep));
+    m = W::fma(W::all(s.rest2), g, W::all(s.beta2) * m);
+  }
+};
 
-template <class V> inline void adagrad(const Step& s, size_t n, const Tile& t) {
-  sweep<V>(n, [&]<class W>(size_t i) {
-    auto w = W::load(t.weight + i), g = W::load(t.grad + i), sum = W::load(t.second + i);
-    if (s.decay != 0) g = g + W::all(s.decay) * w;
-    sum = sum + g * g;
-    w = w - W::all(s.lr) * (g / (W::sqrt(sum) + W::all(s.eps)));
-    W::store(t.weight + i, w), W::store(t.second + i, sum);
-  });
-}
+struct Adagrad {
+  static constexpr bool first = false, second = true;
+  template <class W, class F> static void step(const Step& s, F& w, F g, F&, F& v) {
+    if (s.decay != 0) g = W::fma(W::all(s.decay), w, g);
+    v = W::fma(g, g, v);
+    w = W::fnma(W::all(s.lr), g / (W::sqrt(v) + W::all(s.eps)), w);
+  }
+};
 
-template <class V> inline void apply(const Step& s, size_t n, const Tile& t) {
+// Calls body(rule) with the rule of the step as a type.
+template <class Body> inline void with_rule(const Step& s, Body body) {
   switch (s.rule) {
-    case Rule::adamw: return adam<V>(s, n, t, true);
-    case Rule::adam: return adam<V>(s, n, t, false);
-    case Rule::sgd: return s.has_momentum ? sgd_momentum<V>(s, n, t) : sgd_plain<V>(s, n, t);
-    case Rule::lion: return lion<V>(s, n, t);
-    case Rule::adagrad: return adagrad<V>(s, n, t);
+    case Rule::adamw: return body(Adam<true>{});
+    case Rule::adam: return body(Adam<false>{});
+    case Rule::sgd: return s.has_momentum ? body(SgdMomentum{}) : body(Sgd{});
+    case Rule::lion: return body(Lion{});
+    case Rule::adagrad: return body(Adagrad{});
   }
 }
 

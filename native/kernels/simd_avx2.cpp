@@ -33,23 +33,32 @@ struct Avx2 {
 
   static F all(float x) { return {_mm256_set1_ps(x)}; }
   static I all(int32_t x) { return {_mm256_set1_epi32(x)}; }
+  static I all(uint32_t x) { return all(int32_t(x)); }
   static I bits(F a) { return {_mm256_castps_si256(a.x)}; }
   static F floats(I a) { return {_mm256_castsi256_ps(a.x)}; }
   static F sqrt(F a) { return {_mm256_sqrt_ps(a.x)}; }
+  static F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
+  static F fms(F a, F b, F c) { return {_mm256_fmsub_ps(a.x, b.x, c.x)}; }
+  static F fnma(F a, F b, F c) { return {_mm256_fnmadd_ps(a.x, b.x, c.x)}; }
   static F from_int(I a) { return {_mm256_cvtepi32_ps(a.x)}; }
   static I to_int(F a) { return {_mm256_cvttps_epi32(a.x)}; }
 
   template <int n> static I left(I a) { return {_mm256_slli_epi32(a.x, n)}; }
   template <int n> static I right(I a) { return {_mm256_srli_epi32(a.x, n)}; }
-  static I min(I a, I b) { return {_mm256_min_epi32(a.x, b.x)}; }
-  static I max(I a, I b) { return {_mm256_max_epi32(a.x, b.x)}; }
+  static I min(I a, I b) { return {_mm256_min_epu32(a.x, b.x)}; }
+  static I max(I a, I b) { return {_mm256_max_epu32(a.x, b.x)}; }
   static M greater(I a, I b) { return {_mm256_cmpgt_epi32(a.x, b.x)}; }
   static I select(M m, I yes, I no) { return {_mm256_blendv_epi8(no.x, yes.x, m.x)}; }
-  static int32_t highest(I a) {
-    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a.x), _mm256_extracti128_si256(a.x, 1));
-    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1));
-    return _mm_cvtsi128_si32(x);
+  static I pick(I mask, I yes, I no) { return (mask & yes) | I{_mm256_andnot_si256(mask.x, no.x)}; }
+  static I mix(I a, I b, I mask) { return (a ^ b) & mask; }
+  static I quiet(F a) {
+    return select({_mm256_castps_si256(_mm256_cmp_ps(a.x, a.x, _CMP_UNORD_Q))}, all(0xffc00000u), bits(a));
+  }
+  static uint32_t highest(I a) {
+    __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a.x), _mm256_extracti128_si256(a.x, 1));
+    x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4e));
+    x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xb1));
+    return uint32_t(_mm_cvtsi128_si32(x));
   }
 
   static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -58,10 +67,6 @@ struct Avx2 {
   static __m128i low_halves(I a) {  // the low 16 bits of every lane
     const __m256i x = (a & all(0xffff)).x;
     return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  }
-  static __m128i low_bytes(I a) {
-    const __m128i halves = low_halves(a & all(0xff));
-    return _mm_packus_epi16(halves, halves);
   }
 
   static F load(const float* p) { return {_mm256_loadu_ps(p)}; }
@@ -80,10 +85,18 @@ struct Avx2 {
   static I load_int(const int16_t* p) { return {_mm256_cvtepi16_epi32(load128(p))}; }
   static I load_int(const int8_t* p) { return {_mm256_cvtepi8_epi32(load64(p))}; }
   static I load_int(const uint8_t* p) { return {_mm256_cvtepu8_epi32(load64(p))}; }
+  static void store_int(int32_t* p, I a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.x); }
   static void store_int(int16_t* p, I a) { store128(p, low_halves(a)); }
-  static void store_int(uint16_t* p, I a) { store128(p, low_halves(a)); }
-  static void store_int(int8_t* p, I a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), low_bytes(a)); }
-  static void store_int(uint8_t* p, I a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), low_bytes(a)); }
+  static void store_high(uint16_t* p, I a) {
+    const __m256i x = right<16>(a).x;
+    store128(p, _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+  }
+  template <int n> static void store_byte(void* p, I a) {
+    const __m256i within = _mm256_set1_epi32((12 + n) << 24 | (8 + n) << 16 | (4 + n) << 8 | n);
+    const __m256i x = _mm256_shuffle_epi8(a.x, within);
+    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(static_cast<__m128i*>(p), both);
+  }
 
   static D zero() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
   static D add_squares(D sum, F a) {  // a product of two floats is exact in double, so fusing changes nothing

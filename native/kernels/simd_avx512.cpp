@@ -31,19 +31,32 @@ struct Avx512 {
 
   static F all(float x) { return {_mm512_set1_ps(x)}; }
   static I all(int32_t x) { return {_mm512_set1_epi32(x)}; }
+  static I all(uint32_t x) { return all(int32_t(x)); }
   static I bits(F a) { return {_mm512_castps_si512(a.x)}; }
   static F floats(I a) { return {_mm512_castsi512_ps(a.x)}; }
   static F sqrt(F a) { return {_mm512_sqrt_ps(a.x)}; }
+  static F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
+  static F fms(F a, F b, F c) { return {_mm512_fmsub_ps(a.x, b.x, c.x)}; }
+  static F fnma(F a, F b, F c) { return {_mm512_fnmadd_ps(a.x, b.x, c.x)}; }
   static F from_int(I a) { return {_mm512_cvtepi32_ps(a.x)}; }
   static I to_int(F a) { return {_mm512_cvttps_epi32(a.x)}; }
 
   template <int n> static I left(I a) { return {_mm512_slli_epi32(a.x, n)}; }
   template <int n> static I right(I a) { return {_mm512_srli_epi32(a.x, n)}; }
-  static I min(I a, I b) { return {_mm512_min_epi32(a.x, b.x)}; }
-  static I max(I a, I b) { return {_mm512_max_epi32(a.x, b.x)}; }
+  static I min(I a, I b) { return {_mm512_min_epu32(a.x, b.x)}; }
+  static I max(I a, I b) { return {_mm512_max_epu32(a.x, b.x)}; }
   static M greater(I a, I b) { return _mm512_cmpgt_epi32_mask(a.x, b.x); }
   static I select(M m, I yes, I no) { return {_mm512_mask_mov_epi32(no.x, m, yes.x)}; }
-  static int32_t highest(I a) { return _mm512_reduce_max_epi32(a.x); }
+  static I pick(I mask, I yes, I no) { return {_mm512_ternarylogic_epi32(mask.x, yes.x, no.x, 0xca)}; }
+  static uint32_t highest(I a) { return _mm512_reduce_max_epu32(a.x); }
+  static I mix(I a, I b, I mask) { return {_mm512_ternarylogic_epi32(a.x, b.x, mask.x, 0x28)}; }
+  static I quiet(F a) { return bits({_mm512_fixupimm_ps(a.x, a.x, _mm512_set1_epi32(0x33), 0)}); }
+
+  template <class Index> static __m512i place(Index index) {  // 32 indices of 16 bits, a constant
+    alignas(64) int16_t places[32];
+    for (int j = 0; j < 32; ++j) places[j] = int16_t(index(j));
+    return _mm512_load_si512(places);
+  }
 
   static __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -51,7 +64,10 @@ struct Avx512 {
   static void store128(void* p, __m128i x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
 
   static F load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static F load(const Bf16* p) { return floats(left<16>({_mm512_cvtepu16_epi32(load256(p))})); }
+  static F load(const Bf16* p) {  // one shuffle into the upper halves: a widening load would need a shift too
+    const __m512i halves = _mm512_castsi256_si512(load256(p));
+    return floats({_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, place([](int j) { return j / 2; }), halves)});
+  }
   static F load(const Fp16* p) { return {_mm512_cvtph_ps(load256(p))}; }
   static void store(float* p, F a) { _mm512_storeu_ps(p, a.x); }
   static void store(Bf16* p, F a) {
@@ -66,10 +82,18 @@ struct Avx512 {
   static I load_int(const int16_t* p) { return {_mm512_cvtepi16_epi32(load256(p))}; }
   static I load_int(const int8_t* p) { return {_mm512_cvtepi8_epi32(load128(p))}; }
   static I load_int(const uint8_t* p) { return {_mm512_cvtepu8_epi32(load128(p))}; }
+  static void store_int(int32_t* p, I a) { _mm512_storeu_si512(p, a.x); }
   static void store_int(int16_t* p, I a) { store256(p, _mm512_cvtepi32_epi16(a.x)); }
-  static void store_int(uint16_t* p, I a) { store256(p, _mm512_cvtepi32_epi16(a.x)); }
-  static void store_int(int8_t* p, I a) { store128(p, _mm512_cvtepi32_epi8(a.x)); }
-  static void store_int(uint8_t* p, I a) { store128(p, _mm512_cvtepi32_epi8(a.x)); }
+  static void store_high(uint16_t* p, I a) {
+    const __m512i odd = place([](int j) { return 2 * j + 1 & 31; });
+    store256(p, _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, a.x)));
+  }
+  template <int n> static void store_byte(void* p, I a) {
+    const __m512i within = _mm512_set1_epi32((12 + n) << 24 | (8 + n) << 16 | (4 + n) << 8 | n);
+    const __m512i quarters = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    const __m512i gathered = _mm512_permutexvar_epi32(quarters, _mm512_shuffle_epi8(a.x, within));
+    store128(p, _mm512_castsi512_si128(gathered));
+  }
 
   static D zero() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
   static D add_squares(D sum, F a) {  // a product of two floats is exact in double, so fusing changes nothing

@@ -35,21 +35,27 @@ struct Neon {
 
   static F all(float x) { return {vdupq_n_f32(x)}; }
   static I all(int32_t x) { return {vdupq_n_s32(x)}; }
+  static I all(uint32_t x) { return all(int32_t(x)); }
   static I bits(F a) { return {vreinterpretq_s32_f32(a.x)}; }
   static F floats(I a) { return {vreinterpretq_f32_s32(a.x)}; }
   static F sqrt(F a) { return {vsqrtq_f32(a.x)}; }
+  static F fma(F a, F b, F c) { return {vfmaq_f32(c.x, a.x, b.x)}; }
+  static F fms(F a, F b, F c) { return {vfmaq_f32(vnegq_f32(c.x), a.x, b.x)}; }
+  static F fnma(F a, F b, F c) { return {vfmsq_f32(c.x, a.x, b.x)}; }
   static F from_int(I a) { return {vcvtq_f32_s32(a.x)}; }
   static I to_int(F a) { return {vcvtq_s32_f32(a.x)}; }
 
+  static uint32x4_t natural(I a) { return vreinterpretq_u32_s32(a.x); }
   template <int n> static I left(I a) { return {vshlq_n_s32(a.x, n)}; }
-  template <int n> static I right(I a) {
-    return {vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a.x), n))};
-  }
-  static I min(I a, I b) { return {vminq_s32(a.x, b.x)}; }
-  static I max(I a, I b) { return {vmaxq_s32(a.x, b.x)}; }
+  template <int n> static I right(I a) { return {vreinterpretq_s32_u32(vshrq_n_u32(natural(a), n))}; }
+  static I min(I a, I b) { return {vreinterpretq_s32_u32(vminq_u32(natural(a), natural(b)))}; }
+  static I max(I a, I b) { return {vreinterpretq_s32_u32(vmaxq_u32(natural(a), natural(b)))}; }
   static M greater(I a, I b) { return {vcgtq_s32(a.x, b.x)}; }
   static I select(M m, I yes, I no) { return {vbslq_s32(m.x, yes.x, no.x)}; }
-  static int32_t highest(I a) { return vmaxvq_s32(a.x); }
+  static I pick(I mask, I yes, I no) { return {vbslq_s32(natural(mask), yes.x, no.x)}; }
+  static uint32_t highest(I a) { return vmaxvq_u32(natural(a)); }
+  static I mix(I a, I b, I mask) { return (a ^ b) & mask; }
+  static I quiet(F a) { return {vbslq_s32(vceqq_f32(a.x, a.x), bits(a).x, all(0xffc00000u).x)}; }
 
   static uint16x4_t load64(const void* p) { return vld1_u16(static_cast<const uint16_t*>(p)); }
   static uint8x8_t load32(const void* p) {
@@ -58,11 +64,6 @@ struct Neon {
     return vreinterpret_u8_u32(vdup_n_u32(four));
   }
   static uint16x4_t low_halves(I a) { return vreinterpret_u16_s16(vmovn_s32(a.x)); }
-  static void store32(void* p, I a) {
-    const uint16x4_t halves = low_halves(a);
-    const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
-    std::memcpy(p, &four, 4);
-  }
 
   static F load(const float* p) { return {vld1q_f32(p)}; }
   static F load(const Bf16* p) { return floats(left<16>({vreinterpretq_s32_u32(vmovl_u16(load64(p)))})); }
@@ -82,10 +83,14 @@ struct Neon {
   static I load_int(const uint8_t* p) {
     return {vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(load32(p)))))};
   }
+  static void store_int(int32_t* p, I a) { vst1q_s32(p, a.x); }
   static void store_int(int16_t* p, I a) { vst1_s16(p, vmovn_s32(a.x)); }
-  static void store_int(uint16_t* p, I a) { vst1_u16(p, low_halves(a)); }
-  static void store_int(int8_t* p, I a) { store32(p, a); }
-  static void store_int(uint8_t* p, I a) { store32(p, a); }
+  static void store_high(uint16_t* p, I a) { vst1_u16(p, vshrn_n_u32(natural(a), 16)); }
+  template <int n> static void store_byte(void* p, I a) {
+    const uint16x4_t halves = low_halves(right<8 * n>(a));
+    const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
+    std::memcpy(p, &four, 4);
+  }
 
   static D zero() { return {vdupq_n_f64(0), vdupq_n_f64(0)}; }
   static D add_squares(D sum, F a) {  // a product of two floats is exact in double, so fusing changes nothing

@@ -11,32 +11,32 @@ namespace {
 
 template <class V> inline void encode_master(const float* master, const Master& to, size_t begin, size_t n) {
   if (to.type == DType::bf16)
-    encode_weight<V>(master + begin, at<Bf16>(to.weight, begin), to.low + begin, n, Nearest{});
+    encode_weight<V>(master + begin, at<Bf16>(to.weight, begin), to.low + begin, n);
   else
-    encode_weight<V>(master + begin, at<Fp16>(to.weight, begin), to.low + begin, n, Nearest{});
+    encode_weight<V>(master + begin, at<Fp16>(to.weight, begin), to.low + begin, n);
 }
 
 template <class V> inline void decode_master(const Master& from, float* master, size_t begin, size_t n) {
   if (from.type == DType::bf16)
-    decode_weight<V>(at<const Bf16>(from.weight, begin), from.low + begin, master + begin, n);
+    decode_weight<V>(at<Bf16>(from.weight, begin), from.low + begin, master + begin, n);
   else
-    decode_weight<V>(at<const Fp16>(from.weight, begin), from.low + begin, master + begin, n);
+    decode_weight<V>(at<Fp16>(from.weight, begin), from.low + begin, master + begin, n);
 }
 
 template <class V> inline void encode_codes(const float* x, const Codes& to, size_t begin, size_t n) {
   float* scales = to.scales + begin / BLOCK;
   if (to.moment == Moment::first)
-    encode_moment<V, Signed>(x + begin, n, at<int8_t>(to.codes, begin), scales, Nearest{});
+    encode_moment<V, First>(x + begin, at<int8_t>(to.codes, begin), scales, n);
   else
-    encode_moment<V, Unsigned>(x + begin, n, at<uint8_t>(to.codes, begin), scales, Nearest{});
+    encode_moment<V, Second>(x + begin, at<uint8_t>(to.codes, begin), scales, n);
 }
 
 template <class V> inline void decode_codes(const Codes& from, float* x, size_t begin, size_t n) {
   const float* scales = from.scales + begin / BLOCK;
   if (from.moment == Moment::first)
-    decode_moment<V, Signed>(at<int8_t>(from.codes, begin), scales, x + begin, n);
+    decode_moment<V, First>(at<int8_t>(from.codes, begin), scales, x + begin, n);
   else
-    decode_moment<V, Unsigned>(at<uint8_t>(from.codes, begin), scales, x + begin, n);
+    decode_moment<V, Second>(at<uint8_t>(from.codes, begin), scales, x + begin, n);
 }
 
 template <class V> constexpr Kernels table(const char* name) {

@@ -34,24 +34,33 @@ struct Scalar {
 
   static F all(float x) { return {x}; }
   static I all(int32_t x) { return {uint32_t(x)}; }
+  static I all(uint32_t x) { return {x}; }
   static I bits(F a) { return {bits_of(a.x)}; }
   static F floats(I a) { return {float_of(a.x)}; }
   static F sqrt(F a) { return {__builtin_sqrtf(a.x)}; }
+  static F fma(F a, F b, F c) { return {__builtin_fmaf(a.x, b.x, c.x)}; }    // a * b + c, rounded once
+  static F fms(F a, F b, F c) { return {__builtin_fmaf(a.x, b.x, -c.x)}; }   // a * b - c
+  static F fnma(F a, F b, F c) { return {__builtin_fmaf(-a.x, b.x, c.x)}; }  // c - a * b
   static F from_int(I a) { return {float(int32_t(a.x))}; }
   static I to_int(F a) { return {uint32_t(int32_t(a.x))}; }  // towards zero; the caller keeps it in range
 
   template <int n> static I left(I a) { return {a.x << n}; }
   template <int n> static I right(I a) { return {a.x >> n}; }
-  static I min(I a, I b) { return int32_t(a.x) < int32_t(b.x) ? a : b; }
-  static I max(I a, I b) { return int32_t(a.x) < int32_t(b.x) ? b : a; }
+  static I min(I a, I b) { return a.x < b.x ? a : b; }  // min, max and highest are unsigned, greater is signed
+  static I max(I a, I b) { return a.x < b.x ? b : a; }
   static M greater(I a, I b) { return int32_t(a.x) > int32_t(b.x); }
   static I select(M m, I yes, I no) { return m ? yes : no; }
-  static int32_t highest(I a) { return int32_t(a.x); }
+  static I pick(I mask, I yes, I no) { return {(mask.x & yes.x) | (~mask.x & no.x)}; }  // bit by bit
+  static uint32_t highest(I a) { return a.x; }
+  static I mix(I a, I b, I mask) { return {(a.x ^ b.x) & mask.x}; }
+  static I quiet(F a) { return {a.x == a.x ? bits_of(a.x) : 0xffc00000}; }  // the bits, of every NaN the same
 
   template <class T> static F load(const T* p) { return {widen(*p)}; }
   template <class T> static void store(T* p, F a) { narrow(a.x, *p); }
   template <class T> static I load_int(const T* p) { return {uint32_t(int32_t(*p))}; }
-  template <class T> static void store_int(T* p, I a) { *p = T(a.x); }
+  static void store_int(int16_t* p, I a) { *p = int16_t(a.x); }
+  static void store_high(uint16_t* p, I a) { *p = uint16_t(a.x >> 16); }
+  template <int n, class T> static void store_byte(T* p, I a) { *p = T(a.x >> 8 * n); }  // byte n of every lane
 
   static D zero() { return 0; }
   static D add_squares(D sum, F a) { return sum + double(a.x) * double(a.x); }
