@@ -146,6 +146,11 @@ def start(path: str | os.PathLike[str]) -> None:
     _recorder = Recorder(path)
 
 
+def is_recording() -> bool:
+    """Whether a trace is being recorded."""
+    return _recorder is not None
+
+
 def stop() -> Path:
     """Wait for the device spans that are out, write the file and return its path."""
     global _recorder

@@ -6,7 +6,7 @@ so that `unbounded train --help` is quick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -14,7 +14,7 @@ def _setting(group: str, help: str, default: Any = None, **extra: Any) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **extra})
 
 
-_MODEL, _DATA, _BATCH, _OPTIMIZER, _PLACE, _RUN = "model", "data", "batch", "optimizer", "placement", "run"
+GROUPS = _MODEL, _DATA, _BATCH, _OPTIMIZER, _PLACE, _RUN = "model", "data", "batch", "optimizer", "placement", "run"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Config:
     eval_fraction: float | None = _setting(_DATA, "share of the documents held out for evaluation (0.01)")
     eval_data: tuple[str, ...] | None = _setting(_DATA, "evaluation data of its own, instead of a share")
     eval_every: int | None = _setting(_DATA, "steps between evaluations; 0: none (a tenth of the run)")
-    eval_tokens: int = _setting(_DATA, "tokens of one evaluation, at most", 262_144)
+    eval_tokens: int | None = _setting(_DATA, "tokens of one evaluation, at most (those of 8 steps)")
     restart_data: bool = _setting(_DATA, "when resuming, begin the data anew instead of at the exact sample", False)
 
     sequence_length: int | None = _setting(_BATCH, "tokens of a sequence")
@@ -93,6 +93,3 @@ class Config:
     trace_steps: int = _setting(_RUN, "steps that the trace covers", 10)
     tensorboard: bool = _setting(_RUN, "also write TensorBoard events into the output folder", False)
     peak_tflops: float | None = _setting(_RUN, "TFLOP/s of a device at best, to show the share reached")
-
-
-KEYS = tuple(one.name for one in fields(Config))

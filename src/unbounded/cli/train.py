@@ -1,0 +1,54 @@
+"""`unbounded train`: the training job from the command line, its closing summary and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unbounded.train.summary import Summary
+
+HELP = "train a model beyond its memory; without arguments, a real job on what every machine has"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag for every setting."""
+    from unbounded.train.flags import add_arguments as add
+
+    add(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; 0: done, 1: failed, 2: bad input, 130 and 143: interrupted by Ctrl-C or SIGTERM, after saving."""
+    from unbounded.errors import CheckpointError, PlanError, UnboundedError
+    from unbounded.train.errors import InputError
+    from unbounded.train.flags import make_config
+    from unbounded.train.interrupts import exit_code
+
+    config = make_config(vars(args))
+    from unbounded.train.job import run as train
+
+    try:
+        summary = train(config)
+    except UnboundedError as error:
+        if isinstance(error, (InputError, PlanError, CheckpointError)):
+            raise  # for the command line to say, with exit code 2
+        print(f"unbounded: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    if int(os.environ.get("RANK", "0")) == 0:
+        _print(summary)
+    return 0 if summary.signal is None else exit_code(summary.signal)
+
+
+def _print(summary: Summary) -> None:
+    from unbounded.train.summary import describe_summary
+
+    if summary.sample:
+        print(f"\n--- a sample ---\n{summary.sample}\n----------------")
+    print()
+    for line in describe_summary(summary):
+        print(line)
+    if summary.signal is not None:
+        print(f"\ninterrupted behind step {summary.step} and saved. The same command goes on from there.")

@@ -1,0 +1,101 @@
+"""A small GPT, for the job that needs nothing but this package: pre-norm blocks, learned positions, causal attention.
+
+Every module that owns parameters can initialise itself with `reset_parameters`, so that the model may be built on the
+meta device and made real unit by unit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a GPT."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocabulary: int
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias, whose weights begin as narrow normal noise."""
+
+    def __init__(self, inputs: int, outputs: int, gain: float = 1.0) -> None:
+        self.gain = gain
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        nn.init.normal_(self.weight, std=0.02 * self.gain)
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose rows begin as narrow normal noise."""
+
+    def reset_parameters(self) -> None:
+        """Draw the rows anew."""
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.inputs = Linear(shape.width, 3 * shape.width)
+        self.outputs = Linear(shape.width, shape.width, gain=1 / math.sqrt(2 * shape.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix each position with those before it."""
+        rows, length, width = x.shape
+        split = self.inputs(x).view(rows, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.outputs(mixed.transpose(1, 2).reshape(rows, length, width))
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer of four times the width."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape)
+        self.feed_norm = nn.LayerNorm(shape.width)
+        self.feed_in = Linear(shape.width, 4 * shape.width)
+        self.feed_out = Linear(4 * shape.width, shape.width, gain=1 / math.sqrt(2 * shape.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the two layers make of `x`."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Tokens in, logits of the next token out."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = Embedding(shape.vocabulary, shape.width)
+        self.positions = Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = Linear(shape.width, shape.vocabulary)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits for every position of `input_ids` (rows, length)."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.tokens(input_ids) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

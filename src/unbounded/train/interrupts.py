@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM: the step in hand is finished and saved; a second Ctrl-C does not wait."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Inside its `with`, `received` is the first of the signals that came, or None."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._former[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or number
+
+
+def exit_code(number: int) -> int:
+    """What a shell reports for a process that a signal ended."""
+    return 128 + number

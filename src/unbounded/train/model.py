@@ -1,0 +1,64 @@
+"""The model to train and its tokenizer: the built-in GPT, or a Hugging Face folder or configuration.
+
+Models are built on the meta device, where they cost no memory; `unbounded.shard` makes them real unit by unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
+from unbounded.train.errors import InputError
+from unbounded.train.gpt import GPT, Shape
+from unbounded.train.settings import Settings
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be sharded: `weights` is the folder to stream into it, `layers` and `width` count its attention."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    weights: str | None
+    layers: int
+    width: int
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them, trained or not, shared ones once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def num_trained(self) -> int:
+        """Those that get updates."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Of a step, recompute not counted: 6 a parameter (4 where it is frozen) and attention's share."""
+        frozen = self.num_parameters - self.num_trained
+        return 6.0 * self.num_trained + 4.0 * frozen + 12.0 * self.layers * self.width * sequence_length
+
+
+def build(settings: Settings) -> Subject:
+    """The model and tokenizer that the settings name."""
+    if settings.model is None and settings.from_config is None:
+        return _build_gpt(settings)
+    from unbounded.train.pretrained import build_pretrained
+
+    model, tokenizer, weights, shape = build_pretrained(settings, DTYPES[settings.precision])
+    return Subject(model, tokenizer, weights, *shape)
+
+
+def _build_gpt(settings: Settings) -> Subject:
+    if settings.width % settings.heads:
+        raise InputError(f"--width {settings.width} is not a multiple of --heads {settings.heads}. Choose one that is.")
+    tokenizer = ByteTokenizer()
+    shape = Shape(settings.layers, settings.width, settings.heads, settings.sequence_length, tokenizer.vocabulary_size)
+    with torch.device("meta"):
+        model = GPT(shape).to(DTYPES[settings.precision])
+    return Subject(model, tokenizer, None, settings.layers, settings.width)
