@@ -9,6 +9,15 @@ std::int64_t monotonic_ns() {
       .count();
 }
 
+namespace {
+
+// Blocks end in any order; the failure that is told is the first in the transfer, not in time.
+bool comes_first(const Failure& failure, const Failure& known) {
+  return known.code == 0 || std::pair(failure.run, failure.offset) < std::pair(known.run, known.offset);
+}
+
+}  // namespace
+
 Transfer::Transfer(Operation operation, std::vector<Run> runs) : operation_(operation), runs_(std::move(runs)) {}
 
 void Transfer::expect(std::size_t num_blocks) {
@@ -26,7 +35,7 @@ void Transfer::start() {
 
 void Transfer::complete(const Failure& failure) {
   std::lock_guard lock(mutex_);
-  if (failure.code != 0 && failure_.code == 0) failure_ = failure;
+  if (failure.code != 0 && comes_first(failure, failure_)) failure_ = failure;
   if (--pending_ > 0) return;
   finished_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   done_.store(true, std::memory_order_release);

@@ -48,7 +48,7 @@ class Transfer {
 
   void expect(std::size_t num_blocks);
   void start();
-  // Called once for every block; the first failure is kept.
+  // Called once for every block; the failure nearest to the transfer's start is kept.
   void complete(const Failure& failure);
 
   bool done() const { return done_.load(std::memory_order_acquire); }

@@ -85,12 +85,15 @@ class DiskEngine:
         from unbounded.native.disk import place
 
         self.check_usable(str(path))
+        existed = os.path.exists(path)
         descriptors = place.open_named(Path(path), create=create, read_only=read_only, direct=self.direct)
         if size_bytes is not None:
             try:
                 place.reserve(descriptors.fd, size_bytes, str(path))
             except DiskError:
                 descriptors.close()
+                if not existed:
+                    os.unlink(path)
                 raise
         return DiskFile(self, str(path), descriptors.fd, descriptors.direct_fd)
 
