@@ -108,8 +108,10 @@ def _try_out(folder: Path) -> tuple[bool, str]:
     from unbounded.native.disk import ExtentStore
     from unbounded.native.memory import host_buffer
 
-    with warnings.catch_warnings(), ExtentStore(folder, 1 << 20, checksum=True) as store:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said already by check_folder
+        store = ExtentStore(folder, 1 << 20, checksum=True)
+    with store:
         extent = store.allocate(1 << 20)
         buffer = host_buffer(1 << 20)
         store.write(extent, buffer).wait()
