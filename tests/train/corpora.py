@@ -57,7 +57,9 @@ def make_corpus(*paths: Path, tokenizer: Tokenizer | None = None, **options: Any
     return Corpus(reader, tokenizer or ByteTokenizer(), **options)
 
 
-def save_tokenizer(folder: Path, *, chat_template: str | None = None, begins: bool = False) -> Path:
+def save_tokenizer(
+    folder: Path, *, chat_template: str | None = None, begins: bool = False, vocabulary: int = 320
+) -> Path:
     """A small byte-level BPE tokenizer in Hugging Face's layout."""
     from tokenizers import Tokenizer as Core
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -69,7 +71,7 @@ def save_tokenizer(folder: Path, *, chat_template: str | None = None, begins: bo
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     specials = ["<s>", "</s>", "<|turn|>"]
     core.train_from_iterator(
-        sentences(200), trainers.BpeTrainer(vocab_size=320, special_tokens=specials, initial_alphabet=alphabet)
+        sentences(200), trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=specials, initial_alphabet=alphabet)
     )
     if begins:
         core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -77,3 +79,25 @@ def save_tokenizer(folder: Path, *, chat_template: str | None = None, begins: bo
     wrapped.chat_template = chat_template
     wrapped.save_pretrained(folder)
     return folder
+
+
+def save_model(folder: Path, *, chat_template: str | None = None) -> Path:
+    """A tiny Llama with random weights, in two shards, and its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="150KB")
+    return save_tokenizer(folder, chat_template=chat_template)

@@ -32,6 +32,13 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
     assert dict(config.plan) == {"stage": 1, "weights": "host", "prefetch_units": 3}
 
 
+def test_a_flag_beats_the_file_also_where_the_file_says_it_in_another_way(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.toml", "epochs = 2\n")
+    config = read_config([path, "--steps", "9"])
+    assert (config.steps, config.epochs) == (9, None)
+    assert "contradict" in refusal(write(tmp_path / "both.toml", "epochs = 2\nsteps = 3\n"))
+
+
 def test_every_setting_is_a_flag_with_help() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -16,6 +16,7 @@ from unbounded.train.similar import did_you_mean
 
 _HINTS = get_type_hints(Config)
 _FIELDS = {one.name: one for one in fields(Config)}
+_EXCLUSIVE = (("model", "from_config"), ("steps", "epochs"), ("eval_fraction", "eval_data"))
 _POSITIVE = (
     *("layers", "width", "heads", "lora_rank", "sequence_length", "batch_tokens", "micro_batch", "steps", "epochs"),
     *("lr", "eps", "keep_last", "eval_tokens", "log_every", "trace_steps", "checkpoint_minutes"),
@@ -72,6 +73,10 @@ def make_config(given: dict[str, Any]) -> Config:
     settings = read_toml(Path(given["file"])) if given.get("file") else {}
     plan = {**dict(settings.pop("plan", ())), **dict(flags.pop("plan", ()))}
     flags = {key: _fit(key, value, _flag(key)) for key, value in flags.items()}
+    for pair in _EXCLUSIVE:  # a flag beats the file, also where the file says it in the other way
+        for mine, other in (pair, pair[::-1]):
+            if mine in flags and other not in flags:
+                settings.pop(other, None)
     config = Config(**{**settings, **flags}, plan=tuple(plan.items()))
     check(config)
     return config
@@ -97,12 +102,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def check(config: Config) -> None:
     """Refuse settings that contradict each other or cannot be meant."""
-    for one, other in (
-        ("model", "from_config"),
-        ("steps", "epochs"),
-        ("eval_fraction", "eval_data"),
-        ("from_config", "lora_rank"),
-    ):
+    for one, other in (*_EXCLUSIVE, ("from_config", "lora_rank")):
         if getattr(config, one) is not None and getattr(config, other) is not None:
             raise InputError(f"{_flag(one)} and {_flag(other)} contradict each other. Give one of them.")
     ours = config.model is None and config.from_config is None

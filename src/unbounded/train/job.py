@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 from unbounded.observe import trace
@@ -144,9 +145,8 @@ class Job:
             trace.start(self.settings.trace)
         trace_end = step + self.settings.trace_steps
         while step < self.settings.steps:
-            flags = self._flags(interrupts, saved_at)
             batch = self.loader.next()
-            outcome = self.trainer.step(step, batch, flags)
+            outcome = self.trainer.step(step, batch, partial(self._vote, interrupts, saved_at))
             self.guard.judge(step + 1, batch, outcome)
             step += 1
             self._log(step, outcome)
@@ -154,7 +154,7 @@ class Job:
                 self._stop_trace()
             if self._is_due(step, self.settings.eval_every):
                 self._evaluate(step)
-            wants_int, wants_term, wants_save = outcome.flags
+            wants_int, wants_term, wants_save = outcome.votes
             if self._is_due(step, self.settings.checkpoint_every) or wants_save:
                 self._save(step)
                 saved_at = time.monotonic()
@@ -162,7 +162,7 @@ class Job:
                 return step, signal.SIGINT if wants_int else signal.SIGTERM
         return step, None
 
-    def _flags(self, interrupts: Interrupts, saved_at: float) -> tuple[float, ...]:
+    def _vote(self, interrupts: Interrupts, saved_at: float) -> tuple[float, ...]:
         """What this rank asks of all: to stop for either signal, or to save because time is up (the first rank's)."""
         minutes = self.settings.checkpoint_minutes
         is_time = minutes is not None and self.world.is_first and time.monotonic() - saved_at > 60 * minutes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class Outcome:
     num_targets: int
     stepped: bool
     seconds: float
-    flags: tuple[float, ...]
+    votes: tuple[float, ...]
 
     @property
     def is_finite(self) -> bool:
@@ -45,8 +45,8 @@ class Trainer:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.settings, self.world = settings, world
 
-    def step(self, number: int, batch: Batch, flags: tuple[float, ...] = ()) -> Outcome:
-        """Train on a global batch; `flags` are summed over ranks along with the loss.
+    def step(self, number: int, batch: Batch, vote: Callable[[], tuple[float, ...]] = tuple) -> Outcome:
+        """Train on a global batch; what `vote` gives behind the backward pass is summed over ranks with the loss.
 
         Loss and gradient are means over the targets of the whole batch, on however many ranks and in however many
         parts it is run: each rank's sum is divided by the global count, times the ranks over which the engine averages.
@@ -62,7 +62,7 @@ class Trainer:
                 self.optimizer.scale(loss * (self.world.size / num_targets)).backward()
             total = total + loss.detach().double()
         norm = float(self.optimizer.clip_grad_norm_(self.settings.clip or math.inf))
-        summed, *votes = self.world.sum([float(total), *flags])
+        summed, *votes = self.world.sum([float(total), *vote()])
         outcome = Outcome(summed / num_targets, norm, num_targets, True, 0.0, tuple(votes))
         stepped = self._update(outcome)
         seconds = time.perf_counter() - start

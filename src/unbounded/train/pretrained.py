@@ -69,7 +69,9 @@ def _build_empty(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
 
 def _load(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(str(path), config=config, dtype=dtype, local_files_only=True)
     except (ValueError, OSError) as error:

@@ -1,0 +1,41 @@
+"""Small training jobs for the tests: settings, and runs on ranks of the pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from unbounded.observe.metrics import read_metrics
+from unbounded.train.config import Config
+from unbounded.train.job import run
+from unbounded.train.summary import Summary
+
+
+def tiny(output: Path, data: Path, **settings: Any) -> Config:
+    """A GPT of two blocks, six steps of eight sequences, states on all three tiers."""
+    given = {
+        "layers": 2,
+        "width": 32,
+        "heads": 2,
+        "sequence_length": 32,
+        "batch_tokens": 256,
+        "steps": 6,
+        "lr": 1e-2,
+        "eval_fraction": 0.0,
+        "sample": "",
+        "device": "cpu",
+        "plan": (("weights", "host"), ("optimizer", "disk")),
+    }
+    return Config(output=str(output), data=(str(data),), **given | settings)
+
+
+def losses(output: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(output / "metrics.jsonl")]
+
+
+def train(config: Config) -> Summary:
+    return run(config)
+
+
+def train_on_rank(rank: int, world_size: int, config: Config) -> int:
+    return run(config).step
