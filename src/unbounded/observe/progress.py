@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from unbounded.observe.amounts import show_bytes, show_seconds
 
+_WIDTH = 24  # of bars, so that the panel fits 80 columns
+
 
 @dataclass(frozen=True)
 class Tier:
@@ -134,14 +136,14 @@ def render(step: Step, losses: list[float]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 1))
     share = step.step / max(step.num_steps, 1)
-    numbers = (
-        f"loss {step.loss:.4f}   {step.tokens_per_second:,.0f} tokens/s   {step.tflops:.3g} TFLOP/s   "
-        f"{show_seconds(step.seconds_left)} left"
+    speed = f"{step.tokens_per_second:,.0f} tokens/s  {step.tflops:.3g} TFLOP/s"
+    left = f"{show_seconds(step.seconds_left)} left"
+    table.add_row(Text(f"step {step.step}/{step.num_steps}", "bold"), _bar(ProgressBar, share), f"{left}  {speed}")
+    table.add_row(
+        f"loss {step.loss:.4f}", sparkline(losses), f"busiest lane: {step.busiest_lane}" if step.lanes else ""
     )
-    table.add_row(Text(f"step {step.step}/{step.num_steps}", "bold"), _bar(ProgressBar, share), numbers)
-    table.add_row("loss", sparkline(losses), f"busiest lane: {step.busiest_lane}" if step.lanes else "")
     for name, tier in step.tiers.items():
         budget = tier.budget_bytes
         of = f" of {show_bytes(budget)}" if budget else ""
@@ -151,10 +153,10 @@ def render(step: Step, losses: list[float]) -> Any:
 
 
 def _bar(kind: Any, share: float) -> Any:
-    return kind(total=1.0, completed=min(share, 1.0), width=32)
+    return kind(total=1.0, completed=min(share, 1.0), width=_WIDTH)
 
 
-def sparkline(values: list[float], width: int = 32) -> str:
+def sparkline(values: list[float], width: int = _WIDTH) -> str:
     """The values as a line of bars, the newest on the right, each bar the mean of its stretch."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
