@@ -25,10 +25,10 @@ def available_verbs() -> list[str]:
 
 def build_parser(typed: str | None = None) -> argparse.ArgumentParser:
     """The parser, with the arguments of the verb `typed` and the one-line help of all."""
-    from unbounded import __version__
+    import unbounded
 
     parser = argparse.ArgumentParser(prog="unbounded", description="Trains models that do not fit.")
-    parser.add_argument("--version", action="version", version=f"unbounded {__version__}")
+    parser.add_argument("--version", action="version", version=f"unbounded {unbounded.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in available_verbs():
         module = _verb_module(verb)
