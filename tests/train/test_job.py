@@ -1,0 +1,244 @@
+"""The training job: exact repetition, exact resumption, the same on any number of ranks, and honest ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unbounded
+from tests.train.corpora import sentences, write_jsonl, write_texts
+from tests.train.jobs import losses, tiny, train, train_on_rank
+from unbounded.observe.metrics import read_metrics
+from unbounded.train import loop
+from unbounded.train.errors import DataError, InputError, TrainingError
+
+PRELOAD_IN_RANKS = ["unbounded.train.job", "unbounded.sharding"]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    return write_texts(tmp_path / "texts.jsonl", 600)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Conversations whose answers differ in length, so that ranks see different numbers of targets."""
+    said = sentences(300)
+    turns = [
+        [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
+        for a, b in zip(said, said[7:], strict=False)
+    ]
+    return write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in turns])
+
+
+def test_the_loss_falls_and_everything_is_written_down(tmp_path: Path, texts: Path) -> None:
+    config = tiny(tmp_path / "out", texts, steps=12, eval_fraction=0.05, eval_every=4, sample="the ", sample_tokens=8)
+    summary = train(config)
+    found = losses(tmp_path / "out")
+    assert len(found) == 12
+    assert found[-1] < found[0] - 0.5
+    evaluations = read_metrics(tmp_path / "out" / "metrics.jsonl", "eval")
+    assert [line["step"] for line in evaluations] == [4, 8, 12]
+    assert evaluations[-1]["perplexity"] == pytest.approx(math.exp(evaluations[-1]["loss"]))
+    assert (summary.step, summary.last_loss, summary.signal) == (12, found[-1], None)
+    assert summary.sample.startswith("the ")
+    assert summary.checkpoint == tmp_path / "out" / "step-00000012"
+    assert summary.tiers["host"].used_bytes > 0
+    assert summary.tiers["disk"].used_bytes > 0
+    assert summary.lanes["disk read"].bytes > 0
+
+
+def test_two_runs_with_one_seed_give_identical_losses_and_another_seed_others(tmp_path: Path, texts: Path) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        train(tiny(tmp_path / name, texts, seed=seed))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a") != losses(tmp_path / "c")
+
+
+def test_accumulating_small_parts_gives_the_loss_of_the_whole_batch(tmp_path: Path, chats: Path) -> None:
+    train(tiny(tmp_path / "whole", chats, micro_batch=8))
+    train(tiny(tmp_path / "parts", chats, micro_batch=1))
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["texts", "chats"])
+def test_the_same_global_batch_gives_the_same_losses_on_any_number_of_ranks(
+    tmp_path: Path, ranks: Callable[..., list[Any]], request: pytest.FixtureRequest, kind: str
+) -> None:
+    data = request.getfixturevalue(kind)
+    found = {}
+    for world_size in (1, 2, 4):
+        output = tmp_path / str(world_size)
+        steps = ranks(world_size, train_on_rank, tiny(output, data, eval_fraction=0.05, eval_every=3))
+        assert steps == [6] * world_size
+        found[world_size] = losses(output) + [line["loss"] for line in read_metrics(output / "metrics.jsonl", "eval")]
+    assert found[2] == pytest.approx(found[1], rel=2e-5)
+    assert found[4] == pytest.approx(found[1], rel=2e-5)
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_losses_of_one_that_was_not(tmp_path: Path, texts: Path) -> None:
+    config = tiny(tmp_path / "whole", texts, steps=9, checkpoint_every=4)
+    train(config)
+    stopped = replace(config, output=str(tmp_path / "stopped"))
+    with pytest.raises(_Killed):
+        _train_until(stopped, step=6)
+    assert train(stopped).step == 9
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, texts: Path, ranks: Callable[..., list[Any]]) -> None:
+    config = tiny(tmp_path / "whole", texts, steps=8, checkpoint_every=4)
+    train(config)
+    moved = replace(config, output=str(tmp_path / "moved"))
+    with pytest.raises(_Killed):
+        _train_until(moved, step=5)
+    ranks(2, train_on_rank, moved)
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
+
+
+def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint_to_go_on_from(tmp_path: Path, texts: Path) -> None:
+    config = tiny(tmp_path / "whole", texts, steps=7)
+    train(config)
+    stopped = replace(config, output=str(tmp_path / "stopped"))
+    former = signal.getsignal(signal.SIGTERM)
+    summary = _train_until(stopped, step=3, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert (summary.signal, summary.step) == (signal.SIGTERM, 3)
+    assert summary.checkpoint == tmp_path / "stopped" / "step-00000003"
+    assert signal.getsignal(signal.SIGTERM) == former
+    train(stopped)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path, texts: Path) -> None:
+    train(tiny(tmp_path / "out", texts, checkpoint_every=1, keep_last=2))
+    assert sorted(path.name for path in (tmp_path / "out").glob("step-*")) == ["step-00000005", "step-00000006"]
+
+
+def test_a_run_that_begins_anew_drops_the_old_checkpoints_once_it_has_its_own(tmp_path: Path, texts: Path) -> None:
+    config = tiny(tmp_path / "out", texts, keep_last=1)
+    train(config)
+    first = losses(tmp_path / "out")
+    train(replace(config, steps=3, resume="never"))
+    assert losses(tmp_path / "out") == pytest.approx(first[:3], abs=1.0)
+    assert [path.name for path in (tmp_path / "out").glob("step-*")] == ["step-00000003"]
+
+
+def test_resuming_what_is_not_there_is_refused(tmp_path: Path, texts: Path) -> None:
+    with pytest.raises(InputError, match="no checkpoint in"):
+        train(tiny(tmp_path / "out", texts, resume="must"))
+
+
+def test_resuming_with_other_data_is_refused_unless_it_may_begin_anew(tmp_path: Path, texts: Path) -> None:
+    config = tiny(tmp_path / "out", texts, steps=3)
+    train(config)
+    other = replace(config, data=(str(write_texts(tmp_path / "other.jsonl", 300)),), steps=5)
+    with pytest.raises(DataError, match="--restart-data"):
+        train(other)
+    assert train(replace(other, restart_data=True)).step == 5
+
+
+def test_the_learning_rate_warms_up_and_falls_also_across_a_resumption(tmp_path: Path, texts: Path) -> None:
+    config = tiny(
+        tmp_path / "out", texts, steps=10, warmup=2, lr=1e-2, final_lr=1e-3, decay="linear", checkpoint_every=3
+    )
+    with pytest.raises(_Killed):
+        _train_until(config, step=7)
+    train(config)
+    rates = [line["lr"] for line in read_metrics(tmp_path / "out" / "metrics.jsonl")]
+    expected = [1e-2 * (0.1 + 0.9 * (1 - done / 8)) for done in range(9)]
+    assert rates == pytest.approx([1e-2, *expected])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_naming_step_module_and_checkpoint(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path / "out", texts, checkpoint_every=2)
+    _break_module(monkeypatch, step=4, name="blocks.1.feed_in")
+    with pytest.raises(TrainingError, match=r'step 4: the loss is not finite .*"blocks\.1\.feed_in".*step-00000002'):
+        train(config)
+
+
+def test_a_loss_that_is_not_finite_is_passed_over_where_that_is_the_policy(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _break_module(monkeypatch, step=4, name="blocks.1.feed_in")
+    assert train(tiny(tmp_path / "out", texts, on_nan="skip")).step == 6
+    found = losses(tmp_path / "out")
+    assert [math.isfinite(loss) for loss in found] == [True, True, True, False, True, True]
+    assert "step 4: the loss is not finite" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_reported_with_the_last_checkpoint(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = unbounded.save
+
+    def fill_up(folder: Path, *args: Any, **extra: Any) -> None:
+        if extra["step"] == 4:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        save(folder, *args, **extra)
+
+    monkeypatch.setattr(unbounded, "save", fill_up)
+    with pytest.raises(TrainingError, match=r'the disk is full: .*step-00000004.*last checkpoint is ".*step-00000002"'):
+        train(tiny(tmp_path / "out", texts, checkpoint_every=2))
+
+
+def test_a_trace_has_the_first_steps_in_their_lanes(tmp_path: Path, texts: Path) -> None:
+    summary = train(tiny(tmp_path / "out", texts, trace=str(tmp_path / "t.json"), trace_steps=2))
+    assert summary.trace == tmp_path / "t.json"
+    spans = [event for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert [span["name"] for span in spans if span["cat"] == "compute"] == ["forward", "backward"] * 2
+    assert {"disk read", "disk write", "host optimizer"} <= {span["cat"] for span in spans}
+
+
+def test_epochs_become_steps_by_counting_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 1023)  # 1,024 tokens with the end
+    summary = train(tiny(tmp_path / "out", tmp_path / "a.txt", steps=None, epochs=2))
+    assert summary.num_steps == 8
+
+
+class _Killed(BaseException):
+    """Stands for a kill: nothing of the job may handle it."""
+
+
+def _train_until(config: Any, *, step: int, act: Callable[[], None] | None = None) -> Any:
+    """Train, but do `act` (die, if not given) within the 1-based `step`."""
+
+    def die() -> None:
+        raise _Killed
+
+    former = loop.Trainer._seed
+
+    def seed(self: Any, number: int) -> None:
+        if number + 1 == step:
+            (act or die)()
+        former(self, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Trainer, "_seed", seed)
+        return train(config)
+
+
+def _break_module(patch: pytest.MonkeyPatch, *, step: int, name: str) -> None:
+    """Have the named module give inf within the 1-based `step`."""
+    former = loop.Trainer._seed
+
+    def seed(self: Any, number: int) -> None:
+        former(self, number)
+        for handle in getattr(self, "broken", []):
+            handle.remove()
+        if number + 1 == step:
+            module = self.model.get_submodule(name)
+            self.broken = [module.register_forward_hook(lambda *_: torch.full_like(_[2], math.inf))]
+
+    patch.setattr(loop.Trainer, "_seed", seed)
