@@ -183,10 +183,10 @@ def test_a_full_disk_is_reported_with_the_last_checkpoint(
 ) -> None:
     save = unbounded.save
 
-    def fill_up(folder: Path, *args: Any, **extra: Any) -> None:
+    def fill_up(folder: Path, *args: Any, **extra: Any) -> Any:
         if extra["step"] == 4:
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-        save(folder, *args, **extra)
+        return save(folder, *args, **extra)
 
     monkeypatch.setattr(unbounded, "save", fill_up)
     with pytest.raises(TrainingError, match=r'the disk is full: .*step-00000004.*last checkpoint is ".*step-00000002"'):

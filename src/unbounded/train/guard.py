@@ -41,7 +41,8 @@ class Guard:
     @property
     def last_checkpoint(self) -> str:
         """A sentence that names it."""
-        return f'The last checkpoint is "{self._folder.last}".' if self._folder.last else "There is no checkpoint yet."
+        last = self._folder.find_last()
+        return f'The last checkpoint is "{last}".' if last else "There is no checkpoint yet."
 
     def _describe(self, step: int, batch: Batch, outcome: Outcome) -> str:
         what = "loss" if outcome.loss - outcome.loss != 0 else "gradient"

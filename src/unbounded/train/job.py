@@ -207,7 +207,7 @@ class Job:
         extra = {"step": step, "data": data, "num_updates": self.scheduler.last_epoch}
         path = self.folder.save(step, self.model, self.optimizer, extra)
         self.saved_step = step
-        self.progress.say(f'step {step}: saved to "{path}"')
+        self.progress.say(f'step {step}: saving to "{path}"')
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -218,6 +218,7 @@ class Job:
         if done:
             self._evaluate(step)
         self._save(step)
+        self.folder.settle()
         sample = sample_text(self.model, self.subject.tokenizer, self.settings, self.world) if done else ""
         exported = export_model(self.model, self.subject.tokenizer, self.settings, self.world) if done else None
         return Summary(
