@@ -13,6 +13,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "shard": "unbounded.sharding",
     "full_params": "unbounded.sharding",
+    "save": "unbounded.checkpoint.saving",
+    "load": "unbounded.checkpoint.loading",
+    "export": "unbounded.checkpoint.exporting",
     "Plan": "unbounded.planner.plan",
     "UnboundedError": "unbounded.errors",
     "PlanError": "unbounded.errors",
@@ -38,6 +41,9 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from unbounded.checkpoint.exporting import export
+    from unbounded.checkpoint.loading import load
+    from unbounded.checkpoint.saving import save
     from unbounded.errors import BudgetError, CheckpointError, DiskError, PlanError, StateError, UnboundedError
     from unbounded.planner.plan import Plan
     from unbounded.sharding import full_params, shard

@@ -1,0 +1,331 @@
+"""`load`: a checkpoint into a running model, whatever its number of ranks, stage, tiers and state format.
+
+    all   manifest, files, model and optimizer compared: nothing is changed while anything differs
+    all   small values read and verified
+    all   states in one pass; every block is verified before it is used
+    all   agree; counts, hyper-parameters, random states; gathered copies made stale
+
+Nothing half-loaded can be used. A rank's share up to STAGED_BYTES is verified whole before anything is changed, so
+the model is as it was before. A larger one is put in place as it is read, because reading twice would halve the
+speed and a second copy would double the memory; should a block then turn out to be damaged, every unit is marked,
+on all ranks, and refuses to be trained, read or saved until a load succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.checkpoint import folder as folders
+from unbounded.checkpoint import values
+from unbounded.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from unbounded.checkpoint.peers import Peers, peers_of
+from unbounded.checkpoint.reading import Files
+from unbounded.checkpoint.saving import check_optimizer, finish_pending, settle
+from unbounded.checkpoint.snapshot import (
+    BUFFER,
+    GRADIENT,
+    LOOSE,
+    UNREDUCED,
+    persistent_buffers,
+    restore_random_states,
+)
+from unbounded.checkpoint.targets import (
+    Conversion,
+    Copy,
+    Source,
+    find_differences,
+    plan_unit,
+    wanted_groups,
+)
+from unbounded.checkpoint.transfer import Transfer
+from unbounded.errors import CheckpointError, StateError
+from unbounded.sharding import Sharded, sharded
+from unbounded.tiers.lane import Handle
+from unbounded.zero.scaler import LossScale
+from unbounded.zero.unit import Unit
+from unbounded.zero.units import find_members
+
+STAGED_BYTES = 256 << 20
+
+
+def load(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """All ranks must call this. Brings the checkpoint in `folder` into the model and gives back its `extra`.
+
+    With `optimizer` its states, step counts, hyper-parameters, loss scale, gradients added up so far and the random
+    states come back too; without it only weights and buffers. Raises a FileNotFoundError where there is no whole
+    checkpoint, and a CheckpointError that lists what differs where it is another model's.
+    """
+    state = sharded(model)
+    check_optimizer(state, optimizer)
+    finish_pending(model)
+    _clear_marks(state.engine.units)
+    settle(state)
+    for unit in state.engine.units:
+        state.engine.wait(unit)
+    state.engine.settle()
+    peers = peers_of(model, state.engine.ranks)
+    loading = _Loading(state, model, peers, with_optimizer=optimizer is not None)
+    try:
+        return loading.run(folder)
+    finally:
+        loading.close()
+
+
+class HalfLoaded(Handle):
+    """Stands in a unit's place of an update in flight: whoever needs the unit's states meets the error."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.fail(
+            StateError(
+                f"a load failed after it had begun to change the model ({reason}), so the model's states are not "
+                "usable. Load a whole checkpoint, or build the model anew."
+            )
+        )
+
+
+def _clear_marks(units: Sequence[Unit]) -> None:
+    for unit in units:
+        if isinstance(unit.update, HalfLoaded):
+            unit.update = None
+
+
+class _Loading:
+    """One load on one rank."""
+
+    def __init__(self, state: Sharded, model: nn.Module, peers: Peers, *, with_optimizer: bool) -> None:
+        self.state, self.model, self.peers, self.with_optimizer = state, model, peers, with_optimizer
+        self.units: Sequence[Unit] = state.engine.units
+        self.files: Files | None = None
+
+    def close(self) -> None:
+        if self.files is not None:
+            self.files.close()
+
+    def run(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        found = self.peers.agree(lambda: self._find(folder))
+        self.folder = Path(found[0])
+        self.peers.agree(self._open)
+        needs = self.peers.agree(self._prepare)
+        staged = max(needs) <= STAGED_BYTES
+        transfer = Transfer(self.files, self.source, self.state.rules, self.state.tiers.arena, staged=staged)  # type: ignore[arg-type]
+        try:
+            self.peers.agree(lambda: self._transfer(transfer))
+            self.peers.agree(transfer.install)
+        except BaseException as error:
+            if not staged:
+                self._mark(str(error))
+            raise
+        self._finish()
+        return dict(self.extra)
+
+    # -- before anything is changed --------------------------------------------------------------------------------
+
+    def _find(self, folder: str | os.PathLike[str]) -> str:
+        return str(folders.find(folder)) if self.peers.rank == 0 else ""
+
+    def _open(self) -> None:
+        self.manifest: Manifest = read_manifest(self.folder)
+        self.files = Files(self.folder, self.manifest)
+        self.files.check_present()
+        self.source = Source(self.manifest)
+        self._compare()
+
+    def _compare(self) -> None:
+        """Raises with everything in which the checkpoint differs from the model and its optimizer."""
+        aliases = {member.names[0]: member.names[1:] for member in find_members(self.model)}
+        differences = find_differences(self.units, self.source, aliases)
+        self.buffers = persistent_buffers(self.model)
+        stored = {entry.name: entry for entry in self.manifest.of_kind(BUFFER) if entry.rank is None}
+        for name, buffer in self.buffers.items():
+            if name not in stored:
+                differences.append(f"the buffer {name} is not in the checkpoint")
+            elif stored[name].shape != tuple(buffer.shape):
+                shapes = f"{list(buffer.shape)} here and {list(stored[name].shape)} there"
+                differences.append(f"the buffer {name} has the shape {shapes}")
+        differences += [f"the buffer {name} is not in the model" for name in stored if name not in self.buffers]
+        if self.with_optimizer and not differences:
+            differences += self._compare_optimizer()
+        if differences:
+            shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
+            raise CheckpointError(
+                f"the checkpoint in {self.folder} (of a {self.manifest.values['model']}) does not fit: {shown}. "
+                "Build the model and the optimizer that it was saved from."
+            )
+
+    def _compare_optimizer(self) -> list[str]:
+        saved, optimizer = self.manifest.values["optimizer"], self.state.optimizer
+        if saved is None:
+            return ["it was saved without an optimizer (load it without one)"]
+        assert optimizer is not None
+        differences = []
+        names = {id(p): n for n, p in reversed(list(self.model.named_parameters(remove_duplicate=False)))}
+        here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        there = [group["names"] for group in saved["groups"]]
+        if [len(group) for group in here] != [len(group) for group in there]:
+            differences.append(
+                f"the param groups have {[len(g) for g in here]} parameters here and {[len(g) for g in there]} there"
+            )
+        for unit in self.units:
+            rule = self.state.rules.get(unit.dtype) if unit.trainable else None
+            for group in wanted_groups(unit, rule, with_states=True)[1:]:
+                for slot in unit.layout.slots:
+                    if self.source.entry(group[0], slot.name) is None:
+                        kind = f"{saved['kind']}, here {optimizer.kind}"
+                        differences.append(f"it has no {group[0]} of {slot.name} (saved from {kind})")
+        if self.manifest.of_kind(UNREDUCED) and self.manifest.values["world_size"] != self.peers.size:
+            differences.append(
+                f"it was saved by {self.manifest.values['world_size']} ranks between backwards, with gradients that "
+                f"were not reduced yet, and here are {self.peers.size}"
+            )
+        return differences
+
+    def _prepare(self) -> int:
+        """Reads and verifies what is small, plans the rest; how many bytes this rank will put in place."""
+        stored = self.manifest.values
+        extras = stored["extra"]
+        rank = self.peers.rank
+        taken = rank if str(rank) in extras else 0
+        self.extra = values.decode(extras[str(taken)], self._getter(taken))
+        self.random = None
+        if self.with_optimizer and rank < len(stored["random"]):
+            self.random = values.decode(stored["random"][rank], self._getter(rank))
+        if self.with_optimizer:
+            self.options = [values.decode(g["options"], self._getter(0)) for g in stored["optimizer"]["groups"]]
+        self.new_buffers = {name: self._read_buffer(name) for name in self.buffers}
+        self.copies: list[Copy] = []
+        self.conversions: list[Conversion] = []
+        for unit in self.units:
+            rule = self.state.rules.get(unit.dtype) if unit.trainable else None
+            every = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
+            for part in plan_unit(unit, self.source, every, wanted_groups(unit, rule, with_states=self.with_optimizer)):
+                if isinstance(part, Copy):
+                    self.copies.append(part)
+                else:
+                    self.conversions.append(part)
+        gradients = sum(math.prod(e.shape) * e.dtype.itemsize for e in self._gradient_entries())
+        converted = sum((c.stop - c.start) * 4 for c in self.conversions)
+        return sum(copy.nbytes for copy in self.copies) + converted + gradients
+
+    def _getter(self, rank: int) -> values.Get:
+        def get(name: str) -> torch.Tensor:
+            assert self.files is not None
+            return self.files.read_tensor(self.manifest.tensors[LOOSE, name, rank])
+
+        return get
+
+    def _read_buffer(self, name: str) -> torch.Tensor:
+        assert self.files is not None
+        tensors = self.manifest.tensors
+        own = tensors.get((BUFFER, name, self.peers.rank))
+        if own is None or self.manifest.values["world_size"] != self.peers.size:
+            own = tensors[BUFFER, name, None]
+        return self.files.read_tensor(own)
+
+    def _gradient_entries(self) -> list[TensorEntry]:
+        if not self.with_optimizer:
+            return []
+        return [
+            entry
+            for entry in self.manifest.tensors.values()
+            if entry.kind == GRADIENT or (entry.kind == UNREDUCED and entry.rank == self.peers.rank)
+        ]
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def _transfer(self, transfer: Transfer) -> None:
+        with torch.no_grad():
+            transfer.copy(self.copies)
+            transfer.convert(self.conversions)
+            if self.with_optimizer:
+                assert self.state.optimizer is not None
+                transfer.later(self.state.optimizer.zero_grad)
+                if self._gradient_entries():
+                    for unit in self.units:
+                        self._transfer_gradient(unit, transfer)
+
+    def _transfer_gradient(self, unit: Unit, transfer: Transfer) -> None:
+        low, high = unit.owned
+        reduced = self._read_flat(unit, GRADIENT, low, high, None)
+        unreduced = self._read_flat(unit, UNREDUCED, 0, unit.layout.numel, self.peers.rank)
+        reduction = self.state.engine.reduction
+        used = set(self.manifest.values["used"])
+
+        def put() -> None:
+            if reduced is not None:
+                allocate = reduction.allocate[unit.gradient.tier]
+                unit.gradient.add(reduced.to(unit.device), allocate, reduction.bounce, measure=reduction.measure)
+            if unreduced is not None:
+                unit.unreduced = unreduced.to(unit.device)
+            if reduced is not None or unreduced is not None:
+                unit.used = [slot.name in used for slot in unit.layout.slots]
+                unit.calls = unit.fires = 1
+
+        transfer.later(put)
+
+    def _read_flat(self, unit: Unit, kind: str, low: int, high: int, rank: int | None) -> torch.Tensor | None:
+        """A stretch of a unit's flat buffer out of named tensors, or None where the checkpoint has none of it."""
+        assert self.files is not None
+        flat: torch.Tensor | None = None
+        for slot in unit.layout.slots:
+            name = self.source.names[slot.name]
+            entry = self.manifest.tensors.get((kind, name, rank))
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if entry is None:
+                continue
+            if flat is None:
+                flat = torch.zeros(high - low, dtype=entry.dtype)
+            if start < stop:
+                part = torch.empty(stop - start, dtype=entry.dtype)
+                self.files.read_range(entry, start - slot.start, stop - slot.start, part)
+                flat[start - low : stop - low].copy_(part)
+        return flat
+
+    def _mark(self, reason: str) -> None:
+        for unit in self.units:
+            unit.update = HalfLoaded(reason)
+            self.state.engine.invalidate(unit)
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Nothing here can fail: everything was read before."""
+        with torch.no_grad():
+            for name, value in self.new_buffers.items():
+                self.buffers[name].copy_(value)
+        for unit in self.units:
+            unit.update = None
+            if unit.resident and unit.owned != (0, unit.layout.numel):
+                self.state.engine.invalidate(unit)
+        if self.state.engine.device.type == "cuda":
+            torch.cuda.current_stream(self.state.engine.device).synchronize()
+        if self.with_optimizer:
+            self._finish_optimizer()
+        if self.random is not None:
+            restore_random_states(self.random, self.state.engine.device)
+
+    def _finish_optimizer(self) -> None:
+        saved, optimizer = self.manifest.values["optimizer"], self.state.optimizer
+        assert optimizer is not None
+        described = self.manifest.values["parameters"]
+        for unit in self.units:
+            for index, slot in enumerate(unit.layout.slots):
+                entry = described[self.source.names[slot.name]]
+                unit.steps[index] = entry.get("step", 0)
+                unit.scalars[index] = values.decode(entry.get("scalars", {}), self._getter(0))
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            group.update(options)
+        if optimizer.loss_scale is not None and saved["loss_scale"] is not None:
+            optimizer.loss_scale = LossScale(**saved["loss_scale"])
+        optimizer.skipped_steps = saved["skipped_steps"]
+        optimizer._scaled = saved["scaled"]
+        optimizer._clip = values.decode(saved["clip"], self._getter(0))

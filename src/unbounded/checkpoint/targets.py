@@ -1,0 +1,212 @@
+"""What a rank needs of a checkpoint: pure matching of a model's units with a manifest.
+
+A *copy* is bytes of a file that go into an array as they are. A *conversion* is a stretch of a unit whose values
+are stored in another format, or whose bytes cannot go to a disk array as they lie. Which of the two a state needs
+is decided here; carrying them out is `transfer`'s job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from unbounded.checkpoint.manifest import Manifest, TensorEntry
+from unbounded.checkpoint.slices import GRAIN, RunMap
+from unbounded.checkpoint.snapshot import COMPLETING, WEIGHT
+from unbounded.optim import formats
+from unbounded.optim.rules import UpdateRule
+from unbounded.tiers.array import Array
+from unbounded.zero.layout import Slot, clip_range
+from unbounded.zero.unit import Unit
+
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`nbytes` from `offset` of a file to byte `position` of an array; `gaps` of it are padding to be zeroed."""
+
+    file: int
+    offset: int
+    nbytes: int
+    array: Array
+    position: int
+    gaps: tuple[tuple[int, int], ...] = ()  # (start, stop), from the beginning of the copy
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Elements [start, stop) of a unit's flat buffer, for the target arrays `kinds` that are encoded together.
+
+    `raw` where the stored bytes are right and only lie so that they cannot go to a disk array directly.
+    """
+
+    unit: Unit
+    kinds: tuple[str, ...]
+    start: int
+    stop: int
+    raw: bool
+
+
+class Source:
+    """A manifest asked by parameter: which kinds of state it has of each, and where. Aliases are found too."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.names: dict[str, str] = {}
+        for name, entry in manifest.values["parameters"].items():
+            for alias in [name, *entry.get("aliases", ())]:
+                self.names.setdefault(alias, name)
+        self._maps: dict[tuple[str, str], RunMap] = {}
+
+    def entry(self, kind: str, name: str) -> TensorEntry | None:
+        return self.manifest.tensors.get((kind, self.names.get(name, name), None))
+
+    def runs(self, kind: str, name: str) -> RunMap:
+        key = kind, self.names.get(name, name)
+        if key not in self._maps:
+            entry = self.entry(kind, name)
+            assert entry is not None
+            self._maps[key] = entry.run_map()
+        return self._maps[key]
+
+
+def wanted_groups(unit: Unit, rule: UpdateRule | None, *, with_states: bool) -> list[tuple[str, ...]]:
+    """The unit's arrays by what must be encoded together: the weights with what completes them, each moment."""
+    groups = [(WEIGHT, *(kind for kind in COMPLETING if kind in unit.states))]
+    if with_states and rule is not None:
+        for name in formats.moment_names(rule):
+            if name in unit.states:
+                groups.append((name, *(k for k in (f"{name}_scale",) if k in unit.states)))
+    return groups
+
+
+def array_of(unit: Unit, kind: str) -> Array:
+    return unit.weights if kind == WEIGHT else unit.states[kind]
+
+
+def plan_unit(
+    unit: Unit, source: Source, every: Mapping[str, int], groups: Sequence[tuple[str, ...]]
+) -> Iterator[Copy | Conversion]:
+    """The copies and conversions that fill a unit's owned arrays."""
+    for group in groups:
+        raw = all(_has_bytes(unit, kind, source, every.get(kind, 1)) for kind in group)
+        found = [_plan_copies(unit, kind, source, every.get(kind, 1)) for kind in group] if raw else [None]
+        if all(copies is not None for copies in found):
+            for copies in found:
+                yield from copies or ()
+        else:
+            low, high = unit.owned
+            for start in range(low, high, 4 * GRAIN):
+                yield Conversion(unit, group, start, min(start + 4 * GRAIN, high), raw)
+
+
+def _has_bytes(unit: Unit, kind: str, source: Source, every: int) -> bool:
+    """Whether the checkpoint stores this kind of state just as the unit keeps it."""
+    dtype = array_of(unit, kind).dtype
+    entries = [source.entry(kind, slot.name) for slot, _, _ in owned_slots(unit)]
+    return all(entry is not None and entry.dtype == dtype and entry.every == every for entry in entries)
+
+
+def _plan_copies(unit: Unit, kind: str, source: Source, every: int) -> list[Copy] | None:
+    """One array's copies, or None where it is on disk and the pages of file and array do not agree."""
+    array = array_of(unit, kind)
+    itemsize = array.dtype.itemsize
+    joined: list[Copy] = []
+    for slot, start, stop in owned_slots(unit):
+        inside = (start - slot.start) // every, -(-(stop - slot.start) // every)
+        base = (slot.start - unit.owned[0]) // every
+        for run in source.runs(kind, slot.name).covering(*inside):
+            nbytes = (run.stop - run.start) * itemsize
+            _join(joined, Copy(run.file, run.offset, nbytes, array, (base + run.start) * itemsize))
+    if array.tier != "disk":
+        return joined
+    aligned = [_align(copy, source) for copy in joined]
+    return [copy for copy in aligned if copy is not None] if all(aligned) else None
+
+
+def owned_slots(unit: Unit) -> Iterator[tuple[Slot, int, int]]:
+    """The slots that this rank owns a part of, with that part in the flat buffer."""
+    for slot in unit.layout.slots:
+        clipped = clip_range(slot.start, slot.stop, *unit.owned)
+        if clipped is not None:
+            yield slot, *clipped
+
+
+def _join(joined: list[Copy], copy: Copy) -> None:
+    """Appends a copy, or lengthens the last one where file and array go on alike across the padding between."""
+    if joined:
+        last = joined[-1]
+        gap = copy.offset - last.offset - last.nbytes
+        if last.file == copy.file and 0 <= gap < PAGE and copy.position - last.position == copy.offset - last.offset:
+            gaps = last.gaps + (((last.nbytes, last.nbytes + gap),) if gap else ())
+            joined[-1] = Copy(last.file, last.offset, last.nbytes + gap + copy.nbytes, last.array, last.position, gaps)
+            return
+    joined.append(copy)
+
+
+def _align(copy: Copy, source: Source) -> Copy | None:
+    """A copy into a disk array widened by padding to whole pages, or None where the pages do not agree."""
+    front = copy.position % PAGE
+    end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
+    back = min(-(-end // PAGE) * PAGE, total) - end
+    offset, nbytes = copy.offset - front, copy.nbytes + front + back
+    file_bytes = source.manifest.files[copy.file].nbytes
+    # Only padding of ours may be covered: less than a slot's alignment before the first and behind the last.
+    if offset < 0 or offset % PAGE or offset + nbytes > file_bytes or max(front, back) >= 128 * 4:
+        return None
+    gaps = [(start + front, stop + front) for start, stop in copy.gaps]
+    if front:
+        gaps.insert(0, (0, front))
+    if back:
+        gaps.append((nbytes - back, nbytes))
+    return Copy(copy.file, offset, nbytes, copy.array, copy.position - front, tuple(gaps))
+
+
+def cut_copies(copies: Sequence[Copy], chunk_bytes: int) -> Iterator[tuple[int, int, list[Copy]]]:
+    """Copies in the order of the files, cut on a grid of chunks: (file, start of the chunk, copies inside it)."""
+    pending: dict[tuple[int, int], list[Copy]] = {}
+    for copy in copies:
+        position = copy.offset
+        while position < copy.offset + copy.nbytes:
+            chunk = position // chunk_bytes * chunk_bytes
+            stop = min(chunk + chunk_bytes, copy.offset + copy.nbytes)
+            pending.setdefault((copy.file, chunk), []).append(_clip(copy, position, stop))
+            position = stop
+    for (file, chunk), parts in sorted(pending.items(), key=lambda entry: entry[0]):
+        yield file, chunk, parts
+
+
+def _clip(copy: Copy, start: int, stop: int) -> Copy:
+    """The part of a copy between two offsets of its file."""
+    skip, nbytes = start - copy.offset, stop - start
+    gaps = [clip_range(first - skip, last - skip, 0, nbytes) for first, last in copy.gaps]
+    kept = tuple(gap for gap in gaps if gap is not None)
+    return Copy(copy.file, start, nbytes, copy.array, copy.position + skip, kept)
+
+
+def find_differences(units: Sequence[Unit], source: Source, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """How the model's parameters differ from the checkpoint's: missing, unknown, of another shape, with holes."""
+    differences, met = [], set()
+    for unit in units:
+        for slot in unit.layout.slots:
+            known = next((name for name in (slot.name, *names.get(slot.name, ())) if name in source.names), None)
+            if known is None:
+                differences.append(f"{slot.name} is not in the checkpoint")
+                continue
+            source.names.setdefault(slot.name, source.names[known])
+            stored = source.names[known]
+            met.add(stored)
+            shape = tuple(source.manifest.values["parameters"][stored]["shape"])
+            if shape != slot.shape:
+                differences.append(f"{slot.name} has the shape {list(slot.shape)} here and {list(shape)} there")
+            elif (entry := source.entry(WEIGHT, slot.name)) is None:
+                differences.append(f"the checkpoint has no weights of {slot.name}")
+            elif entry.dtype != unit.dtype and not (entry.dtype.is_floating_point and unit.dtype.is_floating_point):
+                differences.append(f"{slot.name} is {unit.dtype} here and {entry.dtype} there")
+            elif (gap := source.runs(WEIGHT, slot.name).first_gap()) is not None:
+                differences.append(f"the checkpoint lacks element {gap} of {slot.name}")
+    for name in source.manifest.values["parameters"]:
+        if name not in met:
+            differences.append(f"{name} is in the checkpoint and not in the model")
+    return differences

@@ -1,0 +1,160 @@
+"""A checkpoint loads under any number of ranks, stage, tier and state format."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unbounded
+from tests.checkpoint.jobs import assert_same, build, train, whole
+from unbounded.checkpoint.manifest import TensorEntry
+from unbounded.checkpoint.slices import GRAIN, Run, RunMap, Slice, deal, find_runs, plan_extents
+
+PRELOAD_IN_RANKS = ["unbounded.checkpoint.loading", "tests.checkpoint.jobs"]
+
+
+def make(rank: int, world_size: int, folder: str, plan: dict[str, Any]) -> None:
+    model, optimizer = build(plan)
+    train(model, optimizer, 0, 2, rank)
+    unbounded.save(folder, model, optimizer, mark="made")
+
+
+def pass_on(rank: int, world_size: int, source: str, target: str, plan: dict[str, Any]) -> list[int]:
+    """Loads one checkpoint and saves another from it."""
+    model, optimizer = build(plan, seed=99)
+    assert unbounded.load(source, model, optimizer) == {"mark": "made"}
+    unbounded.save(target, model, optimizer, mark="made")
+    from unbounded.sharding import sharded
+
+    return sorted({step for unit in sharded(model).engine.units if unit.trainable for step in unit.steps})
+
+
+LAYOUTS = [
+    (1, {"stage": 3}),
+    (2, {"stage": 3, "weights": "disk", "optimizer": "disk"}),
+    (4, {"stage": 3, "weights": "host", "optimizer": "host"}),
+    (2, {"stage": 0}),
+    (4, {"stage": 1, "optimizer": "disk"}),
+    (2, {"stage": 2, "optimizer": "host"}),
+    (1, {"stage": 3, "weights": "disk", "optimizer": "disk"}),
+    (4, {"stage": 3, "weights": "disk", "optimizer": "disk", "unit_numel": None}),
+]
+
+
+@pytest.mark.parametrize("kind", ["exact", "compact"])
+def test_states_pass_bit_for_bit_through_ranks_stages_units_and_tiers(ranks: Any, tmp_path: Path, kind: str) -> None:
+    base = {"precision": "bf16", "optimizer_format": kind}
+    ranks(2, make, str(tmp_path / "first"), base)
+    first, before = whole(tmp_path / "first"), tmp_path / "first"
+    assert {"weight", "low", "exp_avg", "exp_avg_sq", "buffer"} <= {key[0] for key in first}
+    for number, (world_size, plan) in enumerate(LAYOUTS):
+        target = tmp_path / f"layout{number}"
+        steps = ranks(world_size, pass_on, str(before), str(target), {**base, **plan})
+        assert steps == [[2]] * world_size
+        assert_same(whole(target), first)
+        before = target
+
+
+def test_exact_states_become_fp32_masters_and_back_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, make, str(tmp_path / "exact"), {"precision": "bf16"})
+    exact = whole(tmp_path / "exact")
+    before = "exact"
+    for precision, world_size in (("fp32", 1), ("bf16", 4), ("fp16", 2), ("bf16", 1)):
+        target = f"{precision}-{world_size}"
+        ranks(world_size, pass_on, str(tmp_path / before), str(tmp_path / target), {"precision": precision})
+        held = whole(tmp_path / target)
+        for (kind, name), low in exact.items():
+            if kind != "low":
+                continue
+            bits = (exact["weight", name].view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
+            if precision == "fp32":
+                assert torch.equal(held["weight", name].view(torch.int32), bits)
+            elif precision == "fp16":
+                assert torch.equal(held["master", name].view(torch.int32), bits)
+            else:
+                assert torch.equal(held["low", name], low)
+            assert torch.equal(held["exp_avg", name], exact["exp_avg", name])
+        before = target
+    states = {key: value for key, value in exact.items() if key[1].split(".")[0] != "frozen"}
+    # Frozen weights have no master: what fp16 cannot hold of a bf16 value is lost on that way, and nothing else.
+    assert_same({key: value for key, value in held.items() if key in states}, states)
+
+
+def test_compact_states_come_near_the_exact_ones(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, make, str(tmp_path / "exact"), {"precision": "fp32"})
+    ranks(2, pass_on, str(tmp_path / "exact"), str(tmp_path / "compact"), {
+        "precision": "bf16", "optimizer_format": "compact"
+    })  # fmt: skip
+    ranks(1, pass_on, str(tmp_path / "compact"), str(tmp_path / "back"), {"precision": "fp32"})
+    exact, back = whole(tmp_path / "exact"), whole(tmp_path / "back")
+    for key, value in exact.items():
+        if key[0] in ("weight", "exp_avg") and not key[1].startswith("frozen"):
+            error = (back[key] - value).norm() / value.norm().clamp_min(1e-12)
+            assert error < (1e-4 if key[0] == "weight" else 5e-2), key
+
+
+def straight_through(rank: int, world_size: int, source: str, target: str, plan: dict[str, Any]) -> list[int]:
+    """Without staging: the way of a large checkpoint."""
+    from unbounded.checkpoint import loading
+
+    loading.STAGED_BYTES, before = 0, loading.STAGED_BYTES
+    try:
+        return pass_on(rank, world_size, source, target, plan)
+    finally:
+        loading.STAGED_BYTES = before
+
+
+def test_a_checkpoint_too_large_to_stage_is_read_straight_into_place(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, make, str(tmp_path / "first"), {"precision": "bf16"})
+    for number, (world_size, plan) in enumerate(LAYOUTS[:3]):
+        target = tmp_path / str(number)
+        ranks(world_size, straight_through, str(tmp_path / "first"), str(target), {"precision": "bf16", **plan})
+        assert_same(whole(target), whole(tmp_path / "first"))
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def test_a_box_of_any_rank_is_found_element_by_element() -> None:
+    generator = random.Random(0)
+    for _ in range(200):
+        shape = tuple(generator.randint(1, 5) for _ in range(generator.randint(0, 4)))
+        box = tuple(tuple(sorted(generator.sample(range(size + 1), 2))) for size in shape)
+        values = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        stored = values[tuple(slice(*side) for side in box)].reshape(-1)
+        piece = Slice(0, 100, stored.numel() * 8, box)  # type: ignore[arg-type]
+        for run in find_runs(piece, shape, 8):
+            position = (run.offset - 100) // 8
+            assert stored[position : position + run.stop - run.start].tolist() == list(range(run.start, run.stop))
+        assert sum(run.stop - run.start for run in find_runs(piece, shape, 8)) == stored.numel()
+
+
+def test_boxes_of_tensor_parallel_shards_cover_a_matrix() -> None:
+    left, right = Slice(0, 0, 24, ((0, 3), (0, 2))), Slice(1, 8, 36, ((0, 3), (2, 5)))
+    runs = RunMap([left, right], (3, 5), 4)
+    assert runs.first_gap() is None
+    assert runs.covering(1, 8) == [Run(1, 2, 0, 4), Run(2, 5, 1, 8), Run(5, 7, 0, 8), Run(7, 8, 1, 20)]
+    assert RunMap([left], (3, 5), 4).first_gap() == 2
+    entry = TensorEntry("w", "weight", (3, 5), torch.float32, (left, right))
+    assert entry.run_map().covering(0, 15) == runs.covering(0, 15)
+
+
+def test_ranks_that_all_hold_everything_write_every_element_once() -> None:
+    for size in (1, 2, 3, 8):
+        for numel in (1, 128, GRAIN, GRAIN + 128, 5 * GRAIN, 100 * GRAIN + 256):
+            parts = sorted(deal(numel, 3, rank, size) for rank in range(size))
+            held = [part for part in parts if part[0] < part[1]]
+            assert held[0][0] == 0
+            assert held[-1][1] == numel
+            assert all(one[1] == other[0] for one, other in itertools.pairwise(held))
+            assert max(stop - start for start, stop in held) <= -(-numel // size) + GRAIN
+
+
+def test_reads_are_whole_blocks_joined_across_small_gaps() -> None:
+    extents = plan_extents([(0, 5, 20), (0, 130, 140), (0, 400, 410), (1, 0, 3)], 100, [405, 3], 100)
+    assert [(e.file, e.start, e.stop) for e in extents] == [(0, 0, 200), (0, 400, 405), (1, 0, 3)]
