@@ -90,7 +90,9 @@ class NativeRule:
         self.has_master = dtype == torch.float16 and optimizer_format == "exact"
         self.format = "fp32" if dtype == torch.float32 or self.has_master else optimizer_format
         specs = [StateSpec("master", torch.float32)] if self.has_master else []
-        arrays = kernels.state_arrays(self.name, self.format, dtype, momentum=momentum)
+        arrays = kernels.state_arrays(
+            self.name, self.format, torch.float32 if self.has_master else dtype, momentum=momentum
+        )
         first = (
             float(optimizer.param_groups[0].get("initial_accumulator_value", 0.0)) if self.name == "adagrad" else 0.0
         )
