@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from unbounded.optim.rules import UpdateRule, read_rule
 from unbounded.planner.placement import Budget, UnitBytes, UnitPlace, check_patterns, place
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.tiers.lane import Lane
-from unbounded.tiers.memory import BOUNCE_BYTES, Tiers, disk_size
+from unbounded.tiers.memory import Tiers, disk_size
 from unbounded.zero import access, hooks
 from unbounded.zero.collectives import Ranks
 from unbounded.zero.engine import Engine, Stop
@@ -35,14 +36,15 @@ from unbounded.zero.parameter import ManagedParameter
 from unbounded.zero.reduction import Reduction
 from unbounded.zero.unit import Unit
 from unbounded.zero.units import Member, Site, find_members, find_sites, split_members
-from unbounded.zero.update import PIECE_NUMEL
+from unbounded.zero.update import LEAST_PIECE, PIECE_NUMEL
 from unbounded.zero.updates import Updates
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of a device's budget, kept for activations, and at most so much.
 ACTIVATION_PART, ACTIVATION_BYTES = 0.4, 24 * 2**30
-# Buffers of an update pass: two pieces ahead and two behind, at most six arrays each.
-UPDATE_BUFFERS = 24
+# Pieces of an update pass in flight: two ahead and two behind.
+PIECES_IN_FLIGHT = 4
+BOUNCE_BUFFERS = 4
 
 
 @dataclass(eq=False)
@@ -141,6 +143,7 @@ class _Builder:
             disk_path=self.plan.disk_path,
             num_threads=threads,
         )
+        self.bounce = tiers.pool(BOUNCE_BUFFERS, self.piece_numel * 4)
         units = [self._unit(spec, tier) for spec, tier in zip(specs, places, strict=True)]
         self._install(specs, units, places, tiers, weights)
         engine = self._engine(specs, units, tiers)
@@ -232,16 +235,21 @@ class _Builder:
         host = plan.host_bytes if plan.host_bytes is not None else free
         disk = plan.disk_bytes if plan.disk_bytes is not None else _free_disk(plan.disk_path) // share
         needs_ring = ring if plan.weights != "device" else 0
-        host_reserve = min(UPDATE_BUFFERS * PIECE_NUMEL, host // 4)
         values = [device, host, disk]
-        least = [min(column) for column in zip(*self.ranks.objects(values), strict=True)]
-        return Budget(
-            least[0],
-            least[1],
-            least[2],
-            device_reserve=min(activations + needs_ring, device // 2),
-            host_reserve=host_reserve,
-        )
+        device, host, disk = (min(column) for column in zip(*self.ranks.objects(values), strict=True))
+        self.piece_numel = self._piece(host)
+        reserve = (self._update_buffers() + BOUNCE_BUFFERS) * self.piece_numel * 4
+        return Budget(device, host, disk, min(activations + needs_ring, device // 2), min(reserve, host // 2))
+
+    def _piece(self, host: int) -> int:
+        """Elements of a piece, so that the buffers of all lanes take a quarter of the host's budget at most."""
+        numel = PIECE_NUMEL
+        while numel > LEAST_PIECE and (self._update_buffers() + BOUNCE_BUFFERS) * numel * 4 > host // 4:
+            numel //= 2
+        return numel
+
+    def _update_buffers(self) -> int:
+        return PIECES_IN_FLIGHT * (2 + max((len(rule.specs) for rule in self.rules.values()), default=0))
 
     def _local_size(self) -> int:
         return min(self.ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size)))
@@ -260,7 +268,7 @@ class _Builder:
             (unit, spec.members, {"weights": where.weights, "optimizer": where.optimizer})
             for unit, spec, where in zip(units, specs, places, strict=True)
         ]
-        installer = Installer(tiers, self.ranks, tiers.pool(4), self.rules)
+        installer = Installer(tiers, self.ranks, self.bounce, self.rules)
         if weights is not None:
             from unbounded.checkpoint.pretrained import install_weights
 
@@ -278,7 +286,8 @@ class _Builder:
     def _engine(self, specs: list[_Spec], units: list[Unit], tiers: Tiers) -> Engine:
         inline = os.environ.get("UNBOUNDED_OVERLAP", "1") == "0"
         reduce_lane = Lane("reduce", self.device, inline=inline)
-        bounce = tiers.pool(4)
+        self.ranks.open_words()
+        bounce = self.bounce
         reduction = Reduction(self.ranks.lane(), reduce_lane, bounce, replicate=self.plan.stage == 0)
         for tier in ("device", "host", "disk"):
             reduction.allocate[tier] = _allocator(tiers, tier, bounce)
@@ -297,6 +306,7 @@ class _Builder:
             prefetch_units=self.plan.prefetch_units,
             defer_reduction=self.plan.stage == 1 and self.ranks.size > 1,
             cast_inputs=self.lowered if self.lowered != torch.float32 else None,
+            count_bytes=partial(tiers.count, "device"),
         )
 
     def _optimizer(self, engine: Engine, tiers: Tiers, threads: int) -> ShardedOptimizer | None:
@@ -304,7 +314,7 @@ class _Builder:
             return None
         inline = os.environ.get("UNBOUNDED_OVERLAP", "1") == "0"
         lane = Lane("update", self.device, inline=inline)
-        pool = tiers.pool(UPDATE_BUFFERS, min(BOUNCE_BYTES, PIECE_NUMEL * 4))
+        pool = tiers.pool(self._update_buffers(), self.piece_numel * 4)
         updates = Updates(engine, self.rules, lane, kernels.Pool(threads), pool)
         return ShardedOptimizer(self.optimizer, engine, updates, tiers, self.plan)
 

@@ -66,9 +66,18 @@ def read_rule(optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_fo
     groups = optimizer.param_groups
     if any(isinstance(group.get("lr"), torch.Tensor) and group["lr"].numel() != 1 for group in groups):
         raise PlanError("a param group has a learning rate of several elements. Give one number a group.")
-    if kind in _NATIVE and (stock or kind == "Lion") and not any(group.get("amsgrad") for group in groups):
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise PlanError(
+            f"parameters of {dtype} cannot be trained. Freeze them, or convert them to a float dtype first."
+        )
+    if (
+        dtype != torch.float64
+        and kind in _NATIVE
+        and (stock or kind == "Lion")
+        and not any(group.get("amsgrad") for group in groups)
+    ):
         return NativeRule(optimizer, dtype, optimizer_format)
-    if stock and kind in _ELEMENTWISE:
+    if stock and (kind in _ELEMENTWISE or (dtype == torch.float64 and kind in _NATIVE)):
         if optimizer_format == "compact" and dtype != torch.float32:
             raise PlanError(f'{kind} has no "compact" format. Use optimizer_format="exact", or AdamW.')
         return TorchRule(optimizer, dtype)
@@ -157,9 +166,10 @@ class TorchRule:
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
         self._kind: Any = type(optimizer)
         self._defaults = {key: value for key, value in optimizer.defaults.items() if key not in _HOW}
-        self.has_master = dtype != torch.float32
-        probe = torch.nn.Parameter(torch.zeros(2))
-        probe.grad = torch.zeros(2)
+        self.has_master = dtype in (torch.bfloat16, torch.float16)
+        self._dtype = torch.float32 if self.has_master else dtype
+        probe = torch.nn.Parameter(torch.zeros(2, dtype=self._dtype))
+        probe.grad = torch.zeros(2, dtype=self._dtype)
         trial = self._kind([probe], **self._only_known(optimizer.param_groups[0]))
         trial.step()
         arrays = [name for name, value in trial.state[probe].items() if getattr(value, "shape", ()) == (2,)]
@@ -167,7 +177,7 @@ class TorchRule:
             name for name, value in trial.state[probe].items() if name != "step" and getattr(value, "shape", None) == ()
         ]
         master = [StateSpec("master", torch.float32)] if self.has_master else []
-        self.specs = tuple(master + [StateSpec(name, torch.float32) for name in arrays])
+        self.specs = tuple(master + [StateSpec(name, self._dtype) for name in arrays])
 
     def resolve(self, group: Mapping[str, Any], step: int) -> tuple[dict[str, Any], int]:
         return self._only_known(group), step
@@ -185,7 +195,7 @@ class TorchRule:
     ) -> dict[str, float]:
         options, step = numbers
         target = torch.nn.Parameter(states["master"] if self.has_master else weight)
-        target.grad = grad.to(torch.float32) * grad_scale
+        target.grad = grad.to(self._dtype) * grad_scale
         run = self._kind([target], **options)
         state = {name: value for name, value in states.items() if name != "master"}
         held = {name: torch.tensor(scalars.get(name, 1.0)) for name in self._scalars}

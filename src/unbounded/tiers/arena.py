@@ -7,8 +7,10 @@ memory is used as it is, with one warning: transfers are then slower and nothing
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
+import weakref
 
 import torch
 
@@ -23,6 +25,8 @@ class HostArena:
         self.used_bytes = 0
         self._pinned: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
+        # Memory must be unregistered before it is unmapped, also when the arena is merely forgotten.
+        self._close = weakref.finalize(self, _unregister, self._pinned)
 
     def allocate(self, dtype: torch.dtype, numel: int, *, pin: bool | None = None) -> torch.Tensor:
         """A zeroed 1-D tensor on a page boundary; pinned unless the arena or the caller says otherwise."""
@@ -43,10 +47,7 @@ class HostArena:
             torch.cuda.cudart().cudaHostUnregister(raw.data_ptr())
 
     def close(self) -> None:
-        with self._lock:
-            pinned, self._pinned = self._pinned, {}
-        for pointer in pinned:
-            torch.cuda.cudart().cudaHostUnregister(pointer)
+        self._close()
 
     def _register(self, raw: torch.Tensor) -> None:
         memory.touch(raw, self.num_threads)
@@ -56,9 +57,22 @@ class HostArena:
                 self._pinned[raw.data_ptr()] = raw
         else:
             self.pin = False
+            _clear_error()
             warnings.warn(
                 f"pinning {raw.numel()} bytes of host memory was refused (CUDA error {int(status)}), so transfers "
                 "run at the speed of pageable memory. Raise the memory-lock limit (ulimit -l unlimited).",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _unregister(pinned: dict[int, torch.Tensor]) -> None:
+    while pinned:
+        pointer, _ = pinned.popitem()
+        torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def _clear_error() -> None:
+    """Takes back the error that a refused registration leaves for the next CUDA call to report."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

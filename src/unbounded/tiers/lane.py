@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,10 @@ class Handle:
             self._event.synchronize()
         return result
 
+    def settle(self) -> None:
+        """Returns when the work was launched or has failed; its error stays with the handle."""
+        self._launched.wait()
+
     def launched(self) -> bool:
         return self._launched.is_set()
 
@@ -61,61 +66,61 @@ def finished(result: Any = None) -> Handle:
     return handle
 
 
+Task = tuple[Handle, Callable[..., Any], tuple[Any, ...]]
+
+
 class Lane:
-    """One thread and one stream that do what they are given, in order."""
+    """One thread and one stream that do what they are given, in order. The thread ends with the lane."""
 
     def __init__(self, name: str, device: torch.device, *, inline: bool = False) -> None:
-        self.name, self.device, self.inline = name, device, inline
+        self.name, self.inline = name, inline
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and not inline else None
-        self._tasks: queue.SimpleQueue[tuple[Handle, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Handle:
         """Hands `function` to the lane. An inline lane runs it at once, on the caller's thread and stream."""
         handle = Handle()
         if self.inline:
-            self._run(handle, function, arguments)
+            _run((handle, function, arguments), None)
             return handle
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"unbounded-{self.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=_work, args=(self._tasks, self.stream), name=f"unbounded-{self.name}", daemon=True
+            )
             self._thread.start()
+            weakref.finalize(self, self._tasks.put, None)
         self._tasks.put((handle, function, arguments))
         return handle
 
-    def drain(self) -> None:
-        """Waits until everything submitted so far was launched; errors stay with their handles."""
-        if self._thread is not None and threading.current_thread() is not self._thread:
-            self.submit(lambda: None).wait()
-
-    def close(self) -> None:
-        """Ends the thread after what it was given."""
-        if self._thread is not None:
-            self._tasks.put(None)
-            if threading.current_thread() is not self._thread:
-                self._thread.join(timeout=5)
-            self._thread = None
-
-    def _work(self) -> None:
-        if self.stream is not None:
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self.stream)
-        while (task := self._tasks.get()) is not None:
-            self._run(*task)
-            del task
-
-    def _run(self, handle: Handle, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        try:
-            # Grad mode is per thread, and lanes never build graphs.
-            with torch.no_grad():
-                result = function(*arguments)
-            handle.complete(result, self.mark())
-        except BaseException as error:
-            handle.fail(error)
-
     def mark(self) -> torch.cuda.Event | None:
         """An event behind everything launched on the lane's stream so far."""
-        if self.stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return event
+        return _mark(self.stream)
+
+
+def _work(tasks: queue.SimpleQueue[Task | None], stream: torch.cuda.Stream | None) -> None:
+    """The lane's thread. It must not hold the lane itself, whose end is its own."""
+    if stream is not None:
+        torch.cuda.set_device(stream.device)
+        torch.cuda.set_stream(stream)
+    while (task := tasks.get()) is not None:
+        _run(task, stream)
+        del task
+
+
+def _run(task: Task, stream: torch.cuda.Stream | None) -> None:
+    handle, function, arguments = task
+    try:
+        with torch.no_grad():  # grad mode is per thread, and lanes never build graphs
+            result = function(*arguments)
+        handle.complete(result, _mark(stream))
+    except BaseException as error:
+        handle.fail(error)
+
+
+def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    if stream is None:
+        return None
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event

@@ -13,8 +13,6 @@ from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import PAGE, Array, DiskArray, MemoryArray
 from unbounded.tiers.pool import BufferPool
 
-BOUNCE_BYTES = 32 * 2**20
-
 
 @dataclass(frozen=True)
 class TierUse:
@@ -44,7 +42,7 @@ class Tiers:
         if disk_bytes:
             self._store = ExtentStore(disk_path or (tempfile.gettempdir(),), disk_bytes)
 
-    def pool(self, count: int, buffer_bytes: int = BOUNCE_BYTES) -> BufferPool:
+    def pool(self, count: int, buffer_bytes: int) -> BufferPool:
         return BufferPool(self.arena, buffer_bytes, count)
 
     def allocate(

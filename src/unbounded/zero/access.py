@@ -18,29 +18,44 @@ from unbounded.zero.unit import Unit, WeightState
 
 @contextmanager
 def full_values(engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> Iterator[None]:
-    """All ranks of the axis must call this. Every parameter holds its full value; writes are kept."""
+    """All ranks of the axis must call this. Every parameter holds its full value; writes are kept. It may be nested."""
+    if engine.shown:
+        yield
+        return
     engine.settle()
     for unit in engine.units:
         engine.request(unit)
-    before = {}
-    for unit in engine.units:
-        engine.wait(unit)
-        before[id(unit)] = unit.owned_part().clone()
-        unit.show_values()
-        for parameter in unit.parameters:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    before = {unit: _open(engine, unit) for unit in engine.units}
+    engine.shown = True
     try:
         yield
     finally:
-        for unit in engine.units:
-            for parameter in unit.parameters:
-                parameter.__class__ = ManagedParameter
-            keep_writes(unit, before.pop(id(unit)), rules.get(unit.dtype) if unit.trainable else None)
-            if not unit.resident:
-                unit.hide_values()
+        engine.shown = False
+        for unit, values in before.items():
+            _close(unit, values, rules.get(unit.dtype) if unit.trainable else None)
         if engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         engine.settle()
+
+
+def _open(engine: Engine, unit: Unit) -> torch.Tensor:
+    """Shows a unit's values in its parameters; returns a copy of the owned ones."""
+    engine.wait(unit)
+    if unit.reader is not None:
+        unit.reader.synchronize()
+        unit.reader = None
+    unit.show_values()
+    for parameter in unit.parameters:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    return unit.owned_part().clone()
+
+
+def _close(unit: Unit, before: torch.Tensor, rule: UpdateRule | None) -> None:
+    for parameter in unit.parameters:
+        parameter.__class__ = ManagedParameter
+    keep_writes(unit, before, rule)
+    if not unit.resident:
+        unit.hide_values()
 
 
 def keep_writes(unit: Unit, before: torch.Tensor, rule: UpdateRule | None) -> None:
@@ -75,19 +90,21 @@ def attach_state_dict(model: nn.Module, engine: Engine, rules: Mapping[torch.dty
     }
 
     def collect(*_: Any) -> None:
-        engine.collecting = True
+        engine.collecting += 1
 
     def fill(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        engine.collecting = False
-        wanted: dict[int, list[tuple[str, int]]] = {}
+        engine.collecting -= 1
+        if engine.collecting:  # the outermost call fills in everything, unit by unit
+            return
+        wanted: dict[Unit, list[tuple[str, int]]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state and parameter in places:
                 unit, index = places[parameter]
-                wanted.setdefault(id(unit), []).append((prefix + name, index))
+                wanted.setdefault(unit, []).append((prefix + name, index))
         for unit in engine.units:
-            if id(unit) in wanted:
+            if unit in wanted:
                 values = _whole(engine, unit)
-                for key, index in wanted[id(unit)]:
+                for key, index in wanted[unit]:
                     state[key] = values[index]
 
     loading: list[Any] = []
@@ -99,9 +116,10 @@ def attach_state_dict(model: nn.Module, engine: Engine, rules: Mapping[torch.dty
     def after_load(*_: Any) -> None:
         loading.pop().__exit__(None, None, None)
 
+    hooks = [module.register_state_dict_pre_hook(collect) for module in model.modules()]
+    hooks += [module.register_state_dict_post_hook(fill) for module in model.modules()]
     return [
-        model.register_state_dict_pre_hook(collect),
-        model.register_state_dict_post_hook(fill),
+        *hooks,
         model.register_load_state_dict_pre_hook(before_load),
         model.register_load_state_dict_post_hook(after_load),
     ]

@@ -7,16 +7,21 @@ place. One rank is the degenerate case: no process group, and every call a copy 
 from __future__ import annotations
 
 import zlib
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unbounded.errors import PlanError
+from unbounded.errors import PlanError, StateError
 from unbounded.observe import trace
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# How long a rank waits for others at a gather that the agreed order does not have.
+MEETING_SECONDS = 30
 
 
 class Ranks:
@@ -27,6 +32,7 @@ class Ranks:
         active = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size(group) if active else 1
         self.rank = dist.get_rank(group) if active else 0
+        self._words: dist.ProcessGroup | None = None
 
     def lane(self) -> Ranks:
         """All ranks of the axis must call this."""
@@ -91,6 +97,31 @@ class Ranks:
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def open_words(self) -> None:
+        """All ranks of the axis must call this. Makes the group over which `rendezvous` asks, with its time limit."""
+        if self.size > 1:
+            members = dist.get_process_group_ranks(self.group or dist.group.WORLD)  # type: ignore[arg-type]
+            self._words = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=MEETING_SECONDS))
+
+    def rendezvous(self, name: str) -> None:
+        """All ranks of the axis must call this. Raises where the others are not about to gather `name` too."""
+        if self.size == 1:
+            return
+        names: list[Any] = [name] * self.size
+        try:
+            dist.all_gather_object(names, name, group=self._words)
+        except RuntimeError as error:
+            raise StateError(
+                f"rank {self.rank} needs the parameters of unit {name!r}, which no other rank has come to within "
+                f"{MEETING_SECONDS} s. Use a parameter outside the model's forward on every rank, or inside "
+                "`with unbounded.full_params(model):`, and call partitioned blocks equally often on every rank."
+            ) from error
+        if len(set(names)) > 1:
+            raise StateError(
+                f"the ranks need different units at the same time: {', '.join(map(repr, names))}. Call partitioned "
+                "blocks equally often on every rank, or use stage 2, which keeps weights whole."
+            )
 
     def barrier(self) -> None:
         if self.size > 1:

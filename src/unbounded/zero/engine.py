@@ -5,9 +5,11 @@
     backward                    | s2 | s1 | s0 |
     reduce                           | s2 | s1 | s0 |
 
-Fetching follows the order of the last pass. A unit is released when its forward is over, fetched again before
-its backward, and released once another site's backward has begun, which is when nothing can still read it. A
-site with other sites inside (the root) stays gathered until the backward ends.
+A unit is gathered while anybody has a claim on it: the prefetch takes one for every visit it expects, and the
+visit gives it back: at the end of the site's forward, or, in the backward, once another site's has begun, which
+is when nothing can still read the weights. A site with other sites inside (the root) keeps its claim until the
+backward ends. With several ranks, gathers and reductions are launched in an order all ranks agree on, whatever
+their own passes do (see `schedule`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from unbounded.zero.collectives import Ranks
 from unbounded.zero.reduction import Reduction
 from unbounded.zero.schedule import Schedule
 from unbounded.zero.unit import Unit, WeightState, holds_storage
+
+# Sites that a rank may keep gathered for later in the pass because others ran them before it did.
+KEPT_SITES = 8
 
 
 @dataclass(eq=False)
@@ -53,6 +58,7 @@ class Engine:
         prefetch_units: int,
         defer_reduction: bool,
         cast_inputs: torch.dtype | None,
+        count_bytes: Callable[[int], None],
     ) -> None:
         self.stops, self.device, self.prefetch_units = stops, device, prefetch_units
         self.ranks = ranks
@@ -64,13 +70,15 @@ class Engine:
         self.forward = Schedule(order)
         self.backward = Schedule(order[:1] + order[:0:-1])
         self.on_complete: Callable[[Unit], None] | None = None  # called when a unit's gradient is final
-        self.collecting = False
+        self.collecting = 0  # state dicts being put together
+        self.shown = False  # every parameter holds its full value
         self._behind: Stop | None = None  # the site whose backward is running
         self._in_backward = False
-        self._depth = 0
         self._evaluating = False
+        self._passed: list[Stop] = []  # claimed for this rank but not visited when they were expected
         self._released = torch.cuda.Event() if device.type == "cuda" else None
         self._no_sync = False
+        self._count_bytes = count_bytes
         for unit in self.units:
             unit.keeper = self
 
@@ -83,11 +91,13 @@ class Engine:
             self.before_backward(stop)
         else:
             if self._in_backward:  # the last backward ended in an exception
-                self._end_backward()
+                self._abandon_backward()
             if site == 0:
                 self._begin_forward()
             self._visit(stop, self.forward)
-            self._count(stop.units)
+            if not self._evaluating:
+                for unit in stop.units:
+                    unit.calls += 1
         for unit in stop.units:
             unit.swap_in()
 
@@ -100,32 +110,32 @@ class Engine:
             return
         backward_follows = torch.is_grad_enabled() and self._watch_outputs(stop, outputs)
         if site == 0:
-            for passed in self.forward.end():
-                self._pass_by(self.stops[passed], self.forward)
+            self._finish(self.forward)
         if not (backward_follows and stop.inner):
-            for unit in stop.units:
-                self.release(unit)
+            self._drop(stop.units)
 
     def before_backward(self, stop: Stop) -> None:
         """The backward reaches a site, or its forward is recomputed there."""
         if not self._in_backward:
             self._begin_backward()
         behind, self._behind = self._behind, stop
-        if behind is not None and behind is not stop and not behind.inner:
-            self._leave(behind)
-        if behind is not stop:
-            self._visit(stop, self.backward)
-        else:
+        if behind is stop:
             self._gather(stop.units)
+            return
+        if behind is not None and not behind.inner:
+            self._leave(behind)
+        self._visit(stop, self.backward)
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """One autograd node of `unit` has all its gradients: called once for every use in a forward."""
         unit.fires += 1
+        complete = unit.fires == unit.calls and not self._no_sync
         with torch.no_grad():
-            self.reduction.collect(unit, gradients, defer=self.defer_reduction or self._no_sync)
-        if self._behind is None or unit not in self._behind.units:
-            self._release_if_done(unit)
-        if self.on_complete is not None and unit.fires == unit.calls and not self._no_sync:
+            self.reduction.collect(unit, gradients, complete=complete, defer=self.defer_reduction or self._no_sync)
+        if (self._behind is None or unit not in self._behind.units) and unit.late:
+            unit.late = False
+            self._drop([unit])
+        if self.on_complete is not None and complete:
             self.on_complete(unit)
 
     def _begin_forward(self) -> None:
@@ -136,74 +146,82 @@ class Engine:
     def _begin_backward(self) -> None:
         self._in_backward = True
         self.backward.begin()
+        if not (self.defer_reduction or self._no_sync):
+            self.reduction.begin([unit for index in self._backward_order() for unit in self.stops[index].units])
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def _end_backward(self) -> None:
         self._in_backward, self._behind = False, None
-        for passed in self.backward.end():
-            self._pass_by(self.stops[passed], self.backward)
+        self._finish(self.backward)
+        if not (self.defer_reduction or self._no_sync):
+            self.reduction.end()
         if self.ranks.size == 1:
             self.forward.adopt()
             self.backward.adopt()
         self.settle()
 
+    def _abandon_backward(self) -> None:
+        self._in_backward, self._behind = False, None
+        self.backward.end()
+        self.reduction.abandon()
+        self.settle()
+
+    def _backward_order(self) -> list[int]:
+        """Every site once, in the order in which backwards are expected to leave them."""
+        seen = dict.fromkeys(reversed([*self.backward.expected]))
+        return [*reversed(list(seen)), *(stop.index for stop in self.stops if stop.index not in seen)]
+
     def _visit(self, stop: Stop, schedule: Schedule) -> None:
-        """Gathers a site's units, with the collectives of sites this rank passed over before it."""
-        for passed in schedule.visit(stop.index):
-            self._pass_by(self.stops[passed], schedule)
-        self._gather(stop.units, schedule.upcoming(self.prefetch_units))
+        """Claims a site's units and those expected next, and waits for the site's own."""
+        passed = schedule.visit(stop.index)
+        if passed is None:
+            self._claim_alone(stop.units)
+        elif self.ranks.size == 1:
+            self._forget(passed)
+            schedule.skip()
+        else:
+            self._passed += [self.stops[index] for index in passed]
+        for index in schedule.issue(self.prefetch_units):
+            self._claim(self.stops[index].units)
+        for early in self._passed[:-KEPT_SITES]:
+            self._drop(early.units)
+        self._passed = self._passed[-KEPT_SITES:]
+        self._gather(stop.units)
 
-    def _gather(self, units: Sequence[Unit], upcoming: Sequence[int] = ()) -> None:
-        for unit in units:
-            self.request(unit)
-        for index in upcoming:
+    def _forget(self, passed: Sequence[int]) -> None:
+        for index in passed:
             for unit in self.stops[index].units:
-                self.request(unit)
-        for unit in units:
-            self.wait(unit)
+                if unit.claims:
+                    self._drop([unit])
 
-    def _pass_by(self, stop: Stop, schedule: Schedule) -> None:
-        """Takes part in the collectives of a site that only other ranks run."""
-        if self.ranks.size == 1:
-            return
-        for unit in stop.units:
-            if not unit.resident or unit.state is not WeightState.GATHERED:
-                self.request(unit)
-        if schedule is self.backward and not (self.defer_reduction or self._no_sync):
-            for unit in stop.units:
-                if unit.trainable and unit.fires == 0:
-                    self.reduction.join(unit)
-        if not stop.inner:
-            for unit in stop.units:
-                self.release(unit)
+    def _finish(self, schedule: Schedule) -> None:
+        """Takes part in what the agreed order still holds for other ranks."""
+        rest = schedule.end()
+        if self.ranks.size > 1:
+            for index in rest:
+                self._claim(self.stops[index].units)
+                self._drop(self.stops[index].units)
 
     def _watch_outputs(self, stop: Stop, outputs: Any) -> bool:
         """Marks the start of the backward on what the site returned; says whether there will be one."""
         watched = False
         for tensor in hooks.find_tensors(outputs):
             if any(holds_storage(tensor, unit) for unit in stop.units):
-                for unit in stop.units:  # a parameter is on its way out of its module: keep it readable
-                    unit.held = True
+                self._claim(stop.units)  # a parameter is on its way out of its module: keep it readable
             if tensor.requires_grad:
                 watched = True
                 tensor.register_hook(lambda _, stop=stop: self.before_backward(stop))
         if not watched and any(unit.trainable for unit in stop.units) and outputs is not None:
-            for unit in stop.units:  # the outputs are hidden from us, so the backward may come unannounced
-                unit.held = True
+            self._claim(stop.units)  # the outputs are hidden from us, so the backward may come unannounced
         return watched
 
     def _leave(self, stop: Stop) -> None:
+        """The backward has moved on from a site: nothing reads its weights, unless a gradient is still to come."""
         for unit in stop.units:
-            self._release_if_done(unit)
-
-    def _release_if_done(self, unit: Unit) -> None:
-        if not unit.trainable or unit.fires >= unit.calls:
-            self.release(unit)
-
-    def _count(self, units: Sequence[Unit]) -> None:
-        if not self._evaluating:
-            for unit in units:
-                unit.calls += 1
+            if unit.trainable and unit.fires < unit.calls:
+                unit.late = True
+            else:
+                self._drop([unit])
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -221,46 +239,75 @@ class Engine:
             unit.state, unit.handle = WeightState.GATHERED, None
 
     def release(self, unit: Unit) -> None:
-        """Frees the bytes of a unit's gathered weights, unless it is resident or held."""
-        if unit.resident or unit.held or unit.state is WeightState.RELEASED:
+        """Frees the bytes of a unit's gathered weights and every claim on them, unless it is resident."""
+        unit.claims, unit.late = 0, False
+        if unit.resident or unit.state is WeightState.RELEASED:
             return
         self.wait(unit)
         if self._released is not None:
             self._released.record()
         unit.deallocate()
         unit.state = WeightState.RELEASED
+        self._count_bytes(-unit.num_bytes)
 
     def settle(self) -> None:
         """Between passes: releases whatever is still gathered."""
+        self._passed.clear()
         for unit in self.units:
-            unit.held = False
+            unit.forget_views()
             self.release(unit)
 
-    def borrow(self, unit: Unit) -> None:
+    def borrow(self, unit: Unit, *, counted: bool) -> None:
         """Gathers a unit for a computation outside its site's forward, until the pass is over."""
-        if unit.state is not WeightState.GATHERED and not self._running() and self._needs_peers(unit):
+        if unit.state is WeightState.RELEASED and self._needs_peers(unit) and not self._is_collective():
             raise StateError(
                 f"the parameters of unit {unit.name!r} are partitioned over {self.ranks.size} ranks and not gathered "
                 "outside a forward. Read or change them inside `with unbounded.full_params(model):` on every rank."
             )
-        if not hooks.in_backward():
-            self._count([unit] if torch.is_grad_enabled() and unit.trainable else [])
+        if counted and not hooks.in_backward():
+            unit.calls += 1
+        self._claim_alone([unit])
         self._gather([unit])
-        unit.held = True
 
     def invalidate(self, unit: Unit) -> None:
         """The unit's owned weights are being updated: what was gathered from them is stale."""
         if unit.resident:
             unit.state = WeightState.RELEASED
         else:
-            unit.held = False
             self.release(unit)
+
+    def _claim(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            unit.claims += 1
+            self.request(unit)
+
+    def _claim_alone(self, units: Sequence[Unit]) -> None:
+        """Claims units outside the agreed order, after making sure that every rank is about to do the same."""
+        for unit in units:
+            if unit.state is WeightState.RELEASED and self._needs_peers(unit):
+                self.ranks.rendezvous(unit.name)
+        self._claim(units)
+
+    def _drop(self, units: Sequence[Unit]) -> None:
+        """Gives back one claim on each unit; the last one frees it."""
+        for unit in units:
+            unit.claims -= 1
+            if unit.claims <= 0:
+                self.release(unit)
+
+    def _gather(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self.request(unit)
+        for unit in units:
+            self.wait(unit)
 
     def _fetch(self, unit: Unit) -> None:
         """Runs in the fetch lane."""
         if unit.update is not None:
             unit.update.wait()
-        unit.allocate()
+        if not unit.resident:
+            unit.allocate()
+            self._count_bytes(unit.num_bytes)
         if self._released is not None:
             torch.cuda.current_stream().wait_event(self._released)
         if unit.resident:
@@ -278,16 +325,18 @@ class Engine:
     def _needs_peers(self, unit: Unit) -> bool:
         return unit.owned != (0, unit.layout.numel)
 
-    def _running(self) -> bool:
-        return self._in_backward or self.forward._active
+    def _is_collective(self) -> bool:
+        """Whether what runs now is the model's own code or a loss, which every rank runs, rather than a look."""
+        return self._in_backward or self.forward.active or torch.is_grad_enabled() or hooks.in_module_call()
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
     def read_gradient(self, unit: Unit, index: int) -> torch.Tensor | None:
         """A parameter's gradient where this rank holds it whole, in the accumulation's own dtype."""
         gradient = unit.gradient
-        if not unit.trainable or not (gradient.present or unit.unreduced is not None) or not unit.used[index]:
+        if not unit.trainable or not unit.used[index]:
             return None
+        gradient.wait()
         name = unit.layout.slots[index].name
         whole = unit.owned == (0, unit.layout.numel) and unit.unreduced is None
         if not whole or gradient.consumed or gradient.array is None or gradient.array.direct is None:
@@ -296,15 +345,19 @@ class Engine:
                 "already used), so .grad cannot give it. Use optimizer.clip_grad_norm_ to clip and "
                 "optimizer.zero_grad to clear."
             )
-        gradient.wait()
         return unit.slot_views(gradient.array.direct)[index]
 
     def drop_gradient(self, unit: Unit, index: int) -> None:
         """`p.grad = None` for one parameter."""
-        if unit.gradient.present and unit.gradient.array is not None and unit.gradient.array.direct is not None:
-            unit.gradient.wait()
-            if unit.owned == (0, unit.layout.numel):
-                unit.slot_views(unit.gradient.array.direct)[index].zero_()
+        gradient = unit.gradient
+        gradient.wait()
+        if gradient.present and gradient.array is not None and unit.owned == (0, unit.layout.numel):
+            if gradient.array.direct is None:
+                raise StateError(
+                    f"the gradient of {unit.layout.slots[index].name!r} is kept on disk and cannot be cleared alone. "
+                    "Use optimizer.zero_grad()."
+                )
+            unit.slot_views(gradient.array.direct)[index].zero_()
         unit.used[index] = False
 
     @contextmanager

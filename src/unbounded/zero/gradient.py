@@ -64,6 +64,8 @@ class Gradient:
 
     def drop(self) -> None:
         """Forgets the gradient; memory on the device goes back at once."""
+        if self.handle is not None:
+            self.handle.settle()  # what is under way must not land afterwards
         self.present = self.consumed = False
         self._squares = self.handle = None
         if self.tier == "device":

@@ -8,6 +8,7 @@ it, where each would break the graph.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -76,6 +77,16 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread: a forward seen then is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_module_call() -> bool:
+    """Whether this thread is inside the call of some module. Walks the stack, so not for the hot path."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def find_tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:

@@ -43,7 +43,7 @@ class Installer:
         narrowed = unit.dtype != values.dtype
         arrays = (
             formats.encode_weight(owned.float(), unit.dtype, rule)
-            if rule is not None or narrowed
+            if narrowed or (rule is not None and values.dtype != torch.float64)
             else {"weight": owned}
         )
         if unit.resident:
@@ -97,9 +97,8 @@ def install_model(
         values = gather_values(
             unit, {member.names[0]: member.parameter for member in members}, members[0].parameter.dtype
         )
-        moments, steps = _carried_moments(unit, carried) if carried and unit.trainable else ({}, None)
-        if steps is not None:
-            unit.steps = steps
+        moments, steps = _carried_moments(unit, carried) if carried and unit.trainable else ({}, 0)
+        unit.steps[:] = steps
         installer.install(unit, values, places, moments)
 
 
@@ -111,7 +110,7 @@ def gather_values(unit: Unit, parameters: Mapping[str, torch.Tensor], dtype: tor
     return values
 
 
-def _carried_moments(unit: Unit, carried: Carried) -> tuple[dict[str, torch.Tensor], list[int] | None]:
+def _carried_moments(unit: Unit, carried: Carried) -> tuple[dict[str, torch.Tensor], list[int] | int]:
     """The moments and step counts of an optimizer that has already stepped."""
     moments: dict[str, torch.Tensor] = {}
     steps = [0] * len(unit.layout.slots)
@@ -122,7 +121,7 @@ def _carried_moments(unit: Unit, carried: Carried) -> tuple[dict[str, torch.Tens
             elif isinstance(value, torch.Tensor) and value.numel() == parameter.numel():
                 flat = moments.setdefault(name, torch.zeros(unit.layout.numel, device=unit.device))
                 unit.slot_views(flat)[index].copy_(value)
-    return moments, steps if any(steps) else None
+    return moments, steps
 
 
 class MetaModel:

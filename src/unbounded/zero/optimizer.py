@@ -66,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if unit.trainable:
                 unit.gradient.drop()
                 unit.unreduced = None
-                unit.used = [False] * len(unit.used)
+                unit.used = bytearray(len(unit.used))
                 unit.calls = unit.fires = 0
         self._clip, self._scaled = None, False
 
@@ -81,7 +81,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm = self._total_norm(self._collect())
         if self.loss_scale is not None and self._scaled:
             norm = norm / self.loss_scale.value
-        self._clip = self._clip_factor(norm, float(max_norm))
+        before = 1.0 if self._clip is None else self._clip
+        norm = norm * before
+        self._clip = self._clip_factor(norm, float(max_norm)) * before
         return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm)
 
     @contextmanager
@@ -164,15 +166,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         if engine.ranks.size == 1:
             return
-        used = [flag for unit in units for flag in unit.used]
-        marks = [engine.forward.mark, engine.backward.mark]
-        votes = torch.tensor([*used, *marks, *(-mark for mark in marks)], dtype=torch.int64, device=engine.device)
-        agreed = engine.ranks.max(votes).tolist()
-        position = 0
+        used = torch.frombuffer(bytearray().join(unit.used for unit in units) or bytearray(1), dtype=torch.uint8)
+        marks = torch.tensor([engine.forward.mark, engine.backward.mark], dtype=torch.int64)
+        votes = torch.cat([used.to(torch.int64), marks, -marks]).to(engine.device)
+        agreed = engine.ranks.max(votes).cpu()
+        flags, position = bytearray(agreed[: used.numel()].to(torch.uint8).numpy().tobytes()), 0
         for unit in units:
-            unit.used = [bool(flag) for flag in agreed[position : position + len(unit.used)]]
+            unit.used = flags[position : position + len(unit.used)]
             position += len(unit.used)
-        if agreed[position] == -agreed[position + 2] and agreed[position + 1] == -agreed[position + 3]:
+        if torch.equal(agreed[-4:-2], -agreed[-2:]):
             engine.forward.adopt()
             engine.backward.adopt()
 

@@ -3,7 +3,10 @@
     backward   | u3 |    | u2 |    | u1 |
     reduce          | u3 |    | u2 |    | u1 |     reduce-scatter, then to the gradient's tier
 
-With `defer` (stage 1, and inside `no_sync`) whole local gradients are added up instead and reduced later.
+With several ranks a unit is reduced once a backward, when its last use has fired or at the end, and units are
+reduced in one agreed order, with zeros where a rank has nothing: no difference between the ranks' own passes
+can make them meet in different reductions. With `defer` (stage 1, and inside `no_sync`) whole local gradients
+are added up instead and reduced later.
 """
 
 from __future__ import annotations
@@ -31,9 +34,16 @@ class Reduction:
         self.ranks, self.lane, self.bounce, self.replicate = ranks, lane, bounce, replicate
         self.measure = False  # take the norm as gradients pass: set once somebody has asked for it
         self.allocate: dict[str, Allocate] = {}
+        self._waiting: list[Unit] = []
+        self._ready: set[Unit] = set()
 
-    def collect(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, defer: bool) -> None:
-        """Takes the gradients of one backward of `unit`, on the thread and stream of the backward."""
+    def begin(self, order: Sequence[Unit]) -> None:
+        """A backward starts; its reductions will be launched in `order`."""
+        self._waiting = [unit for unit in order if unit.trainable] if self.ranks.size > 1 else []
+        self._ready.clear()
+
+    def collect(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, complete: bool, defer: bool) -> None:
+        """Takes the gradients of one use of `unit`, on the thread and stream of the backward."""
         if unit.gradient.consumed:
             raise StateError(
                 f"the gradient of unit {unit.name!r} was clipped, scaled or used up by the last optimizer.step(), so "
@@ -41,25 +51,39 @@ class Reduction:
             )
         full = self._flatten(unit, gradients)
         if unit.unreduced is not None:
-            unit.unreduced = full = unit.unreduced.to(torch.promote_types(full.dtype, torch.float32)).add_(full)
-        if defer:
-            unit.unreduced = full
-        else:
+            full = unit.unreduced.to(torch.promote_types(full.dtype, torch.float32)).add_(full)
+        if self.ranks.size == 1 and not defer:
             unit.unreduced = None
-            self.submit(unit, full)
+            self._submit(unit, full)
+            return
+        unit.unreduced = full
+        if complete and not defer:
+            self._ready.add(unit)
+            self._launch()
+
+    def end(self) -> None:
+        """The backward is over: whatever was not launched is, with zeros where this rank has nothing."""
+        self._ready.update(self._waiting)
+        self._launch()
+
+    def abandon(self) -> None:
+        """The backward broke off: what it had collected is not reduced."""
+        for unit in self._waiting:
+            unit.unreduced = None
+        self._waiting = []
 
     def flush(self, unit: Unit) -> None:
         """All ranks of the axis must call this. Reduces what was deferred; zeros where this rank has nothing."""
         full, unit.unreduced = unit.unreduced, None
         if full is None:
             full = torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device)
-        self.submit(unit, full)
+        self._submit(unit, full)
 
-    def join(self, unit: Unit) -> None:
-        """All ranks of the axis must call this. Takes part in a reduction for which this rank has no gradient."""
-        self.submit(unit, torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device))
+    def _launch(self) -> None:
+        while self._waiting and self._waiting[0] in self._ready:
+            self.flush(self._waiting.pop(0))
 
-    def submit(self, unit: Unit, full: torch.Tensor) -> None:
+    def _submit(self, unit: Unit, full: torch.Tensor) -> None:
         if self.ranks.size == 1 and unit.gradient.tier == "device":
             self._land(unit, full)
             return
@@ -87,13 +111,11 @@ class Reduction:
 
     def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         whole = all(map(_is_there, gradients))
-        layout = unit.layout
-        padded = layout.numel != unit.numel
-        make = torch.zeros if padded or not whole else torch.empty
-        full = make(layout.numel, dtype=unit.dtype, device=unit.device)
+        make = torch.zeros if unit.layout.numel != unit.numel or not whole else torch.empty
+        full = make(unit.layout.numel, dtype=unit.dtype, device=unit.device)
         views = unit.slot_views(full)
         if whole:
-            unit.used = [True] * len(layout.slots)
+            unit.used = bytearray(b"\x01") * len(unit.used)
             torch._foreach_copy_(views, list(gradients))  # type: ignore[arg-type]
             return full
         for index, gradient in enumerate(gradients):

@@ -1,9 +1,9 @@
-"""The order in which sites are visited, recorded in one pass and used as a prediction in the next.
+"""The order in which sites are visited, recorded in one pass and expected of the next.
 
-A wrong prediction is a late fetch, never an error. With several ranks the order has a second use: the
-collectives of a site must be joined by every rank, also by one whose own pass skipped it. Each rank therefore
-walks the whole agreed order and is told which sites it passed over; visiting those as a *ghost* (gather and
-release, or contribute zeros) makes its sequence of collectives the same as everyone's.
+For one rank the order is a prediction: a wrong one is a late fetch, never an error. For several it is also an
+agreement. Whatever a rank's own pass does, it gathers the sites of the expected order once each and in that
+order, running ahead of its visits by the prefetch; so ranks that skip different sites, or take them in another
+order, still issue the same sequence of collectives. `issue` hands out the next stretch of that order.
 """
 
 from __future__ import annotations
@@ -17,37 +17,45 @@ class Schedule:
 
     def __init__(self, expected: Sequence[int]) -> None:
         self.expected: tuple[int, ...] = tuple(expected)
+        self.active = False
         self._seen: list[int] = []
-        self._cursor = 0
-        self._active = False
+        self._visited = 0  # positions of the expected order before this one are behind us
+        self._issued = 0  # positions before this one have been handed out
 
     def begin(self) -> None:
         """A new pass starts."""
-        self._seen, self._cursor, self._active = [], 0, True
+        self._seen, self._visited, self._issued, self.active = [], 0, 0, True
 
-    def visit(self, site: int) -> tuple[int, ...]:
-        """Notes a visit; returns the sites that the expected order has between the last visit and this one."""
-        if not self._active:
-            return ()
+    def visit(self, site: int) -> tuple[int, ...] | None:
+        """Notes a visit; returns the sites that were expected before it, or None where no such visit is expected."""
+        if not self.active:
+            return None
         self._seen.append(site)
         try:
-            found = self.expected.index(site, self._cursor)
+            found = self.expected.index(site, self._visited)
         except ValueError:
-            return ()
-        skipped = self.expected[self._cursor : found]
-        self._cursor = found + 1
-        return skipped
+            return None
+        passed = self.expected[self._visited : found]
+        self._visited = found + 1
+        return passed
 
-    def upcoming(self, count: int) -> tuple[int, ...]:
-        """The next sites that are expected."""
-        return self.expected[self._cursor : self._cursor + count] if self._active else ()
+    def skip(self) -> None:
+        """Leaves out what was passed over and not handed out: for one rank, which owes it to nobody."""
+        self._issued = max(self._issued, self._visited - 1)
+
+    def issue(self, ahead: int) -> tuple[int, ...]:
+        """The sites to gather now, so that the order is handed out up to `ahead` beyond the last visit."""
+        stop = min(len(self.expected), self._visited + ahead)
+        stretch = self.expected[self._issued : stop]
+        self._issued = max(self._issued, stop)
+        return stretch
 
     def end(self) -> tuple[int, ...]:
-        """The pass is over; returns the sites that were still expected."""
-        if not self._active:
+        """The pass is over; returns what of the order was not handed out."""
+        if not self.active:
             return ()
-        remaining, self._cursor, self._active = self.expected[self._cursor :], len(self.expected), False
-        return remaining
+        rest, self.active = self.expected[self._issued :], False
+        return rest
 
     @property
     def mark(self) -> int:
@@ -56,5 +64,5 @@ class Schedule:
 
     def adopt(self) -> None:
         """Takes the last pass as the expected order from now on."""
-        if self._seen and not self._active:
+        if self._seen and not self.active:
             self.expected = tuple(self._seen)

@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from unbounded.tiers.array import Array
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradient import Gradient
-from unbounded.zero.layout import Layout
+from unbounded.zero.layout import Layout, find_runs
 from unbounded.zero.parameter import ManagedParameter, hide, manage, show
 from unbounded.zero.units import Member
 
@@ -39,9 +40,9 @@ class WeightState(Enum):
 class Keeper(Protocol):
     """The engine as a unit sees it."""
 
-    collecting: bool  # a state dict is being put together
+    collecting: int  # state dicts being put together
 
-    def borrow(self, unit: Unit) -> None: ...
+    def borrow(self, unit: Unit, *, counted: bool) -> None: ...
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None: ...
 
@@ -74,9 +75,12 @@ class Unit:
         self.parameters = [manage(member.parameter, self, i) for i, member in enumerate(ordered)]
         self._placeholders = [self.parameters[place[2]] for place in places]
 
+        self.group_runs = find_runs(layout, [slot.group for slot in layout.slots])
+
         self.state = WeightState.RELEASED
         self.resident = False
-        self.held = False  # not to be released before the pass ends
+        self.claims = 0  # visits, past and expected, that want it gathered
+        self.late = False  # its backward was left before its gradient came
         self.handle: Handle | None = None  # the fetch in flight
         self.update: Handle | None = None  # the optimizer's update in flight
         self.reader: Handle | None = None  # a save that still reads the owned states: updates wait for it
@@ -84,10 +88,12 @@ class Unit:
         self.weights: Array
         self.states: dict[str, Array] = {}
         self.gradient: Gradient
-        self.steps = [0] * len(layout.slots)
+        self.steps = np.zeros(len(layout.slots), dtype=np.int64)  # updates each parameter has had
         self.scalars: list[dict[str, float]] = [{} for _ in layout.slots]
-        self.used = [False] * len(layout.slots)
+        self.used = bytearray(len(layout.slots))  # which parameters have a gradient
         self.unreduced: torch.Tensor | None = None  # whole local gradients waiting for a reduction
+        self._pass_views: Sequence[torch.Tensor] | None = None  # views in the graph of the pass under way
+        self._plain_views: Sequence[torch.Tensor] | None = None
         self.calls = 0  # forwards since the last step
         self.fires = 0  # backwards since the last step
         self.keeper: Keeper
@@ -111,16 +117,23 @@ class Unit:
 
     def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """`flat`, of the layout's length, as one view a parameter."""
-        views = _unflatten(flat, self._templates)
-        return [views[pick] for pick in self._slot_pick]
+        return list(map(_unflatten(flat, self._templates).__getitem__, self._slot_pick))
 
     # -- what modules and users see ------------------------------------------------------------------------------
 
     def views(self) -> Sequence[torch.Tensor]:
-        """Fresh views of the gathered buffer, attached to the graph where gradients are wanted."""
+        """Views of the gathered buffer: new ones in the graph where gradients are wanted, plain ones else."""
         if self.trainable and torch.is_grad_enabled():
-            return _Views.apply(_anchor(self.device), self)
-        return _unflatten(self._flat, self._templates)
+            self._pass_views = _Views.apply(_anchor(self.device), self)
+            assert self._pass_views is not None
+            return self._pass_views
+        if self._plain_views is None or torch.is_inference_mode_enabled():
+            self._plain_views = _unflatten(self._flat, self._templates)
+        return self._plain_views
+
+    def forget_views(self) -> None:
+        """The pass is over: the next one makes new nodes in its own graph."""
+        self._pass_views = None
 
     def swap_in(self) -> None:
         """Puts views of the gathered buffer into the modules."""
@@ -133,8 +146,10 @@ class Unit:
 
     def borrow(self, parameter: ManagedParameter) -> torch.Tensor:
         """The value of one parameter for a computation outside its module's forward."""
-        self.keeper.borrow(self)
-        return self.views()[self._slot_pick[parameter._index]]
+        wants_graph = self.trainable and torch.is_grad_enabled()
+        self.keeper.borrow(self, counted=wants_graph and self._pass_views is None)
+        views = self._pass_views if wants_graph and self._pass_views is not None else self.views()
+        return views[self._slot_pick[parameter._index]]
 
     def show_values(self) -> None:
         """Lets every managed parameter's own data be its part of the gathered buffer."""

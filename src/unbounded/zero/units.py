@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+_no_forward = nn.Module.forward
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 # A leaf module outside the blocks with at least this many elements is a unit of its own.
 SMALL_NUMEL = 2**20
 # A block holding more than this part of the model is split into its own repeated blocks, where it has some.
@@ -94,6 +96,8 @@ def _walk(prefix: str, module: nn.Module, total: int, found: list[str], seen: se
             continue
         seen.add(id(child))
         numel = sum(parameter.numel() for parameter in child.parameters())
+        if type(child).forward is _no_forward and not isinstance(child, _CONTAINERS):
+            continue  # a list of parameters is never called: they belong to the site above
         is_leaf = next(child.children(), None) is None
         if repeated and numel and (is_leaf or not (numel > LARGE_PART * total and _has_blocks(child))):
             if not is_leaf or numel >= SMALL_NUMEL:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from unbounded.native import kernels
@@ -22,11 +23,12 @@ from unbounded.observe import trace
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array, Waitable
 from unbounded.tiers.pool import BufferPool, Lease
-from unbounded.zero.layout import clip_range, find_runs
+from unbounded.zero.layout import Run, clip_range, find_runs
 from unbounded.zero.unit import Unit
 
-# Elements of one piece: large enough for full disk and PCIe bandwidth, small enough to keep three in flight.
-PIECE_NUMEL = 2**23
+# Elements of one piece at most: large enough for full disk and PCIe bandwidth, small enough to keep several in
+# flight. At least: a piece starts on a page of the disk in every array, the scales of 128-element blocks included.
+PIECE_NUMEL, LEAST_PIECE = 2**23, 2**17
 
 
 @dataclass(frozen=True)
@@ -57,27 +59,31 @@ class Piece:
 
 def plan_jobs(unit: Unit, rule: UpdateRule, groups: Sequence[dict[str, Any]]) -> list[Job]:
     """The runs of `unit` to update in this step, their hyper-parameters read now; counts the step."""
-    keys: list[object] = []
-    for index, slot in enumerate(unit.layout.slots):
-        if unit.used[index]:
-            unit.steps[index] += 1
-            keys.append((slot.group, unit.steps[index], tuple(sorted(unit.scalars[index].items()))))
-        else:
-            keys.append(None)
+    unit.steps += np.frombuffer(unit.used, dtype=np.uint8)
     jobs, (low, high) = [], unit.owned
-    for run in find_runs(unit.layout, keys):
-        numbers = rule.resolve(groups[run.group], unit.steps[run.first])
+    for run in _runs(unit):
+        numbers = rule.resolve(groups[run.group], int(unit.steps[run.first]))
         part = clip_range(run.start, run.stop, low, high)
         start, stop = (part[0] - low, part[1] - low) if part else (0, 0)
         jobs.append(Job(start, stop, numbers, range(run.first, run.last)))
     return jobs
 
 
-def cut_pieces(unit: Unit, jobs: Sequence[Job]) -> list[Piece]:
+def _runs(unit: Unit) -> list[Run]:
+    """The runs of a unit to update: by group alone where all parameters are used and have stepped alike."""
+    slots = unit.layout.slots
+    if 0 not in unit.used and unit.steps.min() == unit.steps.max() and not any(unit.scalars):
+        return unit.group_runs
+    scalars = [tuple(sorted(held.items())) for held in unit.scalars]
+    keys = [(slots[i].group, int(unit.steps[i]), scalars[i]) if unit.used[i] else None for i in range(len(slots))]
+    return find_runs(unit.layout, keys)
+
+
+def cut_pieces(unit: Unit, jobs: Sequence[Job], piece_numel: int) -> list[Piece]:
     """The pieces of a unit's owned part that any job touches."""
     numel = unit.owned[1] - unit.owned[0]
     pieces = []
-    size = PIECE_NUMEL if needs_buffers(unit) else numel
+    size = piece_numel if needs_buffers(unit) else numel
     for start in range(0, numel, size):
         stop = min(start + size, numel)
         inside = [job for job in jobs if clip_range(job.start, job.stop, start, stop)]

@@ -30,6 +30,7 @@ class Updates:
         self, engine: Engine, rules: dict[torch.dtype, UpdateRule], lane: Lane, pool: kernels.Pool, buffers: BufferPool
     ) -> None:
         self.engine, self.rules, self.lane = engine, rules, lane
+        self._piece_numel = buffers.buffer_bytes // 4
         self._passes = {dtype: UpdatePass(rule, pool, buffers, depth=2) for dtype, rule in rules.items()}
 
     def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], scale: Scale) -> None:
@@ -37,7 +38,7 @@ class Updates:
         behind: list[tuple[Unit, list[Piece], Handle]] = []
         for unit in units:
             unit.gradient.wait()
-            pieces = cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups))
+            pieces = cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), self._piece_numel)
             # Gradients stay until zero_grad, as ever; but ones that this step scaled must not be added to.
             unit.gradient.consumed = not (isinstance(scale, float) and scale == 1.0)
             if not pieces:
@@ -72,6 +73,7 @@ class Updates:
             torch.cuda.current_stream().wait_event(ready)
         waiting = {id(unit): handle for unit, _, handle in work}
         try:
+            scale = float(scale)
             for dtype, update_pass in self._passes.items():
                 pieces = (piece for unit, parts, _ in work if unit.dtype == dtype for piece in parts)
                 for unit in update_pass.run(pieces, scale):
