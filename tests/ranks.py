@@ -134,8 +134,8 @@ class Pool:
                 output = f"\n{ranks[rank].output()}" if report.died else ""
                 parts.append(f"--- rank {rank} failed:\n{report.failure}{output}")
         hung = [worker for worker in ranks if worker.rank not in reports]
+        waited = f"{GRACE_SECONDS:g} s after the failure above" if parts else f"within {timeout:g} s"
         for worker in hung:
-            waited = f"within {timeout:g} s" if not parts else f"{GRACE_SECONDS:g} s after the failure above"
             parts.append(f"--- rank {worker.rank} did not end {waited}; its stacks:\n{worker.stacks()}")
         self.close()
         raise RankError("\n".join(parts))

@@ -8,7 +8,7 @@ import resource
 import warnings
 from pathlib import Path
 
-from unbounded.cli.doctor import BROKEN, NOTE, OK, Finding
+from unbounded.cli.finding import BROKEN, NOTE, OK, Finding
 from unbounded.errors import DiskError, UnboundedError
 
 GIB = 1 << 30

@@ -5,20 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass
+
+from unbounded.cli.finding import BROKEN, NOTE, OK, Finding
 
 HELP = "check this machine: native core, disk, memory, GPU; with a remedy for each problem"
-OK, NOTE, BROKEN = "ok", "note", "broken"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at. A note works, but could be better; a broken one has to be put right."""
-
-    name: str
-    status: str
-    value: str
-    remedy: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
