@@ -72,6 +72,7 @@ class DiskEngine:
         self._pointer = disk().engine_open(num_threads, queue_depth, block_bytes)
         self._closed = False
         self._finalizer = weakref.finalize(self, _release_engine, self._pointer, self._pid)
+        self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
 
     def open(
         self,
@@ -164,6 +165,7 @@ class DiskFile:
         self.pointer = disk().file_open(fd, direct_fd, BACKENDS[self.backend])
         self._closed = False
         self._finalizer = weakref.finalize(self, _release_file, self.pointer, os.getpid())
+        self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
 
     @property
     def is_direct(self) -> bool:

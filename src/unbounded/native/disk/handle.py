@@ -89,6 +89,7 @@ class DiskHandle:
         self._pointer = pointer
         self._explain = explain
         self._finalizer = weakref.finalize(self, _release, pointer, os.getpid(), buffers)
+        self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
 
     def done(self) -> bool:
         """Whether the transfer is over, well or not."""
