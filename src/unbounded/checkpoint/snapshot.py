@@ -168,7 +168,7 @@ def describe_parameters(model: nn.Module, units: Sequence[Unit]) -> dict[str, An
             if names.get(slot.name):
                 entry["aliases"] = names[slot.name]
             if step:
-                entry["step"] = step
+                entry["step"] = int(step)
             described[slot.name] = entry
     return described
 
