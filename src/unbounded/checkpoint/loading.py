@@ -267,7 +267,8 @@ class _Loading:
             if unreduced is not None:
                 unit.unreduced = unreduced.to(unit.device)
             if reduced is not None or unreduced is not None:
-                unit.used = [slot.name in used for slot in unit.layout.slots]
+                for index, slot in enumerate(unit.layout.slots):
+                    unit.used[index] = slot.name in used
                 unit.calls = unit.fires = 1
 
         transfer.later(put)

@@ -19,13 +19,13 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import unbounded
 from unbounded.checkpoint import folder as folders
 from unbounded.checkpoint import snapshot as snapshots
 from unbounded.checkpoint import values
@@ -257,7 +257,7 @@ class _Job:
         """What is the same on all ranks and kept once; the snapshot's own tensors are rank 0's."""
         state, model = self.state, self.model
         return {
-            "library": unbounded.__version__,
+            "library": metadata.version("unbounded"),
             "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "world_size": self.peers.size,
             "plan": repr(state.plan),

@@ -1,0 +1,25 @@
+"""`unbounded export CKPT OUT`: a saved checkpoint as a folder that from_pretrained reads."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "write a checkpoint's weights as a safetensors folder that from_pretrained reads"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CKPT", help="the folder of a checkpoint")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--config", metavar="DIR", help="a folder whose configuration and tokenizer are copied along")
+    parser.add_argument("--max-shard", default="5GB", metavar="BYTES", help='largest file, such as "5GB" (the default)')
+
+
+def run(args: argparse.Namespace) -> int:
+    from unbounded.checkpoint.exporting import export_checkpoint
+
+    folder = export_checkpoint(args.checkpoint, args.out, config=args.config, max_shard_bytes=args.max_shard)
+    files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    print(f"{folder}: {sum(path.stat().st_size for path in files):,} bytes in {len(files)} file(s) of weights")
+    if not (folder / "config.json").exists():
+        print("no config.json: the checkpoint has none. Give --config DIR to copy one along.")
+    return 0
