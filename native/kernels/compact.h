@@ -15,7 +15,7 @@
 // fraction it is right on average, and so are the first moment and the weight. The noise of an
 // array is the low bits of another's new value, salted by the place in the block and by the step, so that it does not
 // depend on threads or on how a buffer is cut.
-// Conversions round to nearest; what was decoded encodes to itself.
+// Conversions round to nearest.
 #pragma once
 
 #include "vector_scalar.h"
@@ -29,8 +29,7 @@ template <class W> inline typename W::I noise_of(typename W::F other, const int3
 }
 
 // The code c stands for z with the bits (base + c) << 19; the low bits of `base` are 0. `headroom` makes the scale
-// the next power of two when the largest value could round above the last code, exactly so that a block that was
-// decoded gets its own scale again. Codes are left in the highest byte.
+// the next power of two when the largest value could round above the last code. Codes are left in the highest byte.
 inline constexpr int32_t HALF_CODE = 1 << 18, CODE_NOISE = 0x7ffff;
 
 struct First {

@@ -1,4 +1,4 @@
-// AVX-512: 16 lanes.
+// AVX-512 with byte shuffles (VBMI: Ice Lake, Zen 4 and later): 16 lanes.
 #include <immintrin.h>
 
 #include "table.h"
@@ -47,14 +47,14 @@ struct Avx512 {
   static I max(I a, I b) { return {_mm512_max_epu32(a.x, b.x)}; }
   static M greater(I a, I b) { return _mm512_cmpgt_epi32_mask(a.x, b.x); }
   static I select(M m, I yes, I no) { return {_mm512_mask_mov_epi32(no.x, m, yes.x)}; }
-  static I pick(I mask, I yes, I no) { return {_mm512_ternarylogic_epi32(mask.x, yes.x, no.x, 0xca)}; }
+  static I pick(I mask, I yes, I no) { return {_mm512_ternarylogic_epi32(yes.x, no.x, mask.x, 0xe4)}; }
   static uint32_t highest(I a) { return _mm512_reduce_max_epu32(a.x); }
   static I mix(I a, I b, I mask) { return {_mm512_ternarylogic_epi32(a.x, b.x, mask.x, 0x28)}; }
   static I quiet(F a) { return bits({_mm512_fixupimm_ps(a.x, a.x, _mm512_set1_epi32(0x33), 0)}); }
 
-  template <class Index> static __m512i place(Index index) {  // 32 indices of 16 bits, a constant
-    alignas(64) int16_t places[32];
-    for (int j = 0; j < 32; ++j) places[j] = int16_t(index(j));
+  template <class T, class Index> static __m512i place(Index index) {  // the indices of a shuffle, a constant
+    alignas(64) T places[64 / sizeof(T)];
+    for (int j = 0; j < int(64 / sizeof(T)); ++j) places[j] = T(index(j));
     return _mm512_load_si512(places);
   }
 
@@ -66,7 +66,7 @@ struct Avx512 {
   static F load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static F load(const Bf16* p) {  // one shuffle into the upper halves: a widening load would need a shift too
     const __m512i halves = _mm512_castsi256_si512(load256(p));
-    return floats({_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, place([](int j) { return j / 2; }), halves)});
+    return floats({_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, place<int16_t>([](int j) { return j / 2; }), halves)});
   }
   static F load(const Fp16* p) { return {_mm512_cvtph_ps(load256(p))}; }
   static void store(float* p, F a) { _mm512_storeu_ps(p, a.x); }
@@ -85,14 +85,12 @@ struct Avx512 {
   static void store_int(int32_t* p, I a) { _mm512_storeu_si512(p, a.x); }
   static void store_int(int16_t* p, I a) { store256(p, _mm512_cvtepi32_epi16(a.x)); }
   static void store_high(uint16_t* p, I a) {
-    const __m512i odd = place([](int j) { return 2 * j + 1 & 31; });
+    const __m512i odd = place<int16_t>([](int j) { return (2 * j + 1) & 31; });
     store256(p, _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, a.x)));
   }
   template <int n> static void store_byte(void* p, I a) {
-    const __m512i within = _mm512_set1_epi32((12 + n) << 24 | (8 + n) << 16 | (4 + n) << 8 | n);
-    const __m512i quarters = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
-    const __m512i gathered = _mm512_permutexvar_epi32(quarters, _mm512_shuffle_epi8(a.x, within));
-    store128(p, _mm512_castsi512_si128(gathered));
+    const __m512i every_fourth = place<int8_t>([](int j) { return (4 * j + n) & 63; });
+    store128(p, _mm512_castsi512_si128(_mm512_permutexvar_epi8(every_fourth, a.x)));
   }
 
   static D zero() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }

@@ -14,10 +14,10 @@ template <class T> inline T* at(void* p, size_t i) { return static_cast<T*>(p) +
 template <class T> inline const T* at(const void* p, size_t i) { return static_cast<const T*>(p) + i; }
 
 template <class W> inline typename W::F load_grad(const Update& u, size_t i) {
-  const auto scale = W::all(u.grad_scale);
-  if (u.grad_type == DType::bf16) return W::load(at<Bf16>(u.grad, i)) * scale;
-  if (u.grad_type == DType::f32) return W::load(at<float>(u.grad, i)) * scale;
-  return W::load(at<Fp16>(u.grad, i)) * scale;
+  const auto g = u.grad_type == DType::bf16  ? W::load(at<Bf16>(u.grad, i))
+                 : u.grad_type == DType::f32 ? W::load(at<float>(u.grad, i))
+                                             : W::load(at<Fp16>(u.grad, i));
+  return u.grad_scale == 1.0f ? g : g * W::all(u.grad_scale);
 }
 
 // Steps one vector of weights whose moments are fp32 in memory.
@@ -52,63 +52,96 @@ template <class V, class R> inline void update_exact(const Update& u, size_t beg
   });
 }
 
-// A block after its step, until the scales of its new moments are known.
+// A block after its step, until its new moments are stored.
 struct Stepped {
   alignas(64) float weight[BLOCK], first[BLOCK], second[BLOCK];
-  uint32_t highest_first, highest_second;
 };
 
-// Steps a whole block: weights are stored, moments are left in `out`.
-template <class V, class R, class T> inline void step_block(const Update& u, size_t begin, Stepped& out) {
-  T* const weight = at<T>(u.weight, begin);
-  int8_t* const low = at<int8_t>(u.low, begin);
-  const size_t block = begin / BLOCK;
-  const float first_scale = R::first ? u.first_scale[block] : 0, second_scale = R::second ? u.second_scale[block] : 0;
-  auto highest_first = V::all(0), highest_second = V::all(0);
-  for (size_t k = 0; k < BLOCK; k += V::width) {
-    auto w = decode_at<V>(weight + k, low + k), m = w, v = w;
-    const auto g = load_grad<V>(u, begin + k);
-    if (R::first) m = First::decode<V>(V::load_int(at<int8_t>(u.first, begin) + k), first_scale);
-    if (R::second) v = Second::decode<V>(V::load_int(at<uint8_t>(u.second, begin) + k), second_scale);
-    R::template step<V>(u.step, w, g, m, v);
-    encode_at<V>(w, noise_of<V>(R::first ? m : R::second ? v : g, u.salt + k, weight_noise<T>), weight + k, low + k);
-    V::store(out.weight + k, w), V::store(out.first + k, m), V::store(out.second + k, v);
-    if (R::first) highest_first = V::max(highest_first, V::bits(m) & V::all(0x7fffffff));
-    if (R::second) highest_second = V::max(highest_second, V::bits(v));
+struct Scales {
+  float first, second;
+};
+
+// The largest magnitudes of a block's new moments, as bits.
+template <class V> struct Highest {
+  typename V::I first = V::all(0), second = V::all(0);
+};
+
+// Steps the vector of elements i and on, at place k of their block: weights are stored, moments are left in `out`.
+template <class V, class R, class T>
+inline void step_at(const Update& u, size_t i, size_t k, const Scales& scales, Stepped& out, Highest<V>& highest) {
+  auto w = decode_at<V>(at<T>(u.weight, i), at<int8_t>(u.low, i)), m = w, v = w;
+  const auto g = load_grad<V>(u, i);
+  if (R::first) m = First::decode<V>(V::load_int(at<int8_t>(u.first, i)), scales.first);
+  if (R::second) v = Second::decode<V>(V::load_int(at<uint8_t>(u.second, i)), scales.second);
+  R::template step<V>(u.step, w, g, m, v);
+  const auto noise = noise_of<V>(R::first ? m : R::second ? v : g, u.salt + k, weight_noise<T>);
+  encode_at<V>(w, noise, at<T>(u.weight, i), at<int8_t>(u.low, i));
+  V::store(out.weight + k, w), V::store(out.first + k, m), V::store(out.second + k, v);
+  if (R::first) highest.first = V::max(highest.first, V::bits(m) & V::all(0x7fffffff));
+  if (R::second) highest.second = V::max(highest.second, V::bits(v));
+}
+
+// Stores the moments of a vector that has been stepped.
+template <class V, class R>
+inline void store_at(const Update& u, size_t i, size_t k, const Scales& inverse, const Stepped& b) {
+  if (R::first) {
+    const auto noise = noise_of<V>(V::load(b.weight + k), u.salt + k, CODE_NOISE);
+    const auto code = First::encode<V>(V::load(b.first + k), inverse.first, noise);
+    V::template store_byte<3>(at<int8_t>(u.first, i), code);
   }
-  out.highest_first = V::highest(highest_first), out.highest_second = V::highest(highest_second);
-}
-
-template <class V, class M>
-inline void store_moment(const Update& u, const float* x, const float* other, uint32_t highest, void* codes,
-                         float* scale) {
-  *scale = block_scale(highest, M::headroom);
-  const float inverse = inverse_scale(*scale);
-  for (size_t k = 0; k < BLOCK; k += V::width) {
-    const auto noise = noise_of<V>(V::load(other + k), u.salt + k, CODE_NOISE);
-    V::template store_byte<3>(at<typename M::Code>(codes, k), M::template encode<V>(V::load(x + k), inverse, noise));
+  if (R::second) {
+    const auto noise = noise_of<V>(V::load((R::first ? b.first : b.weight) + k), u.salt + k, CODE_NOISE);
+    const auto code = Second::encode<V>(V::load(b.second + k), inverse.second, noise);
+    V::template store_byte<3>(at<uint8_t>(u.second, i), code);
   }
 }
 
-template <class V, class R> inline void store_moments(const Update& u, size_t begin, const Stepped& b) {
-  const size_t block = begin / BLOCK;
-  if (R::first)
-    store_moment<V, First>(u, b.first, b.weight, b.highest_first, at<int8_t>(u.first, begin), u.first_scale + block);
-  if (R::second)
-    store_moment<V, Second>(u, b.second, R::first ? b.first : b.weight, b.highest_second,
-                            at<uint8_t>(u.second, begin), u.second_scale + block);
+template <class R> inline Scales scales_of(const Update& u, size_t block) {
+  return {R::first ? u.first_scale[block] : 0, R::second ? u.second_scale[block] : 0};
 }
 
-// A block's moments are stored after the next block has been stepped: their scales need a reduction over the block,
-// and waiting for it would leave the processor idle.
-template <class V, class R, class T> inline void update_blocks(const Update& u, size_t begin, size_t end) {
+// Sets the scales of a block that has been stepped, and returns their inverses.
+template <class V, class R> inline Scales rescale(const Update& u, size_t block, const Highest<V>& highest) {
+  if (R::first) u.first_scale[block] = block_scale(V::highest(highest.first), First::headroom);
+  if (R::second) u.second_scale[block] = block_scale(V::highest(highest.second), Second::headroom);
+  const Scales scales = scales_of<R>(u, block);
+  return {inverse_scale(scales.first), inverse_scale(scales.second)};
+}
+
+// Always inline: a function that only prefetches looks to the compiler like one that does nothing.
+[[gnu::always_inline]] inline void fetch(const void* array, size_t offset, size_t bytes) {
+  for (size_t line = 0; line < bytes; line += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(array) + offset + line));
+}
+
+// Fetches the block that is used some blocks later. The processor's own prefetching stops at the end of a page, where
+// arrays of one byte an element arrive often.
+template <class R, class T> [[gnu::always_inline]] inline void fetch_ahead(const Update& u, size_t begin) {
+  const size_t i = begin + 8 * BLOCK, grad_bytes = u.grad_type == DType::f32 ? 4 : 2;
+  fetch(u.weight, i * sizeof(T), BLOCK * sizeof(T)), fetch(u.low, i, BLOCK);
+  fetch(u.grad, i * grad_bytes, BLOCK * grad_bytes);
+  if (R::first) fetch(u.first, i, BLOCK);
+  if (R::second) fetch(u.second, i, BLOCK);
+}
+
+// The moments of a block are stored after the next block has been stepped: their scales need a reduction over the
+// block, and waiting for it would leave the processor idle.
+template <class V, class R, class T> inline void update_blocks(const Update& given, size_t begin, size_t end) {
+  const Update u = given;  // a copy that no store can change: its values need not be loaded again after each
   Stepped stepped[2];
-  size_t i = begin, parity = 0;
-  for (; i < end; i += BLOCK, parity ^= 1) {
-    step_block<V, R, T>(u, i, stepped[parity]);
-    if (i > begin) store_moments<V, R>(u, i - BLOCK, stepped[parity ^ 1]);
+  Scales inverse{};
+  size_t parity = 0;
+  for (size_t i = begin; i < end; i += BLOCK, parity ^= 1) {
+    Highest<V> highest;
+    const Scales scales = scales_of<R>(u, i / BLOCK);
+    fetch_ahead<R, T>(u, i);
+    for (size_t k = 0; k < BLOCK; k += V::width) step_at<V, R, T>(u, i + k, k, scales, stepped[parity], highest);
+    for (size_t k = 0; k < BLOCK && i > begin; k += V::width)
+      store_at<V, R>(u, i + k - BLOCK, k, inverse, stepped[parity ^ 1]);
+    inverse = rescale<V, R>(u, i / BLOCK, highest);
   }
-  if (i > begin) store_moments<V, R>(u, i - BLOCK, stepped[parity ^ 1]);
+  for (size_t k = 0; k < BLOCK && begin < end; k += V::width)
+    store_at<V, R>(u, end + k - BLOCK, k, inverse, stepped[parity ^ 1]);
 }
 
 // The last block, of n < BLOCK elements, filled up with zeros, which change neither its scales nor its other values.
