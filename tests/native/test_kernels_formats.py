@@ -1,0 +1,141 @@
+"""Conversions and state formats against references written in torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from unbounded.native import kernels
+from unbounded.native.kernels import BLOCK
+
+HALVES = [torch.bfloat16, torch.float16]
+FLOATS = [torch.float32, *HALVES]
+
+
+def any_floats(numel: int) -> Tensor:
+    """Random bit patterns: denormals, infinities and NaN are among them."""
+    bits = torch.randint(-(2**31), 2**31, (numel,), dtype=torch.int64, generator=torch.Generator().manual_seed(3))
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def reference_moment(values: Tensor, *, binades: int, signed: bool) -> Tensor:
+    """One block through the 8-bit code, as its definition has it: float64, nearest."""
+    offset = 2.0 ** (1 - binades)
+    step_up = 1.9375 - 2 * offset  # a larger mantissa takes the next power of two
+    mantissa, exponent = torch.frexp(values.abs().max())
+    scale = 2.0 ** (int(exponent) - (0 if float(mantissa) * 2 >= step_up else 1))
+    z = values.abs().double() / scale + offset
+    quantum = 2.0 ** (z.log2().floor() - 4)
+    z = (z / quantum + 0.5).floor() * quantum
+    if not signed:
+        z = z.clamp(min=offset * 17 / 16)
+    return ((z - offset) * scale).float() * values.sign() if signed else ((z - offset) * scale).float()
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_conversion_rounds_as_torch_does(source: torch.dtype, target: torch.dtype) -> None:
+    values = any_floats(5003).to(source)
+    out = torch.empty(5003, dtype=target)
+    kernels.convert(values, out)
+    expected = values.to(target)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_accumulation_adds_in_fp32(source: torch.dtype, target: torch.dtype) -> None:
+    values, total = torch.randn(1003).to(source), torch.randn(1003).to(target)
+    expected = (total.float() + values.float() * 0.5).to(target)
+    kernels.accumulate(total, values, 0.5)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sum_of_squares_is_that_of_float64(dtype: torch.dtype) -> None:
+    values = torch.randn(70_001).to(dtype)
+    assert kernels.sum_squares(values) == pytest.approx(values.double().square().sum().item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_bad_value_shows_in_the_sum_of_squares(dtype: torch.dtype, bad: float) -> None:
+    for place in (0, 15, 16, 70_000):  # the first lane, the last one, the next group, the tail
+        values = torch.ones(70_001, dtype=dtype)
+        values[place] = bad
+        assert not math.isfinite(kernels.sum_squares(values))
+
+
+def test_an_fp32_sum_that_overflows_fp32_stays_finite() -> None:
+    assert kernels.sum_squares(torch.full((100,), 3e38)) == pytest.approx(9e78, rel=1e-6)
+
+
+def test_split_and_join_keep_every_finite_and_infinite_master() -> None:
+    master = any_floats(200_000)
+    weight = torch.empty(master.shape, dtype=torch.bfloat16)
+    low, back = torch.empty(master.shape, dtype=torch.int16), torch.empty_like(master)
+    kernels.split(master, weight, low)
+    kernels.join(weight, low, back)
+    known = ~master.isnan()
+    assert torch.equal(back[known].view(torch.int32), master[known].view(torch.int32))
+    assert back[~known].isnan().all()
+    assert weight[~known].isnan().all()
+    ties_away = (master[known].view(torch.int32).to(torch.int64) + 0x8000) >> 16
+    assert torch.equal(weight[known].view(torch.int16), ties_away.to(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_compact_weight_is_the_rounded_master_and_its_completion(dtype: torch.dtype) -> None:
+    master = torch.randn(10_007) * torch.exp2(torch.arange(10_007) % 24 - 16)
+    weight, low = torch.empty(master.shape, dtype=dtype), torch.empty(master.shape, dtype=torch.int8)
+    back = torch.empty_like(master)
+    kernels.encode_weight(master, weight, low)
+    kernels.decode_weight(weight, low, back)
+    bits = 16 if dtype == torch.bfloat16 else 18
+    assert (back - master).abs().le(master.abs() * 2.0**-bits + 2.0**-32).all()
+    assert (weight.float() - master).abs().le((master.to(dtype).float() - master).abs() * (1 + 2.0**-7)).all()
+
+
+@pytest.mark.parametrize(("codes_dtype", "binades"), [(torch.int8, 8), (torch.uint8, 16)])
+def test_moment_codes_follow_their_definition(codes_dtype: torch.dtype, binades: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for shift in range(-60, 61, 7):
+        values = torch.randn(BLOCK, generator=generator) * 2.0**shift
+        values = values if codes_dtype == torch.int8 else values.square()
+        codes, scale = torch.empty(BLOCK, dtype=codes_dtype), torch.empty(1)
+        back = torch.empty(BLOCK)
+        kernels.encode_moment(values, codes, scale)
+        kernels.decode_moment(codes, scale, back)
+        assert torch.equal(back, reference_moment(values, binades=binades, signed=codes_dtype == torch.int8))
+
+
+def test_a_second_moment_is_zero_only_where_its_block_is() -> None:
+    values = torch.zeros(2 * BLOCK)
+    values[3], values[5] = 1.0, 1e-30
+    codes, scale, back = torch.empty(2 * BLOCK, dtype=torch.uint8), torch.empty(2), torch.empty(2 * BLOCK)
+    kernels.encode_moment(values, codes, scale)
+    kernels.decode_moment(codes, scale, back)
+    assert (back[:BLOCK] > 0).all()
+    assert (back[BLOCK:] == 0).all()
+
+
+def test_copy_and_fill_reach_every_byte() -> None:
+    for numel in (0, 1, 15, 16, 17, 300_001):
+        source = torch.randint(0, 255, (numel,), dtype=torch.uint8)
+        target = torch.full((numel,), 7, dtype=torch.uint8)
+        kernels.copy(source, target)
+        assert torch.equal(source, target)
+        kernels.fill_zero(target)
+        assert not target.any()
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "total"), [("exact", torch.bfloat16, 12), ("compact", torch.bfloat16, 5.0625)]
+)
+def test_bytes_of_a_parameter_are_as_promised(format: str, dtype: torch.dtype, total: float) -> None:
+    numel = 128_000
+    assert kernels.state_bytes("adamw", format, dtype, numel) + 2 * numel == total * numel
