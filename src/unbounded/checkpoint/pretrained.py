@@ -45,6 +45,7 @@ class PretrainedModel(MetaModel):
     ) -> None:
         self.reads = reads
         members = [member for _, members, _ in entries for member in members]
+        self._is_meta = any(_is_stand_in(member.parameter) for member in members)
         self._aliases = {id(member.parameter): member.names for member in members}
         self._buffers = persistent_buffers(model)
         names: dict[str, Any] = {name: member.parameter for member in members for name in member.names}
@@ -53,6 +54,7 @@ class PretrainedModel(MetaModel):
         self._check_shapes(members)
         self._report(model, members, weights)
         super().__init__(model, device)
+        self.check()
 
     def _recipe(self, parameter: Any) -> Recipe | None:
         names = self._aliases.get(id(parameter), [])
@@ -90,7 +92,7 @@ class PretrainedModel(MetaModel):
                 "weights of %s that %s does not have, newly initialised: %s", kind, weights.folder, _shown(missing)
             )
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Only what the files do not give needs a module that can initialise itself."""
         for name, module in self.model.named_modules():
             prefix = f"{name}." if name else ""
@@ -108,7 +110,7 @@ class PretrainedModel(MetaModel):
                 )
 
     def _is_open(self, parameter: Any) -> bool:
-        return parameter.is_meta and parameter.numel() > 0 and self._recipe(parameter) is None
+        return self._is_meta and parameter.numel() > 0 and self._recipe(parameter) is None
 
     def _initialise(
         self,
@@ -132,7 +134,7 @@ class PretrainedModel(MetaModel):
         recipe = self._recipe(parameter)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if recipe is None:
-                if not parameter.is_meta:
+                if not self._is_meta:
                     view.copy_(parameter)
             elif self.reads:
                 value = recipe.make()
@@ -142,6 +144,13 @@ class PretrainedModel(MetaModel):
                         f"{list(value.shape)}, but the model has {list(view.shape)}. Check the configuration."
                     )
                 view.copy_(value)
+
+
+def _is_stand_in(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has no values of its own: it was on the meta device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        held = 0 if parameter.is_meta else parameter.untyped_storage().nbytes()
+        return held < parameter.numel() * parameter.element_size()
 
 
 def _shown(names: Sequence[str]) -> str:
