@@ -8,8 +8,8 @@ namespace unbounded::disk {
 
 namespace {
 
-// Enough blocks for a rate that means something: 128 MiB, 30 ms on a disk of 4 GB/s.
-constexpr std::uint64_t kWindowBlocks = 16;
+// Enough blocks for a rate that means something: 64 MiB, 16 ms on a disk of 4 GB/s.
+constexpr std::uint64_t kWindowBlocks = 8;
 
 EngineOptions normalised(EngineOptions options) {
   std::uint64_t grains = (options.block_bytes + kChecksumGrain - 1) / kChecksumGrain;

@@ -96,7 +96,7 @@ class ThreadLane : public Lane {
     lane_bytes_ += length;
     std::uint64_t device_bytes = meter_->fetch_add(length) + length;
     unsigned before = width_.now();
-    width_.completed(lane_bytes_, device_bytes, monotonic_ns(), !queue_.empty());
+    width_.completed(lane_bytes_, device_bytes, monotonic_ns(), queue_.size() + num_active_);
     if (width_.now() > before) {
       grow(0);
       wake_.notify_all();

@@ -138,7 +138,7 @@ class UringLane : public Lane {
     free_slots_.push_back(index);
     lane_bytes_ += length;
     std::uint64_t device_bytes = meter_->fetch_add(length) + length;
-    width_.completed(lane_bytes_, device_bytes, monotonic_ns(), !queue_.empty());
+    width_.completed(lane_bytes_, device_bytes, monotonic_ns(), queue_.size() + num_active());
   }
 
   std::size_t num_active() const { return slots_.size() - free_slots_.size(); }

@@ -1,4 +1,5 @@
 // The pure parts of the disk engine: splitting a run, finding the width, checksums.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -53,7 +54,7 @@ unsigned width_after(double (*rate)(unsigned), unsigned limit, int num_blocks) {
   for (int i = 0; i < num_blocks; ++i) {
     bytes += kBlock;
     now += static_cast<double>(kBlock) / rate(width.now());
-    width.completed(bytes, bytes, static_cast<std::int64_t>(now), true);
+    width.completed(bytes, bytes, static_cast<std::int64_t>(now), 100);
   }
   return width.settled();
 }
@@ -62,16 +63,44 @@ void width_finds_what_the_disk_likes() {
   CHECK(width_after([](unsigned w) { return w == 1 ? 3.9 : 3.0; }, 8, 2000) == 1);
   CHECK(width_after([](unsigned w) { return static_cast<double>(w); }, 8, 2000) == 8);
   CHECK(width_after([](unsigned w) { return w == 4 ? 3.0 : 2.0; }, 32, 4000) == 4);
-  CHECK(width_after([](unsigned) { return 3.0; }, 8, 2000) == 2);  // no difference: stays where it began
+  CHECK(width_after([](unsigned w) { return w == 1 ? 3.9 : 3.0; }, 6, 2000) == 1);  // no power of two
+  CHECK(width_after([](unsigned) { return 3.0; }, 8, 2000) == 4);  // no difference: stays where it began
   CHECK(width_after([](unsigned w) { return static_cast<double>(w); }, 1, 500) == 1);
 }
 
 void width_learns_nothing_without_waiting_work() {
   Width width(8, 1 << 20);
   for (int i = 1; i < 1000; ++i) {
-    width.completed(static_cast<std::uint64_t>(i) << 20, static_cast<std::uint64_t>(i) << 20, i * 1000, false);
-    CHECK(width.now() == 2);
+    width.completed(static_cast<std::uint64_t>(i) << 20, static_cast<std::uint64_t>(i) << 20, i * 1000, 0);
+    CHECK(width.now() == 4);
   }
+}
+
+void width_learns_also_from_work_that_comes_in_bursts() {
+  Width width(8, 8);
+  double now = 1;
+  for (std::uint64_t bytes = 1; bytes < 20000; ++bytes) {
+    now += 1000.0 / width.now();
+    std::size_t num_left = 39 - bytes % 40;  // a burst of 40 blocks, then a pause
+    if (num_left == 0) now += 100000;
+    width.completed(bytes, bytes, static_cast<std::int64_t>(now), num_left);
+  }
+  CHECK(width.settled() == 8);
+}
+
+void width_gives_up_what_the_caller_never_fills() {
+  Width width(32, 8);
+  double now = 1;
+  auto run = [&](std::uint64_t from, std::uint64_t to, std::size_t in_flight) {
+    for (std::uint64_t bytes = from; bytes < to; ++bytes) {
+      now += 1000.0 / static_cast<double>(std::min<std::size_t>(width.now(), in_flight));
+      width.completed(bytes, bytes, static_cast<std::int64_t>(now), in_flight - 1);
+    }
+  };
+  run(1, 20000, 100);
+  CHECK(width.settled() == 32);
+  run(20000, 40000, 9);  // filling 8, so never more than that
+  CHECK(width.settled() == 8 || width.settled() == 4);
 }
 
 void checksums_agree() {
@@ -100,6 +129,8 @@ int main() {
   aligned_runs_are_direct_in_whole_blocks();
   width_finds_what_the_disk_likes();
   width_learns_nothing_without_waiting_work();
+  width_learns_also_from_work_that_comes_in_bursts();
+  width_gives_up_what_the_caller_never_fills();
   checksums_agree();
   return 0;
 }
