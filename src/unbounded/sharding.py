@@ -350,13 +350,17 @@ def _check_model(model: nn.Module) -> list[Member]:
     if not isinstance(model, nn.Module):
         raise PlanError(f"shard was given a {type(model).__name__} as the model. Give an nn.Module.")
     members = find_members(model)
-    if model in _sharded or any(isinstance(member.parameter, ManagedParameter) for member in members):
-        raise PlanError("this model is already sharded. Call shard once, and keep the model it returns.")
-    devices = sorted({str(member.parameter.device) for member in members})
-    if len(devices) > 1:
+    managed = [member.names[0] for member in members if isinstance(member.parameter, ManagedParameter)]
+    if model in _sharded or managed:
+        whose = f" (its parameter {managed[0]!r})" if managed else ""
+        raise PlanError(f"this model is already sharded{whose}. Call shard once, and keep the model it returns.")
+    first: dict[str, str] = {}
+    for member in members:
+        first.setdefault(str(member.parameter.device), member.names[0])
+    if len(first) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in first.items())
         raise PlanError(
-            f"the model's parameters are on different devices: {', '.join(devices)}. "
-            "Move the whole model to one of them first."
+            f"the model's parameters are on different devices: {places}. Move the whole model to one of them first."
         )
     return members
 

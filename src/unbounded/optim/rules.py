@@ -8,6 +8,7 @@ running the torch optimizer itself on the flat fp32 master: elementwise updates 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -165,7 +166,7 @@ class TorchRule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
         self._kind: Any = type(optimizer)
-        self._defaults = {key: value for key, value in optimizer.defaults.items() if key not in _HOW}
+        self._options = [key for key in inspect.signature(self._kind).parameters if key not in _HOW]
         self.has_master = dtype in (torch.bfloat16, torch.float16)
         self._dtype = torch.float32 if self.has_master else dtype
         probe = torch.nn.Parameter(torch.zeros(2, dtype=self._dtype))
@@ -206,7 +207,7 @@ class TorchRule:
         return {name: float(value) for name, value in held.items()}
 
     def _only_known(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: group[key] for key in self._defaults if key in group} | {"foreach": False}
+        return {key: group[key] for key in self._options if key in group} | {"foreach": False}
 
 
-_HOW = ("foreach", "fused", "capturable", "differentiable")
+_HOW = ("params", "foreach", "fused", "capturable", "differentiable")

@@ -118,11 +118,14 @@ class Engine:
         """The backward reaches a site, or its forward is recomputed there."""
         if not self._in_backward:
             self._begin_backward()
+        if stop.inner:  # around the others, and gathered until the backward ends: nobody is left for it
+            self._visit(stop, self.backward)
+            return
         behind, self._behind = self._behind, stop
         if behind is stop:
             self._gather(stop.units)
             return
-        if behind is not None and not behind.inner:
+        if behind is not None:
             self._leave(behind)
         self._visit(stop, self.backward)
 

@@ -36,7 +36,7 @@ _METADATA = _getters(
 ) | {
     _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.element_size,
     _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.__len__, _Tensor.__hash__,
-    _Tensor.get_device, _Tensor.is_contiguous, _Tensor.is_inference, _Tensor.type, torch.is_floating_point,
+    _Tensor.get_device, _Tensor.is_contiguous, _Tensor.is_inference, torch.is_floating_point,
     torch.is_complex, torch.numel, torch.is_tensor, _Tensor.is_same_size,
 }  # fmt: skip
 
@@ -60,7 +60,7 @@ class ManagedParameter(nn.Parameter):
         if name == "detach" and owner is not None and owner._unit.keeper.collecting:
             with torch._C.DisableTorchFunctionSubclass():  # `state_dict` fills the values in afterwards
                 return torch.empty_like(owner, device="meta")
-        if owner is not None and (name in _REFUSED or _writes_in_place(name)):
+        if owner is not None and (name in _REFUSED or name in _MOVES or _writes_in_place(name)):
             raise StateError(
                 f"{name.strip('_')}() would change the parameter {owner.name!r} behind the engine that keeps it. "
                 "Write to it inside `with unbounded.full_params(model):`, and freeze, move or hook it before `shard`."
@@ -109,6 +109,7 @@ class ManagedParameter(nn.Parameter):
 
 
 _SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
+_MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {
     "__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "backward", "__setitem__",
     "__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "retain_grad",

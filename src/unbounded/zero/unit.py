@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from unbounded.errors import StateError
 from unbounded.tiers.array import Array
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradient import Gradient
@@ -92,6 +93,7 @@ class Unit:
         self.scalars: list[dict[str, float]] = [{} for _ in layout.slots]
         self.used = bytearray(len(layout.slots))  # which parameters have a gradient
         self.unreduced: torch.Tensor | None = None  # whole local gradients waiting for a reduction
+        self._swapped = False  # the modules hold views now
         self._pass_views: Sequence[torch.Tensor] | None = None  # views in the graph of the pass under way
         self._plain_views: Sequence[torch.Tensor] | None = None
         self.calls = 0  # forwards since the last step
@@ -137,12 +139,28 @@ class Unit:
 
     def swap_in(self) -> None:
         """Puts views of the gathered buffer into the modules."""
+        if not self._swapped and not all(map(operator.is_, self._held(), self._placeholders)):
+            self._report_replaced()
+        self._swapped = True
         views = self.views()
         _put(self._dicts, self._attributes, map(views.__getitem__, self._pick))
 
     def swap_out(self) -> None:
         """Puts the managed parameters back into the modules."""
+        self._swapped = False
         _put(self._dicts, self._attributes, self._placeholders)
+
+    def _held(self) -> Iterator[Any]:
+        return map(dict.get, self._dicts, self._attributes)
+
+    def _report_replaced(self) -> None:
+        for held, parameter in zip(self._held(), self._placeholders, strict=True):
+            if held is not parameter:
+                raise StateError(
+                    f"the parameter {parameter.name!r} was replaced or removed after `shard`, so the engine would "
+                    "train one that the model no longer has. Change the model before `shard`, or write new values inside "
+                    "`with unbounded.full_params(model):`."
+                )
 
     def borrow(self, parameter: ManagedParameter) -> torch.Tensor:
         """The value of one parameter for a computation outside its module's forward."""
