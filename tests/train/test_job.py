@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -168,6 +169,21 @@ def test_a_loss_that_is_not_finite_stops_the_run_naming_step_module_and_checkpoi
         train(config)
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run_naming_its_unit(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_gradient(trainer: Any) -> Any:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradient * math.nan)
+
+        return trainer.model.get_submodule("blocks.0.feed_out").register_forward_hook(hook)
+
+    _break_step(monkeypatch, 4, break_gradient)
+    with pytest.raises(TrainingError, match=r'step 4: the gradient is not finite \(loss [0-9.]+, .*unit "blocks\.0"'):
+        train(tiny(tmp_path / "out", texts))
+
+
 def test_a_loss_that_is_not_finite_is_passed_over_where_that_is_the_policy(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,11 +242,26 @@ def _train_until(config: Any, *, step: int, act: Callable[[], None] | None = Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Trainer, "_seed", seed)
-        return train(config)
+        try:
+            return train(config)
+        finally:
+            for thread in threading.enumerate():
+                if thread.name == "unbounded-save":  # a process that was killed would not leave one behind
+                    thread.join()
 
 
 def _break_module(patch: pytest.MonkeyPatch, *, step: int, name: str) -> None:
     """Have the named module give inf within the 1-based `step`."""
+
+    def give_inf(trainer: Any) -> Any:
+        module = trainer.model.get_submodule(name)
+        return module.register_forward_hook(lambda *_: torch.full_like(_[2], math.inf))
+
+    _break_step(patch, step, give_inf)
+
+
+def _break_step(patch: pytest.MonkeyPatch, step: int, attach: Callable[[Any], Any]) -> None:
+    """Have what `attach` hooks to the model in place within the 1-based `step` only."""
     former = loop.Trainer._seed
 
     def seed(self: Any, number: int) -> None:
@@ -238,7 +269,6 @@ def _break_module(patch: pytest.MonkeyPatch, *, step: int, name: str) -> None:
         for handle in getattr(self, "broken", []):
             handle.remove()
         if number + 1 == step:
-            module = self.model.get_submodule(name)
-            self.broken = [module.register_forward_hook(lambda *_: torch.full_like(_[2], math.inf))]
+            self.broken = [attach(self)]
 
     patch.setattr(loop.Trainer, "_seed", seed)

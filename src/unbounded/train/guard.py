@@ -48,7 +48,12 @@ class Guard:
         what = "loss" if outcome.loss - outcome.loss != 0 else "gradient"
         inputs = torch.from_numpy(batch.inputs[: self._settings.micro_batch]).to(self._trainer.world.device)
         culprits = [name for name in self._trainer.world.collect(find_culprit(self._trainer.model, inputs)) if name]
+        units = [name for names in self._trainer.world.collect(self._trainer.broken_units) for name in names]
         where = f' The first output that is not finite is that of "{culprits[0]}".' if culprits else ""
+        if not where and units:
+            where = (
+                f' The gradient of unit "{units[-1]}" is not finite.'  # the last in order is the first in the backward
+            )
         return f"step {step}: the {what} is not finite (loss {outcome.loss:g}, norm {outcome.norm:g}).{where}"
 
 

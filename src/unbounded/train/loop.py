@@ -44,6 +44,7 @@ class Trainer:
     def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, settings: Settings, world: World) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.settings, self.world = settings, world
+        self.broken_units: list[str] = []  # units whose gradient was not finite in the last step that was left out
 
     def step(self, number: int, batch: Batch, vote: Callable[[], tuple[float, ...]] = tuple) -> Outcome:
         """Train on a global batch; what `vote` gives behind the backward pass is summed over ranks with the loss.
@@ -75,6 +76,8 @@ class Trainer:
         if stepped:
             self.optimizer.step()
             self.scheduler.step()
+        else:
+            self.broken_units = self.optimizer.nonfinite_units()
         self.optimizer.zero_grad()
         return stepped
 

@@ -1,0 +1,142 @@
+"""Hugging Face models in `unbounded train`: a folder, a configuration, adapters; and what cannot be meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.corpora import save_model, save_tokenizer, sentences, write_jsonl, write_texts
+from tests.train.jobs import losses, train
+from unbounded.train.config import Config
+from unbounded.train.errors import InputError
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    return write_texts(tmp_path / "texts.jsonl", 300)
+
+
+def fine_tune(output: Path, data: Path, **settings: Any) -> Config:
+    given = {
+        "sequence_length": 32,
+        "batch_tokens": 256,
+        "steps": 8,
+        "lr": 5e-3,
+        "eval_fraction": 0.0,
+        "device": "cpu",
+        "plan": (("weights", "host"), ("optimizer", "disk")),
+    }
+    return Config(output=str(output), data=(str(data),), **given | settings)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(12).view(1, -1)).logits.float()
+
+
+def test_a_model_begins_with_its_own_weights_and_its_export_is_what_was_trained(
+    tmp_path: Path, folder: Path, texts: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = tmp_path / "export"
+    summary = train(fine_tune(tmp_path / "out", texts, model=str(folder), export=str(export)))
+    found = losses(tmp_path / "out")
+    assert found[0] == pytest.approx(_plain_loss(folder, texts), rel=1e-4)
+    assert found[-1] < found[0] - 0.3
+    assert summary.exported == export
+    loaded = AutoModelForCausalLM.from_pretrained(export)
+    assert AutoTokenizer.from_pretrained(export).get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    again = fine_tune(tmp_path / "again", texts, model=str(export), steps=1, lr=1e-9, export=str(tmp_path / "same"))
+    train(again)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "same")), logits(loaded))
+
+
+def test_a_model_starts_from_nothing_with_a_configuration(tmp_path: Path, folder: Path, texts: Path) -> None:
+    train(fine_tune(tmp_path / "out", texts, from_config=str(folder / "config.json"), lr=1e-2))
+    found = losses(tmp_path / "out")
+    assert found[0] == pytest.approx(torch.log(torch.tensor(320.0)).item(), abs=0.3)
+    assert found[-1] < found[0] - 0.3
+
+
+def test_adapters_train_while_the_rest_stays_and_are_exported_alone(tmp_path: Path, folder: Path, texts: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    export = tmp_path / "adapters"
+    summary = train(fine_tune(tmp_path / "out", texts, model=str(folder), lora_rank=4, lr=2e-2, export=str(export)))
+    found = losses(tmp_path / "out")
+    assert 0 < summary.num_trained < summary.num_parameters / 2
+    assert found[0] == pytest.approx(_plain_loss(folder, texts), rel=1e-4)  # adapters begin as nothing
+    assert found[-1] < found[0] - 0.1
+    assert not (export / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    before = logits(base)
+    adapted = PeftModel.from_pretrained(base, export)
+    assert (logits(adapted) - before).abs().max() > 1e-3
+
+
+def test_chats_are_rendered_by_the_models_template(tmp_path: Path, folder: Path) -> None:
+    said = sentences(100)
+    records = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in zip(said[::2], said[1::2], strict=True)
+    ]
+    train(fine_tune(tmp_path / "out", write_jsonl(tmp_path / "chat.jsonl", records), model=str(folder)))
+    found = losses(tmp_path / "out")
+    assert found[-1] < found[0]
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_is_allocated(
+    tmp_path: Path, folder: Path, texts: Path
+) -> None:
+    other = save_tokenizer(tmp_path / "larger", vocabulary=400)
+    for settings, said in (
+        ({"model": str(tmp_path / "none")}, "does not exist"),
+        ({"model": str(other)}, "has no safetensors file"),
+        ({"from_config": str(tmp_path)}, "no model configuration can be read"),
+        (
+            {"model": str(folder), "tokenizer": str(other)},
+            "does not match the model: it has 400 tokens and the model embeds 320",
+        ),
+        ({"model": str(folder), "sequence_length": 256}, "more than the 128 positions"),
+        (
+            {"model": str(folder), "batch_tokens": 100},
+            "not a multiple of --sequence-length 32. The nearest that is: 96",
+        ),
+        ({"model": str(folder), "micro_batch": 3}, "does not divide the 8 sequences"),
+        ({"model": str(folder), "lora_rank": 4, "lora_targets": ("nothing",)}, "the adapters do not fit this model"),
+    ):
+        with pytest.raises(InputError, match=said) as caught:
+            train(fine_tune(tmp_path / "out", texts, **settings))
+        assert "\n" not in str(caught.value)
+
+
+def _plain_loss(folder: Path, texts: Path) -> float:
+    """The loss of the first batch by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.train.corpora import make_corpus
+    from unbounded.train.data.loader import Loader
+    from unbounded.train.data.tokenizer import FolderTokenizer
+
+    loader = Loader(make_corpus(texts, tokenizer=FolderTokenizer(folder)), rows=8)
+    batch = loader.next()
+    loader.close()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        scores = model(torch.from_numpy(batch.inputs)).logits.float()
+    return torch.nn.functional.cross_entropy(scores.flatten(0, 1), torch.from_numpy(batch.targets).flatten()).item()
