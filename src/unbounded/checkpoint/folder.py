@@ -19,10 +19,11 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from unbounded.checkpoint.manifest import FILE_NAME, MissingCheckpointError
-from unbounded.errors import CheckpointError
+from unbounded.errors import CheckpointError, DiskError, UnboundedError
 
 _OURS = re.compile(r"manifest\.json|data-\d+\.bin")
 _EXCHANGE = 2
@@ -60,14 +61,14 @@ class Claim:
 
     def commit(self, manifest: bytes) -> None:
         """Makes the staging folder, whose data files are on stable storage, the checkpoint."""
-        path = self.staging / FILE_NAME
-        with open(path, "wb") as file:
-            file.write(manifest)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(self.staging)
-        self._put_in_place()
-        sync_folder(self.folder.parent)
+        with told(self.folder):
+            with open(self.staging / FILE_NAME, "wb") as file:
+                file.write(manifest)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(self.staging)
+            self._put_in_place()
+            sync_folder(self.folder.parent)
 
     def release(self) -> None:
         """Gives the lock back, and removes the staging folder: a failed save, or what was replaced."""
@@ -95,16 +96,33 @@ class Claim:
 def claim(folder: str | os.PathLike[str]) -> Claim:
     """Locks `folder` for one save and makes its staging folder. Raises where another job is saving there."""
     path = _real(folder)
-    _check_replaceable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = Claim(path, _lock(path))
-    try:
-        _clean(path)
-        made.staging.mkdir()
-    except BaseException:
-        made.release()
-        raise
+    with told(path):
+        _check_replaceable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = Claim(path, _lock(path))
+        try:
+            _clean(path)
+            made.staging.mkdir()
+        except BaseException:
+            made.release()
+            raise
     return made
+
+
+@contextlib.contextmanager
+def told(folder: Path) -> Iterator[None]:
+    """Tells the system's errors with the checkpoint they hit."""
+    try:
+        yield
+    except UnboundedError:
+        raise
+    except OSError as error:
+        told_error = DiskError(
+            f"saving to {folder} failed: {error.strerror} (errno {error.errno}) at {error.filename or folder}. "
+            "Check the space and the permissions there; a checkpoint that was there before is unharmed."
+        )
+        told_error.errno, told_error.filename = error.errno, str(error.filename or folder)
+        raise told_error from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -49,7 +49,7 @@ from unbounded.errors import CheckpointError, StateError
 from unbounded.sharding import Sharded, sharded
 from unbounded.tiers.lane import Handle
 from unbounded.zero.scaler import LossScale
-from unbounded.zero.unit import Unit
+from unbounded.zero.unit import Unit, WeightState
 from unbounded.zero.units import find_members
 
 STAGED_BYTES = 256 << 20
@@ -70,7 +70,7 @@ def load(
     _clear_marks(state.engine.units)
     settle(state)
     for unit in state.engine.units:
-        state.engine.wait(unit)
+        _finish_fetch(state, unit)
     state.engine.settle()
     peers = peers_of(model, state.engine.ranks)
     loading = _Loading(state, model, peers, with_optimizer=optimizer is not None)
@@ -91,6 +91,14 @@ class HalfLoaded(Handle):
                 "usable. Load a whole checkpoint, or build the model anew."
             )
         )
+
+
+def _finish_fetch(state: Sharded, unit: Unit) -> None:
+    """Waits for a fetch in flight; one that met the mark of a failed load has brought nothing and is forgotten."""
+    try:
+        state.engine.wait(unit)
+    except StateError:
+        unit.state, unit.handle = WeightState.RELEASED, None
 
 
 def _clear_marks(units: Sequence[Unit]) -> None:

@@ -14,6 +14,9 @@ from unbounded.errors import CheckpointError
 from unbounded.native.disk import DiskEngine, DiskFile, DiskHandle, crc32c
 from unbounded.native.memory import host_buffer
 
+# For transfers of megabytes threads and io_uring are level, and finding out costs half a second of a first save.
+BACKEND = "threads"
+
 
 class Files:
     """The data files of one checkpoint, opened as they are needed."""
@@ -43,7 +46,7 @@ class Files:
         """Starts filling `target` from byte `offset` of file `number`."""
         if number not in self._open:
             if self._engine is None:
-                self._engine = DiskEngine()
+                self._engine = DiskEngine(backend=BACKEND)
             path = self.folder / self.manifest.files[number].name
             self._open[number] = self._engine.open(path, read_only=True)
         return self._open[number].read(offset, target)

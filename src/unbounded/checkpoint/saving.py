@@ -31,6 +31,7 @@ from unbounded.checkpoint import snapshot as snapshots
 from unbounded.checkpoint import values
 from unbounded.checkpoint.manifest import FileEntry, Manifest, TensorEntry, join_slices, write_text
 from unbounded.checkpoint.peers import Peers, peers_of
+from unbounded.checkpoint.reading import BACKEND
 from unbounded.checkpoint.snapshot import BUFFER, COMPLETING, Snapshot
 from unbounded.checkpoint.stream import Writer, lay_out
 from unbounded.errors import CheckpointError, StateError
@@ -293,7 +294,7 @@ class _Job:
 
     def _write_file(self) -> FileEntry:
         name = folders.data_name(self.peers.rank)
-        with DiskEngine() as engine:
+        with DiskEngine(backend=BACKEND) as engine:
             size = max(1, lay_out(self.snapshot.segments))
             with engine.open(self.staging / name, create=True, size_bytes=size) as file:
                 entry = Writer(file, self.state.tiers.arena).write(name, self.snapshot.segments)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from unbounded.checkpoint.folder import sync_folder
+from unbounded.checkpoint.reading import BACKEND
 from unbounded.checkpoint.weightfiles import INDEX, SINGLE
 from unbounded.errors import CheckpointError
 from unbounded.native.disk import DiskEngine, DiskFile
@@ -97,7 +98,7 @@ class ShardWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._staging = self.folder / f".export-{secrets.token_hex(4)}"
         self._staging.mkdir()
-        self._engine = DiskEngine()
+        self._engine = DiskEngine(backend=BACKEND)
         try:
             for plan in self.plans:
                 file = self._engine.open(self._staging / plan.name, create=True, size_bytes=plan.nbytes)
