@@ -159,8 +159,8 @@ class Engine:
         if not (self.defer_reduction or self._no_sync):
             self.reduction.end()
         if self.ranks.size == 1:
-            self.forward.adopt()
-            self.backward.adopt()
+            self.forward.adopt(keep_all=False)
+            self.backward.adopt(keep_all=False)
         self.settle()
 
     def _abandon_backward(self) -> None:
@@ -177,7 +177,9 @@ class Engine:
     def _visit(self, stop: Stop, schedule: Schedule) -> None:
         """Claims a site's units and those expected next, and waits for the site's own."""
         passed = schedule.visit(stop.index)
-        if passed is None:
+        if passed is None and stop in self._passed:
+            self._passed.remove(stop)  # late by the agreed order, and kept for this
+        elif passed is None:
             self._claim_alone(stop.units)
         elif self.ranks.size == 1:
             self._forget(passed)
@@ -198,12 +200,15 @@ class Engine:
                     self._drop([unit])
 
     def _finish(self, schedule: Schedule) -> None:
-        """Takes part in what the agreed order still holds for other ranks."""
+        """Takes part in what the agreed order still holds for other ranks, and keeps nothing for later."""
         rest = schedule.end()
         if self.ranks.size > 1:
             for index in rest:
                 self._claim(self.stops[index].units)
                 self._drop(self.stops[index].units)
+        for stop in self._passed:
+            self._drop(stop.units)
+        self._passed.clear()
 
     def _watch_outputs(self, stop: Stop, outputs: Any) -> bool:
         """Marks the start of the backward on what the site returned; says whether there will be one."""
@@ -275,6 +280,7 @@ class Engine:
     def invalidate(self, unit: Unit) -> None:
         """The unit's owned weights are being updated: what was gathered from them is stale."""
         if unit.resident:
+            self.wait(unit)  # a gather under way still reads the old ones
             unit.state = WeightState.RELEASED
         else:
             self.release(unit)

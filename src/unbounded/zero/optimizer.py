@@ -175,8 +175,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             unit.used = flags[position : position + len(unit.used)]
             position += len(unit.used)
         if torch.equal(agreed[-4:-2], -agreed[-2:]):
-            engine.forward.adopt()
-            engine.backward.adopt()
+            engine.forward.adopt(keep_all=True)
+            engine.backward.adopt(keep_all=True)
 
     def _total_norm(self, units: list[Unit]) -> float | torch.Tensor:
         engine = self.engine

@@ -11,12 +11,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+# Passes in a row without a site after which the agreed order leaves it out.
+IDLE_PASSES = 100
+
 
 class Schedule:
     """The expected order of one phase (forward or backward) and the place in it."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         self.expected: tuple[int, ...] = tuple(expected)
+        self._first = self.expected
+        self._idle: dict[int, int] = {}
         self.active = False
         self._seen: list[int] = []
         self._visited = 0  # positions of the expected order before this one are behind us
@@ -62,7 +67,20 @@ class Schedule:
         """A number that is equal on two ranks whose last passes went the same way."""
         return zlib.crc32(repr(self._seen).encode())
 
-    def adopt(self) -> None:
-        """Takes the last pass as the expected order from now on."""
-        if self._seen and not self.active:
-            self.expected = tuple(self._seen)
+    def adopt(self, *, keep_all: bool) -> None:
+        """Takes the last pass as the expected order from now on.
+
+        With `keep_all` the sites that it left out stay at their place in the first order: a block that is skipped at
+        random may come back on one rank only, which its peers must have joined. One idle for long goes all the same.
+        """
+        if self.active or not self._seen:
+            return
+        order = list(self._seen)
+        for before, site in enumerate(self._first, start=-1):
+            self._idle[site] = 0 if site in self._seen else self._idle.get(site, 0) + 1
+            if keep_all and 0 < self._idle[site] < IDLE_PASSES:
+                above = (
+                    next((other for other in self._first[before::-1] if other in order), None) if before >= 0 else None
+                )
+                order.insert(0 if above is None else len(order) - order[::-1].index(above), site)
+        self.expected = tuple(order)

@@ -158,7 +158,7 @@ class Unit:
             if held is not parameter:
                 raise StateError(
                     f"the parameter {parameter.name!r} was replaced or removed after `shard`, so the engine would "
-                    "train one that the model no longer has. Change the model before `shard`, or write new values inside "
+                    "train one that the model no longer has. Change the model before `shard`, or write values inside "
                     "`with unbounded.full_params(model):`."
                 )
 
