@@ -54,7 +54,7 @@ template <class V, class R> inline void update_exact(const Update& u, size_t beg
 
 // A block after its step, until its new moments are stored.
 struct Stepped {
-  alignas(64) float weight[BLOCK], first[BLOCK], second[BLOCK];
+  alignas(64) float first[BLOCK], second[BLOCK], weight[BLOCK];  // weights where one moment is the only other array
 };
 
 struct Scales {
@@ -76,7 +76,9 @@ inline void step_at(const Update& u, size_t i, size_t k, const Scales& scales, S
   R::template step<V>(u.step, w, g, m, v);
   const auto noise = noise_of<V>(R::first ? m : R::second ? v : g, u.salt + k, weight_noise<T>);
   encode_at<V>(w, noise, at<T>(u.weight, i), at<int8_t>(u.low, i));
-  V::store(out.weight + k, w), V::store(out.first + k, m), V::store(out.second + k, v);
+  if (R::first) V::store(out.first + k, m);
+  if (R::second) V::store(out.second + k, v);
+  if (R::first != R::second) V::store(out.weight + k, w);
   if (R::first) highest.first = V::max(highest.first, V::bits(m) & V::all(0x7fffffff));
   if (R::second) highest.second = V::max(highest.second, V::bits(v));
 }
@@ -85,7 +87,7 @@ inline void step_at(const Update& u, size_t i, size_t k, const Scales& scales, S
 template <class V, class R>
 inline void store_at(const Update& u, size_t i, size_t k, const Scales& inverse, const Stepped& b) {
   if (R::first) {
-    const auto noise = noise_of<V>(V::load(b.weight + k), u.salt + k, CODE_NOISE);
+    const auto noise = noise_of<V>(V::load((R::second ? b.second : b.weight) + k), u.salt + k, CODE_NOISE);
     const auto code = First::encode<V>(V::load(b.first + k), inverse.first, noise);
     V::template store_byte<3>(at<int8_t>(u.first, i), code);
   }
