@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zero.counting import live_bytes
 from tests.zero.training import Block, Task, TinyGPT, assert_identical, shard, train_ours
 
 
@@ -109,29 +110,23 @@ def test_a_meta_module_that_cannot_be_initialised_is_named(ranks: Any) -> None:
 
 
 class Watched(nn.Linear):
-    """Notes how many bytes of full parameters are alive whenever one of its kind is initialised."""
+    """Notes how many bytes of tensors are alive whenever one of its kind is initialised."""
 
     alive: list[int] = []  # noqa: RUF012
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if not self.weight.is_meta:
-            import gc
-
-            storages = {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for t in gc.get_objects()
-                if isinstance(t, torch.Tensor) and not t.is_meta and t.untyped_storage().nbytes() >= 256 * 256
-            }
-            Watched.alive.append(sum(storages.values()))
+            Watched.alive.append(live_bytes())
 
 
 def peak_of_initialisation(rank: int, world_size: int) -> tuple[int, int]:
     Watched.alive.clear()
+    before = live_bytes()
     with torch.device("meta"):
         model = nn.Sequential(*(Watched(256, 256, bias=False) for _ in range(16)))
     model, _ = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 3, "unit_numel": 1})
-    return max(Watched.alive), 16 * 256 * 256 * 4
+    return max(Watched.alive) - before, 16 * 256 * 256 * 4
 
 
 def test_no_rank_ever_holds_the_whole_model(ranks: Any) -> None:

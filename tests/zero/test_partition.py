@@ -36,20 +36,25 @@ class Odd(Task):
         return model(batch.normal(4, 13)).square().mean()
 
 
-class TinyMany(Task):
+class Thousand(nn.Module):
     """A thousand parameters of one to three elements."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = nn.ParameterList([nn.Parameter(torch.randn(1 + i % 3)) for i in range(1000)])
+
+    def forward(self, weights: Tensor) -> Tensor:
+        return torch.stack([p.square().sum() for p in self.tiny]) @ weights
+
+
+class TinyMany(Task):
     steps = 2
 
     def model(self) -> nn.Module:
-        return nn.ParameterList([nn.Parameter(torch.randn(1 + i % 3)) for i in range(1000)])
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return Thousand()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        weights = batch.normal(1000)
-        return sum((p.square().sum() * w for p, w in zip(model, weights, strict=True)), torch.zeros(())) / 100  # type: ignore[call-overload]
+        return model(batch.normal(1000)) / 100
 
 
 class Frozen(Task):
@@ -138,7 +143,7 @@ TASKS = [
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (2, 3), (4, 2), (4, 3)])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (2, 3), (4, 3)])
 def test_parameters_of_every_kind_train_as_in_plain_pytorch(
     ranks: Any, task: Task, world_size: int, stage: int
 ) -> None:
@@ -172,7 +177,7 @@ def test_names_shapes_and_values_are_unchanged_by_sharding(ranks: Any, task: Tas
 
 def buffers_after(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model.register_buffer("half", torch.full((3,), 0.1, dtype=torch.float16))
+    model.register_buffer("low", torch.full((3,), 0.1, dtype=torch.float16))
     model.register_buffer("count", torch.tensor(7))
     model.register_buffer("table", torch.arange(6, dtype=torch.float64) / 7, persistent=False)
     model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"precision": "fp32"})
@@ -183,7 +188,7 @@ def buffers_after(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
 
 def test_buffers_keep_their_dtype_and_value(ranks: Any) -> None:
     for buffers in ranks(2, buffers_after):
-        assert buffers["half"] == ("torch.float16", pytest.approx(float(torch.full((3,), 0.1).half().double().sum())))
+        assert buffers["low"] == ("torch.float16", pytest.approx(float(torch.full((3,), 0.1).half().double().sum())))
         assert buffers["count"] == ("torch.int64", 7)
         assert buffers["table"] == ("torch.float64", pytest.approx(15 / 7))
         assert buffers["1.num_batches_tracked"] == ("torch.int64", 1)

@@ -4,7 +4,8 @@ Five steps of AdamW in fp32, stage 3. Sharding changes no operation of the forwa
 two ranks is exact but for one rounding of the sum; what may differ is the order in which autograd adds the
 gradients of a weight that is used twice, and the rounding of the optimizer's fused update. Both are a few units in
 the last place (6e-8) a step; Adam can enlarge them where a gradient is itself no more than rounding (the bias of an
-attention's keys), which `eps` = 1e-6 keeps small. Losses are held to 1e-5 relative after five steps.
+attention's keys), which `eps` = 1e-6 keeps small. Losses are held to 1e-5 relative after five steps. Weights are
+held to 1e-3, where five steps move them by 1e-2: for those biases the rounding is all there is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.zero.training import small_units
+from tests.zero.training import relative_error, small_units
 from tests.zoo.architectures import ARCHITECTURES, Architecture
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
@@ -69,7 +70,7 @@ def compare(rank: int, world_size: int, name: str) -> dict[str, Any]:
     losses = train_sharded(architecture, model, rank)
     wanted, found = plain.state_dict(), model.state_dict()
     errors = {
-        key: float((found[key].double() - value.double()).norm() / value.double().norm().clamp_min(1e-3))
+        key: relative_error(found[key], value)
         for key, value in wanted.items()
         if value.is_floating_point() and "running_" not in key  # running statistics are each rank's own
     }
@@ -89,4 +90,4 @@ def test_an_architecture_trains_as_in_plain_pytorch(ranks: Any, name: str, world
         assert len(set(result["expected"])) == STEPS, "the reference does not learn"
         assert result["losses"] == pytest.approx(result["expected"], rel=1e-5)
         assert result["keys"]
-        assert result["worst"][1] < 1e-4, result["worst"]
+        assert result["worst"][1] < 1e-3, result["worst"]

@@ -1,0 +1,121 @@
+"""Memory per rank is the papers' formula: what is partitioned is divided by the ranks, the rest is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zero.counting import live_bytes, settled_bytes
+from tests.zero.training import Batch, shard
+
+WIDTH = 128
+DEPTH = 16
+NUMEL = DEPTH * WIDTH * WIDTH
+
+
+class Stack(nn.Module):
+    """Sixteen equal units of 16,384 parameters, no padding: the formula needs no correction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def measure(rank: int, world_size: int, plan: dict[str, Any]) -> dict[str, float]:
+    """Bytes a parameter: with gradients held, between steps, and the most seen inside a pass."""
+    before = settled_bytes()
+    model = Stack()
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
+    peak = [0]
+
+    def look(*_: Any) -> None:
+        peak[0] = max(peak[0], live_bytes() - before)
+
+    handles = [layer.register_forward_hook(look) for layer in model.layers]  # type: ignore[union-attr,operator]
+    for step in range(3):
+        loss = model(Batch(step, 0, rank).normal(2, WIDTH)).square().mean()
+        loss.backward()
+        del loss
+        held = settled_bytes() - before if step else 0
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.wait()
+        rest = settled_bytes() - before
+    for handle in handles:
+        handle.remove()
+    return {"held": held / NUMEL, "rest": rest / NUMEL, "peak": peak[0] / NUMEL}
+
+
+def formula(stage: int, ranks: int, weight: float, gradient: float, states: float) -> tuple[float, float]:
+    """Bytes a parameter with gradients and without: the ZeRO paper's table, for any sizes of the parts."""
+    weight /= ranks if stage >= 3 else 1
+    gradient /= ranks if stage >= 2 else 1
+    states /= ranks if stage >= 1 else 1
+    return weight + gradient + states, weight + states
+
+
+SIZES = {"fp32": (4, 4, 8), "bf16": (2, 2, 10)}
+"""weight, gradient, states. bf16 in the exact format: the 16 bits that complete a weight, and fp32 moments."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3)])
+def test_bytes_per_rank_are_the_formula(ranks: Any, world_size: int, stage: int, precision: str) -> None:
+    held, rest = formula(stage, world_size, *SIZES[precision])
+    unit = SIZES[precision][0] / DEPTH
+    for seen in ranks(world_size, measure, {"stage": stage, "precision": precision, "prefetch_units": 1}):
+        assert seen["held"] == pytest.approx(held, rel=0.03)
+        assert seen["rest"] == pytest.approx(rest, rel=0.03)
+        # In the forward: what is at rest, and of the gathered units the one in use, the next, and one on its way out
+        # (stages 1 and 2: the parts that are being gathered).
+        assert seen["peak"] <= 1.03 * rest + 3 * unit
+
+
+def test_classic_formula_of_the_paper() -> None:
+    """2 + 2 + 12/N, 2 + (2 + 12)/N and 16/N: the formula above, in classic terms, for 64 ranks."""
+    assert [formula(stage, 64, 2, 2, 12)[0] for stage in (0, 1, 2, 3)] == [16, 4.1875, 2.21875, 0.25]
+
+
+def frozen_bytes(rank: int, world_size: int) -> float:
+    before = settled_bytes()
+    model = Stack().requires_grad_(False)
+    model.layers[0].requires_grad_(True)
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"stage": 3})
+    for step in range(2):
+        model(Batch(step, 0, rank).normal(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait()
+    return (settled_bytes() - before) / NUMEL
+
+
+def test_frozen_parameters_cost_no_optimizer_memory(ranks: Any) -> None:
+    for seen in ranks(2, frozen_bytes):
+        assert seen == pytest.approx((4 + 8 / DEPTH) / 2, rel=0.03)
+
+
+def growth(rank: int, world_size: int) -> list[int]:
+    model = Stack()
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"stage": 3})
+    sizes = []
+    for step in range(6):
+        model(Batch(step, 0, rank).normal(2, WIDTH)).square().mean().backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.wait()
+        sizes.append(settled_bytes())
+    return sizes[2:]
+
+
+def test_nothing_is_kept_from_step_to_step(ranks: Any) -> None:
+    for sizes in ranks(2, growth):
+        assert len(set(sizes)) == 1

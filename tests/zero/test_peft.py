@@ -1,0 +1,84 @@
+"""LoRA through `peft`: only the adapters are trained, and only they cost optimizer memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zero.training import Batch, Task, assert_parity, shard, train_both
+
+PRELOAD_IN_RANKS = ("transformers.modeling_utils", "peft")
+
+
+class Lora(Task):
+    """Adapters on the attention of a tiny Llama."""
+
+    def model(self) -> nn.Module:
+        import peft
+        import transformers
+
+        config = transformers.LlamaConfig(
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        adapters = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        tokens = batch.tokens()
+        return model(input_ids=tokens, labels=tokens).loss
+
+
+class LoraWithHead(Lora):
+    """Adapters, and the head trained in full beside them."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.base_model.model.lm_head.requires_grad_(True)
+        return model
+
+
+class LoraRecomputed(Lora):
+    """With the model's own gradient checkpointing, where no input of the first block wants a gradient."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+
+@pytest.mark.parametrize("task", [Lora(), LoraWithHead(), LoraRecomputed()], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2), (2, 3)])
+def test_adapters_train_as_in_plain_pytorch(ranks: Any, task: Task, world_size: int, stage: int) -> None:
+    assert_parity(ranks(world_size, train_both, task, {"stage": stage}))
+
+
+def adapter_state(rank: int, world_size: int) -> tuple[list[str], list[str], bool]:
+    import peft
+
+    task = Lora()
+    model = task.model()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    model, optimizer = shard(model, task.optimizer(model), {"stage": 3})
+    task.loss(model, Batch(0, 0, rank)).backward()
+    optimizer.step()
+    after = [name for name, p in model.named_parameters() if p.requires_grad]
+    saved = peft.get_peft_model_state_dict(model)
+    moved = any(float(value.abs().sum()) > 0 for name, value in saved.items() if "lora_B" in name)
+    return names, after, moved
+
+
+def test_adapters_can_be_read_with_pefts_own_function(ranks: Any) -> None:
+    for before, after, moved in ranks(2, adapter_state):
+        assert before == after
+        assert moved

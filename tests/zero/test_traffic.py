@@ -1,0 +1,79 @@
+"""Communication: a step moves as much as data parallel's all-reduce in stages 0 to 2, and half as much again in 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zero.counting import counted_traffic
+from tests.zero.test_memory import DEPTH, NUMEL, WIDTH, Stack
+from tests.zero.training import Batch, shard
+
+
+def one_step(rank: int, world_size: int, plan: dict[str, Any], microbatches: int, no_sync: bool) -> dict[str, Any]:
+    """The collectives of a step in its steady state, the third."""
+    torch.manual_seed(3)
+    model = Stack()
+    with counted_traffic() as traffic:
+        model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
+        for step in range(4):
+            if step == 2:
+                optimizer.wait()
+                traffic.clear()
+            for micro in range(microbatches):
+                x = Batch(step, micro, rank).normal(2, WIDTH)
+                if no_sync and micro < microbatches - 1:
+                    with optimizer.no_sync():
+                        model(x).square().mean().backward()
+                else:
+                    model(x).square().mean().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.wait()
+        return {"total": traffic.total / 2, "calls": dict(traffic.calls), "elements": dict(traffic.elements)}
+
+
+@pytest.mark.parametrize(("stage", "volume"), [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.5)])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_moves_the_volume_of_the_papers(ranks: Any, world_size: int, stage: int, volume: float) -> None:
+    data_parallel = 2 * NUMEL  # an all-reduce of the gradients is a reduce-scatter and an all-gather
+    for seen in ranks(world_size, one_step, {"stage": stage}, 1, False):
+        assert seen["total"] == pytest.approx(volume * data_parallel, rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_collectives_are_counted_in_units_not_parameters(ranks: Any, stage: int) -> None:
+    """At most one gather in each pass and one reduction a unit and step, and a handful for the step itself."""
+    for seen in ranks(2, one_step, {"stage": stage}, 1, False):
+        per_step = sum(seen["calls"].values()) / 2
+        assert per_step <= DEPTH * (3 if stage == 3 else 2) + 4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_sync_reduces_once_for_several_microbatches(ranks: Any, stage: int) -> None:
+    gathers = 2 * 3 * NUMEL if stage == 3 else NUMEL
+    for seen in ranks(2, one_step, {"stage": stage}, 3, True):
+        assert seen["total"] == pytest.approx(gathers + NUMEL, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_order_of_collectives_is_the_same_on_every_rank(ranks: Any, precision: str) -> None:
+    orders = ranks(3, recorded_order, precision)
+    assert orders[0]
+    assert orders[1:] == orders[:1] * 2
+
+
+def recorded_order(rank: int, world_size: int, precision: str) -> list[tuple[str, int]]:
+    torch.manual_seed(3)
+    model = Stack()
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"stage": 3, "precision": precision})
+    with counted_traffic() as traffic:
+        for step in range(3):
+            model(Batch(step, 0, rank).normal(2, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.wait()
+    return sorted(traffic.order)
