@@ -115,12 +115,15 @@ def _carried_moments(unit: Unit, carried: Carried) -> tuple[dict[str, torch.Tens
     moments: dict[str, torch.Tensor] = {}
     steps = [0] * len(unit.layout.slots)
     for index, parameter in enumerate(unit.parameters):
-        for name, value in carried(parameter).items():
-            if name == "step":
-                steps[index] = int(value)
-            elif isinstance(value, torch.Tensor) and value.numel() == parameter.numel():
+        held = {name: value for name, value in carried(parameter).items() if isinstance(value, torch.Tensor)}
+        # Only SGD keeps no count. Once it has a buffer its next update is not the first one, which would fill it.
+        steps[index] = int(held.pop("step", "momentum_buffer" in held))
+        for name, value in held.items():
+            if value.shape == parameter.shape and name != "mu_product":
                 flat = moments.setdefault(name, torch.zeros(unit.layout.numel, device=unit.device))
                 unit.slot_views(flat)[index].copy_(value)
+            elif value.numel() == 1:
+                unit.scalars[index][name] = float(value)
     return moments, steps
 
 
