@@ -72,6 +72,12 @@ def test_accumulating_small_parts_gives_the_loss_of_the_whole_batch(tmp_path: Pa
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
+def test_recomputing_activations_changes_no_loss(tmp_path: Path, texts: Path) -> None:
+    train(tiny(tmp_path / "kept", texts, recompute=False))
+    train(tiny(tmp_path / "recomputed", texts, recompute=True))
+    assert losses(tmp_path / "recomputed") == losses(tmp_path / "kept")
+
+
 @pytest.mark.parametrize("kind", ["texts", "chats"])
 def test_the_same_global_batch_gives_the_same_losses_on_any_number_of_ranks(
     tmp_path: Path, ranks: Callable[..., list[Any]], request: pytest.FixtureRequest, kind: str

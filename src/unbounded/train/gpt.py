@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of the next token out."""
+    """Tokens in, logits of the next token out; with `recompute`, of a block only its input is kept for the backward."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.recompute = shape, recompute
         self.tokens = Embedding(shape.vocabulary, shape.width)
         self.positions = Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -97,5 +98,5 @@ class GPT(nn.Module):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.tokens(input_ids) + self.positions(positions)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
         return self.head(self.norm(x))

@@ -42,6 +42,7 @@ class Settings(Config):
     warmup: int = 0
     final_lr: float = 0.0
     precision: str = ""
+    recompute: bool = False
     device: str = ""
     output: str = ""
     checkpoint_every: int = 0
@@ -72,7 +73,7 @@ def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
     elif config.steps is None and not ours:
         defaults |= {"steps": 0, "epochs": 1.0}
     defaults["precision"] = dict(config.plan).get("precision", "bf16" if kind == "cuda" else "fp32")
-    defaults |= {"output": DEFAULT_OUTPUT, "device": kind, "eval_fraction": 0.0}
+    defaults |= {"output": DEFAULT_OUTPUT, "device": kind, "recompute": kind == "cuda", "eval_fraction": 0.0}
     if config.eval_data is None:
         defaults["eval_fraction"] = 0.05 if config.data is None else 0.01  # of few documents, more
     defaults["sample"] = ("def " if config.data is None else "The ") if ours else ""
