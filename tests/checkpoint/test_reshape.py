@@ -13,7 +13,7 @@ import torch
 import unbounded
 from tests.checkpoint.jobs import assert_same, build, train, whole
 from unbounded.checkpoint.manifest import TensorEntry
-from unbounded.checkpoint.slices import GRAIN, Run, RunMap, Slice, deal, find_runs, plan_extents
+from unbounded.checkpoint.slices import GRAIN, Extent, Run, RunMap, Slice, deal, find_runs, plan_extents
 
 PRELOAD_IN_RANKS = ["unbounded.checkpoint.loading", "tests.checkpoint.jobs"]
 
@@ -156,5 +156,8 @@ def test_ranks_that_all_hold_everything_write_every_element_once() -> None:
 
 
 def test_reads_are_whole_blocks_joined_across_small_gaps() -> None:
-    extents = plan_extents([(0, 5, 20), (0, 130, 140), (0, 400, 410), (1, 0, 3)], 100, [405, 3], 100)
-    assert [(e.file, e.start, e.stop) for e in extents] == [(0, 0, 200), (0, 400, 405), (1, 0, 3)]
+    edges = [0, 100, 200, 250, 350, 405]
+    assert plan_extents([(5, 20), (130, 140)], edges, 100) == [Extent(0, 200)]
+    assert plan_extents([(260, 270), (5, 20)], edges, 100) == [Extent(0, 100), Extent(250, 350)]
+    assert plan_extents([(249, 251), (404, 405)], edges, 0) == [Extent(200, 405)]
+    assert plan_extents([(100, 200)], edges, 0) == [Extent(100, 200)]

@@ -227,7 +227,7 @@ def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]
 
     events: list[str] = []
     take = stream.Writer._check_and_write
-    stream.CHUNK_BYTES = stream.BLOCK_BYTES = 4096  # many chunks of a small file
+    stream.CHUNK_BYTES = stream.BLOCK_BYTES = stream.LARGE_BYTES = 4096  # many chunks of a small file
 
     def slow(self: Any, chunk: Any) -> Any:
         time.sleep(0.01)
@@ -248,7 +248,7 @@ def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]
         handle.wait()
     finally:
         stream.Writer._check_and_write = take
-        stream.CHUNK_BYTES, stream.BLOCK_BYTES = 16 << 20, 1 << 20
+        stream.CHUNK_BYTES, stream.BLOCK_BYTES, stream.LARGE_BYTES = 16 << 20, 1 << 20, 1 << 20
     other, optimizer = build({}, seed=99)
     unbounded.load(f"{folder}/behind", other, optimizer)
     return first, train(other, optimizer, 2, 3, rank), events

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,26 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A data file: its length and the CRC32C of every block of it (the last one may be short)."""
+    """A data file: its length and the CRC32C of every block of it.
+
+    Blocks are counted from each of `starts`, where an array of some size begins, so that what fills memory of its
+    own is whole blocks; the last before the next start may be short.
+    """
 
     name: str
     nbytes: int
     block_bytes: int
+    starts: tuple[int, ...]
     crc32c: tuple[int, ...]
+
+    @cached_property
+    def edges(self) -> list[int]:
+        """Where the blocks begin, and the file's end."""
+        stops = [*self.starts[1:], self.nbytes]
+        found = [
+            o for first, stop in zip(self.starts, stops, strict=True) for o in range(first, stop, self.block_bytes)
+        ]
+        return [*found, self.nbytes]
 
 
 @dataclass
@@ -158,19 +173,24 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 
 def _read_body(body: dict[str, Any]) -> Manifest:
     files = [
-        FileEntry(f["name"], f["nbytes"], f["block_bytes"], tuple(int(c, 16) for c in f["crc32c"]))
+        FileEntry(f["name"], f["nbytes"], f["block_bytes"], tuple(f["starts"]), tuple(int(c, 16) for c in f["crc32c"]))
         for f in body.pop("files")
     ]
     for file in files:
-        if len(file.crc32c) != -(-file.nbytes // file.block_bytes) or "/" in file.name:
+        if len(file.crc32c) != len(file.edges) - 1 or "/" in file.name:
             raise ValueError(f"the entry of {file.name} does not fit its length")
     entries = [_read_tensor(entry) for entry in body.pop("tensors")]
     return Manifest({entry.key: entry for entry in entries}, files, body)
 
 
 def _write_file(file: FileEntry) -> dict[str, Any]:
-    sums = [f"{value:08x}" for value in file.crc32c]
-    return {"name": file.name, "nbytes": file.nbytes, "block_bytes": file.block_bytes, "crc32c": sums}
+    return {
+        "name": file.name,
+        "nbytes": file.nbytes,
+        "block_bytes": file.block_bytes,
+        "starts": list(file.starts),
+        "crc32c": [f"{value:08x}" for value in file.crc32c],
+    }
 
 
 def _write_tensor(entry: TensorEntry) -> dict[str, Any]:

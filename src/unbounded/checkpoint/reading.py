@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from unbounded.native.memory import host_buffer
 
 # For transfers of megabytes threads and io_uring are level, and finding out costs half a second of a first save.
 BACKEND = "threads"
+CHUNK_BYTES = 16 << 20
 
 
 class Files:
@@ -52,18 +55,18 @@ class Files:
         return self._open[number].read(offset, target)
 
     def verify(self, number: int, offset: int, data: torch.Tensor) -> None:
-        """Raises unless `data`, read at `offset` (on a block), has the checksums it was written with."""
+        """Raises unless `data`, whole blocks read at `offset`, has the checksums it was written with."""
         file = self.manifest.files[number]
-        first = offset // file.block_bytes
-        for index, block in enumerate(data.split(file.block_bytes), first):
-            if crc32c(block) != file.crc32c[index]:
-                start = index * file.block_bytes
+        index, end = bisect_left(file.edges, offset), offset + data.numel()
+        while file.edges[index] < end:
+            start, stop = file.edges[index : index + 2]
+            if crc32c(data[start - offset : stop - offset]) != file.crc32c[index]:
                 raise CheckpointError(
-                    f"{self.folder / file.name} is damaged: the CRC32C of its bytes {start} to "
-                    f"{start + block.numel()} differs from the one they were written with "
-                    f"({self._names(number, start, start + block.numel())}). Load another checkpoint, or copy this "
-                    "one again."
+                    f"{self.folder / file.name} is damaged: the CRC32C of its bytes {start} to {stop} differs from "
+                    f"the one they were written with ({self._names(number, start, stop)}). "
+                    "Load another checkpoint, or copy this one again."
                 )
+            index += 1
 
     def read_tensor(self, entry: TensorEntry) -> torch.Tensor:
         """A small tensor whole, verified, in host memory."""
@@ -78,9 +81,7 @@ class Files:
         itemsize, raw = entry.dtype.itemsize, target.view(torch.uint8)
         for run in entry.run_map().covering(start, stop):
             nbytes = (run.stop - run.start) * itemsize
-            sizes = [file.nbytes for file in self.manifest.files]
-            block = self.manifest.files[run.file].block_bytes
-            (extent,) = plan_extents([(run.file, run.offset, run.offset + nbytes)], block, sizes, 0)
+            (extent,) = plan_extents([(run.offset, run.offset + nbytes)], self.manifest.files[run.file].edges, 0)
             buffer = host_buffer(extent.stop - extent.start)
             self.read(run.file, extent.start, buffer).wait()
             self.verify(run.file, extent.start, buffer)
@@ -90,25 +91,23 @@ class Files:
 
     def verify_all(self) -> None:
         """Reads every file once, a few chunks ahead, and verifies every block."""
-        chunk_bytes = 16 << 20
-        buffers = [host_buffer(chunk_bytes) for _ in range(4)]
+        buffers: deque[torch.Tensor] = deque(host_buffer(CHUNK_BYTES) for _ in range(4))
         pending: deque[tuple[int, int, torch.Tensor, DiskHandle]] = deque()
 
-        def finish() -> torch.Tensor:
+        def finish() -> None:
             number, offset, data, read = pending.popleft()
             read.wait()
             self.verify(number, offset, data)
-            return data
 
         for number, file in enumerate(self.manifest.files):
-            for offset in range(0, file.nbytes, chunk_bytes):
+            for start, stop in _chunks(file.edges):
                 if len(pending) == len(buffers):
                     finish()
-                data = buffers[(offset // chunk_bytes + number) % len(buffers)]
-                data = data[: min(chunk_bytes, file.nbytes - offset)]
-                pending.append((number, offset, data, self.read(number, offset, data)))
-            while pending:
-                finish()
+                buffers.rotate()
+                data = buffers[0][: stop - start]
+                pending.append((number, start, data, self.read(number, start, data)))
+        while pending:
+            finish()
 
     def _names(self, number: int, start: int, stop: int) -> str:
         """The tensors that lie in these bytes, for the message."""
@@ -134,3 +133,15 @@ class Files:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _chunks(edges: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive blocks, as many as a buffer holds at a time."""
+    start, stop = 0, 0
+    for edge in edges[1:]:
+        if edge - start > CHUNK_BYTES:
+            yield start, stop
+            start = stop
+        stop = edge
+    if stop > start:
+        yield start, stop

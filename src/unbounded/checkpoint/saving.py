@@ -295,7 +295,7 @@ class _Job:
     def _write_file(self) -> FileEntry:
         name = folders.data_name(self.peers.rank)
         with DiskEngine(backend=BACKEND) as engine:
-            size = max(1, lay_out(self.snapshot.segments))
+            size = max(1, lay_out(self.snapshot.segments).nbytes)
             with engine.open(self.staging / name, create=True, size_bytes=size) as file:
                 entry = Writer(file, self.state.tiers.arena).write(name, self.snapshot.segments)
                 file.truncate(entry.nbytes)

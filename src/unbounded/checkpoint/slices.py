@@ -9,7 +9,7 @@ tensor- and pipeline-parallel jobs are read by the same code.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -105,34 +105,24 @@ class RunMap:
 
 @dataclass(frozen=True)
 class Extent:
-    """Whole checksum blocks of one file that are read together, into `position` of a buffer."""
+    """Whole checksum blocks of one file that are read together."""
 
-    file: int
     start: int
     stop: int
-    position: int
 
 
-def plan_extents(
-    ranges: Sequence[tuple[int, int, int]], block_bytes: int, file_bytes: Sequence[int], gap_bytes: int
-) -> list[Extent]:
-    """What to read for byte ranges (file, start, stop): whole blocks, neighbours joined across small gaps."""
-    blocks = sorted(
-        (file, start // block_bytes * block_bytes, min(-(-stop // block_bytes) * block_bytes, file_bytes[file]))
-        for file, start, stop in ranges
-        if stop > start
-    )
-    joined: list[tuple[int, int, int]] = []
-    for file, start, stop in blocks:
-        if joined and joined[-1][0] == file and start <= joined[-1][2] + gap_bytes:
-            joined[-1] = (file, joined[-1][1], max(stop, joined[-1][2]))
+def plan_extents(ranges: Sequence[tuple[int, int]], edges: Sequence[int], gap_bytes: int) -> list[Extent]:
+    """What to read of a file for byte ranges (start, stop): whole blocks, neighbours joined across small gaps."""
+    joined: list[Extent] = []
+    for first, last in sorted(ranges):
+        if first >= last:
+            continue
+        start, stop = edges[bisect_right(edges, first) - 1], edges[bisect_left(edges, last)]
+        if joined and start <= joined[-1].stop + gap_bytes:
+            joined[-1] = Extent(joined[-1].start, max(stop, joined[-1].stop))
         else:
-            joined.append((file, start, stop))
-    extents, position = [], 0
-    for file, start, stop in joined:
-        extents.append(Extent(file, start, stop, position))
-        position += -(-(stop - start) // 4096) * 4096
-    return extents
+            joined.append(Extent(start, stop))
+    return joined
 
 
 # Elements. The parts of what every rank holds are dealt out in such grains: at their boundaries every state array,

@@ -4,9 +4,9 @@
     check         | c1 |              CRC32C of every block
     write              | c0 |         asynchronous, straight from host memory where it holds a whole chunk
 
-The file is cut into chunks on a fixed grid. A chunk that lies inside one array in host memory is written from
-there; any other is put together in a staging buffer. Segments start on pages, so transfers from the disk tier are
-aligned, and the padding between them is zero and checksummed like everything else.
+A large segment has chunks of its own, which are written straight from its array where that is in host memory;
+small ones are put together in staging buffers, many to a chunk. Segments start on pages, so transfers from the disk
+tier are aligned, and the padding between them is zero and checksummed like everything else.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 import torch
 
 from unbounded.checkpoint.manifest import BLOCK_BYTES, FileEntry
+from unbounded.checkpoint.reading import CHUNK_BYTES
 from unbounded.native.disk import DiskFile, DiskHandle, crc32c
 from unbounded.observe import trace
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import Array, Waitable
 from unbounded.tiers.lane import Handle
 
-CHUNK_BYTES = 16 << 20
 NUM_BUFFERS = 8
 PAGE = 4096
+LARGE_BYTES = BLOCK_BYTES
 
 
 @dataclass(eq=False)
@@ -68,30 +69,43 @@ class Chunk:
     writing: DiskHandle | None = None
 
 
-def lay_out(segments: Sequence[Segment]) -> int:
-    """Gives every segment its place, each on a page; the length of the file."""
-    offset = 0
+@dataclass(frozen=True)
+class FileLayout:
+    """Where checksum blocks and chunks are counted from (see `FileEntry`), and the file's length."""
+
+    starts: tuple[int, ...]
+    nbytes: int
+
+
+def lay_out(segments: Sequence[Segment]) -> FileLayout:
+    """Gives every segment its place, each on a page. Large ones have a start of their own, small ones share one."""
+    starts, offset, shared = [0], 0, 0
     for segment in segments:
+        is_large = segment.nbytes >= LARGE_BYTES
+        if offset > starts[-1] and (is_large or shared < 0 or offset - shared >= CHUNK_BYTES):
+            starts.append(offset)
+        shared = -1 if is_large else starts[-1]
         segment.offset = offset
         offset += -(-segment.nbytes // PAGE) * PAGE
-    return offset
+    return FileLayout(tuple(starts), offset)
 
 
-def cut_chunks(segments: Sequence[Segment], file_bytes: int) -> Iterator[Chunk]:
+def cut_chunks(segments: Sequence[Segment], layout: FileLayout) -> Iterator[Chunk]:
     """The chunks of the file in order, each with the parts of segments inside it."""
     index = 0
-    for offset in range(0, file_bytes, CHUNK_BYTES):
-        stop = min(offset + CHUNK_BYTES, file_bytes)
-        parts = []
-        while index < len(segments) and segments[index].offset < stop:
-            segment = segments[index]
-            first, last = max(offset, segment.offset), min(stop, segment.offset + segment.nbytes)
-            if first < last:
-                parts.append(Part(segment, first - segment.offset, last - segment.offset, first - offset))
-            if segment.offset + segment.nbytes > stop:
-                break
-            index += 1
-        yield Chunk(offset, stop - offset, parts)
+    for first, last in zip(layout.starts, [*layout.starts[1:], layout.nbytes], strict=True):
+        for offset in range(first, last, CHUNK_BYTES):
+            stop = min(offset + CHUNK_BYTES, last)
+            parts = []
+            while index < len(segments) and segments[index].offset < stop:
+                segment = segments[index]
+                begin, end = max(offset, segment.offset), min(stop, segment.offset + segment.nbytes)
+                if begin < end:
+                    parts.append(Part(segment, begin - segment.offset, end - segment.offset, begin - offset))
+                if segment.offset + segment.nbytes > stop:
+                    break
+                index += 1
+            yield Chunk(offset, stop - offset, parts)
 
 
 class Writer:
@@ -107,11 +121,11 @@ class Writer:
 
     def write(self, name: str, segments: Sequence[Segment]) -> FileEntry:
         """Writes all segments, waits for them and syncs the file."""
-        file_bytes = lay_out(segments)
-        self._count(segments, file_bytes)
+        layout = lay_out(segments)
+        self._count(segments, layout)
         sums: list[int] = []
         try:
-            for chunk in cut_chunks(segments, file_bytes):
+            for chunk in cut_chunks(segments, layout):
                 self._read(chunk)
                 self._ahead.append(chunk)
                 if len(self._ahead) > NUM_BUFFERS // 2:
@@ -123,11 +137,11 @@ class Writer:
         finally:
             self._abandon()
         self.file.sync()
-        return FileEntry(name, file_bytes, BLOCK_BYTES, tuple(sums))
+        return FileEntry(name, layout.nbytes, BLOCK_BYTES, layout.starts, tuple(sums))
 
-    def _count(self, segments: Sequence[Segment], file_bytes: int) -> None:
+    def _count(self, segments: Sequence[Segment], layout: FileLayout) -> None:
         """Counts the chunks that every reader's segments are in."""
-        for chunk in cut_chunks(segments, file_bytes):
+        for chunk in cut_chunks(segments, layout):
             for reader in _readers(chunk):
                 self._pending[id(reader)] = self._pending.get(id(reader), 0) + 1
 

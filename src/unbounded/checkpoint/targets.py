@@ -7,10 +7,12 @@ is decided here; carrying them out is `transfer`'s job.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from unbounded.checkpoint.manifest import Manifest, TensorEntry
+from unbounded.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from unbounded.checkpoint.reading import CHUNK_BYTES
 from unbounded.checkpoint.slices import GRAIN, RunMap
 from unbounded.checkpoint.snapshot import COMPLETING, WEIGHT
 from unbounded.optim import formats
@@ -163,14 +165,16 @@ def _align(copy: Copy, source: Source) -> Copy | None:
     return Copy(copy.file, offset, nbytes, copy.array, copy.position - front, tuple(gaps))
 
 
-def cut_copies(copies: Sequence[Copy], chunk_bytes: int) -> Iterator[tuple[int, int, list[Copy]]]:
-    """Copies in the order of the files, cut on a grid of chunks: (file, start of the chunk, copies inside it)."""
+def cut_copies(copies: Sequence[Copy], files: Sequence[FileEntry]) -> Iterator[tuple[int, int, list[Copy]]]:
+    """Copies in the order of the files, cut where chunks begin: (file, start of the chunk, copies inside it)."""
     pending: dict[tuple[int, int], list[Copy]] = {}
     for copy in copies:
-        position = copy.offset
+        starts, position = files[copy.file].starts, copy.offset
         while position < copy.offset + copy.nbytes:
-            chunk = position // chunk_bytes * chunk_bytes
-            stop = min(chunk + chunk_bytes, copy.offset + copy.nbytes)
+            index = bisect_right(starts, position) - 1
+            chunk = starts[index] + (position - starts[index]) // CHUNK_BYTES * CHUNK_BYTES
+            following = starts[index + 1] if index + 1 < len(starts) else files[copy.file].nbytes
+            stop = min(chunk + CHUNK_BYTES, following, copy.offset + copy.nbytes)
             pending.setdefault((copy.file, chunk), []).append(_clip(copy, position, stop))
             position = stop
     for (file, chunk), parts in sorted(pending.items(), key=lambda entry: entry[0]):

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from unbounded.checkpoint.reading import Files
+from unbounded.checkpoint.reading import CHUNK_BYTES, Files
 from unbounded.checkpoint.slices import Extent, plan_extents
 from unbounded.checkpoint.snapshot import WEIGHT
-from unbounded.checkpoint.stream import CHUNK_BYTES
 from unbounded.checkpoint.targets import Conversion, Copy, Source, array_of, cut_copies
 from unbounded.native.memory import host_buffer
 from unbounded.observe import trace
@@ -57,7 +56,6 @@ class Transfer:
         self, files: Files, source: Source, rules: Mapping[torch.dtype, UpdateRule], arena: HostArena, *, staged: bool
     ) -> None:
         self.files, self.source, self.rules, self.arena, self.staged = files, source, rules, arena, staged
-        self._sizes = [file.nbytes for file in files.manifest.files]
         self._free: list[torch.Tensor] = []
         self._waiting: list[Callable[[], Waitable | None]] = []
 
@@ -82,7 +80,7 @@ class Transfer:
         ahead: deque[_Chunk] = deque()
         behind: deque[_Chunk] = deque()
         try:
-            for file, start, parts in cut_copies(copies, CHUNK_BYTES):
+            for file, start, parts in cut_copies(copies, self.files.manifest.files):
                 ahead.append(self._read(file, start, parts))
                 if len(ahead) > DEPTH:
                     behind.append(self._take(ahead.popleft()))
@@ -96,9 +94,9 @@ class Transfer:
             self._abandon([*ahead, *behind])
 
     def _read(self, file: int, start: int, copies: list[Copy]) -> _Chunk:
-        block = self.files.manifest.files[file].block_bytes
-        ranges = [(file, copy.offset, copy.offset + copy.nbytes) for copy in copies]
-        extents = plan_extents(ranges, block, self._sizes, block)
+        entry = self.files.manifest.files[file]
+        ranges = [(copy.offset, copy.offset + copy.nbytes) for copy in copies]
+        extents = plan_extents(ranges, entry.edges, entry.block_bytes)
         direct = None if self.staged else _whole_target(copies, extents)
         chunk = _Chunk(
             file, start, copies, extents, direct if direct is not None else self._buffer(), direct is not None

@@ -1,0 +1,278 @@
+"""Checkpoints against the raw disk, torch.save and torch.distributed.checkpoint, as ratios within one run.
+
+    python benchmarks/checkpoint.py --path /scratch [--gigabytes 2] [--rounds 3] [--tier host]
+
+Everything writes and reads the same states on the same disk, in turns; medians are compared. "raw" is one file of
+the same size through the disk engine from one buffer that is already there, synced. The cost of a save in the
+background is the time of the steps it overlaps against the steps around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import unbounded
+from unbounded.native.disk import DiskEngine
+from unbounded.native.memory import host_buffer, touch
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks of 8 x width^2 parameters."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class PeakMemory(threading.Thread):
+    """The largest growth of the process's own memory while it watches; files in the page cache do not count."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._over = threading.Event()
+        self._first = self._peak = _anonymous_bytes()
+
+    def run(self) -> None:
+        while not self._over.wait(0.005):
+            self._peak = max(self._peak, _anonymous_bytes())
+
+    def __enter__(self) -> PeakMemory:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self.join()
+        self.growth = self._peak - self._first
+
+
+def _anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def build(gigabytes: float, tier: str, precision: str) -> tuple[nn.Module, Any, int]:
+    """A model with about so many bytes of states; weights and states on `tier`."""
+    width = 1024
+    bytes_each = 8 * width * width * 12
+    depth = max(2, round(gigabytes * 1e9 / bytes_each))
+    device = "cuda" if torch.cuda.is_available() and tier == "device" else "cpu"
+    model = Stack(width, depth).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    plan = {"precision": precision, "weights": tier, "optimizer": tier, "gradients": "host"}
+    model, optimizer = unbounded.shard(model, optimizer, plan)
+    return model, optimizer, sum(p.numel() for p in model.parameters()) * 12
+
+
+def take_step(model: nn.Module, optimizer: Any, rows: int) -> float:
+    start = time.perf_counter()
+    device = next(model.parameters()).device
+    loss = model(torch.randn(rows, 1024, device=device)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - start
+
+
+def plain_state(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """The same states as plain tensors in memory, for the peers: bf16 weights, 16-bit rest, fp32 moments."""
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        state[name] = {
+            "weight": torch.randn(shape).bfloat16(),
+            "low": torch.zeros(shape, dtype=torch.int16),
+            "exp_avg": torch.randn(shape),
+            "exp_avg_sq": torch.rand(shape),
+        }
+    return state
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Raw:
+    """One file of `nbytes` written and read by the disk engine from memory that is already there."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.path, self.nbytes = folder / "raw.bin", nbytes
+        self.buffer = host_buffer(256 << 20)
+        touch(self.buffer, os.cpu_count() or 1)
+        self.engine = DiskEngine()
+
+    def write(self) -> None:
+        self.path.unlink(missing_ok=True)
+        with self.engine.open(self.path, create=True, size_bytes=self.nbytes) as file:
+            self._pass(file.write)
+            file.sync()
+
+    def read(self) -> None:
+        with self.engine.open(self.path, read_only=True) as file:
+            self._pass(file.read)
+
+    def _pass(self, move: Any) -> None:
+        handles = []
+        for offset in range(0, self.nbytes, 16 << 20):
+            length = min(16 << 20, self.nbytes - offset)
+            position = offset % self.buffer.numel()
+            handles.append(move(offset, self.buffer[position : position + length]))
+            if len(handles) > 8:
+                handles.pop(0).wait()
+        for handle in handles:
+            handle.wait()
+
+
+def save_peers(folder: Path, state: Any) -> dict[str, Callable[[], Any]]:
+    """torch.save and torch.distributed.checkpoint of the same state, on stable storage like ours."""
+    import torch.distributed.checkpoint as dcp
+
+    def torch_save() -> None:
+        with open(folder / "torch.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def dcp_save() -> None:
+        shutil.rmtree(folder / "dcp", ignore_errors=True)
+        dcp.save({"state": state}, storage_writer=dcp.FileSystemWriter(folder / "dcp", sync_files=True), no_dist=True)
+
+    return {"torch.save": torch_save, "torch dcp": dcp_save}
+
+
+def measure(folder: Path, model: nn.Module, optimizer: Any, nbytes: int, rounds: int, peers: bool) -> dict[str, float]:
+    """Seconds, by what was measured: medians over `rounds` turns."""
+    raw = Raw(folder, nbytes)
+    works: dict[str, Callable[[], Any]] = {
+        "raw write": raw.write,
+        "save": lambda: unbounded.save(folder / "ours", model, optimizer),
+        "raw read": raw.read,
+        "load": lambda: unbounded.load(folder / "ours", model, optimizer),
+    }
+    if peers:
+        works |= save_peers(folder, plain_state(model))
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
+        for name, work in works.items():
+            spent = timed(work)
+            if turn:  # the first turn warms up
+                seconds[name].append(spent)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def measure_memory(folder: Path, model: nn.Module, optimizer: Any) -> dict[str, int]:
+    peaks = {}
+    for name, work in (
+        ("save", lambda: unbounded.save(folder / "ours", model, optimizer)),
+        ("load", lambda: unbounded.load(folder / "ours", model, optimizer)),
+    ):
+        with PeakMemory() as peak:
+            work()
+        peaks[name] = peak.growth
+    return peaks
+
+
+def measure_behind(
+    folder: Path, model: nn.Module, optimizer: Any, save_seconds: float, rounds: int
+) -> tuple[float, int]:
+    """Time of steps beside a save in the background, as a ratio to steps without one, and the rows of a step."""
+    rows = 256
+    while (alone := min(take_step(model, optimizer, rows) for _ in range(2))) < 1.5 * save_seconds and rows < 65536:
+        rows = min(65536, max(rows + 1, int(rows * min(4.0, 1.6 * save_seconds / alone))))
+    ratios = []
+    for _ in range(rounds):
+        before = _step_and_settle(model, optimizer, rows)
+        start = time.perf_counter()
+        handle = unbounded.save(folder / "ours", model, optimizer, wait=False)
+        _step_and_settle(model, optimizer, rows)
+        beside = time.perf_counter() - start
+        handle.wait()
+        after = _step_and_settle(model, optimizer, rows)
+        ratios.append(beside / ((before + after) / 2))
+    return statistics.median(ratios), rows
+
+
+def _step_and_settle(model: nn.Module, optimizer: Any, rows: int) -> float:
+    start = time.perf_counter()
+    take_step(model, optimizer, rows)
+    optimizer.wait()
+    return time.perf_counter() - start
+
+
+def show(nbytes: int, seconds: dict[str, float], memory: dict[str, int], behind: tuple[float, int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("what", "GB/s", "against", "ratio", "goal", title=f"{nbytes / 1e9:.2f} GB of states")
+    for name, other, goal in (
+        ("raw write", None, ""),
+        ("save", "raw write", ">= 0.85"),
+        ("save", "torch.save", ">= 3"),
+        ("save", "torch dcp", ">= 1.5"),
+        ("raw read", None, ""),
+        ("load", "raw read", ">= 0.85"),
+    ):
+        if name in seconds and (other is None or other in seconds):
+            ratio = f"{seconds[other] / seconds[name]:.2f}" if other else ""
+            table.add_row(name, f"{nbytes / seconds[name] / 1e9:.2f}", other or "", ratio, goal)
+    table.add_row("steps beside a save", "", f"steps alone ({behind[1]} rows)", f"{behind[0]:.3f}", "<= 1.05")
+    for name, growth in memory.items():
+        table.add_row(f"memory of {name}", "", "", f"{growth / 2**20:.0f} MiB", "< 1 GiB")
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk to measure")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="bytes of states")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tier", default="host", choices=["device", "host", "disk"])
+    parser.add_argument("--no-peers", action="store_true", help="leave torch's own out")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="unbounded-bench-", dir=args.path))
+    try:
+        model, optimizer, nbytes = build(args.gigabytes, args.tier, "bf16")
+        take_step(model, optimizer, 64)
+        optimizer.wait()
+        seconds = measure(folder, model, optimizer, nbytes, args.rounds, not args.no_peers)
+        memory = measure_memory(folder, model, optimizer)
+        behind = measure_behind(folder, model, optimizer, seconds["save"], args.rounds)
+        show(nbytes, seconds, memory, behind)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
