@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +20,10 @@ from torch import nn
 from unbounded.errors import PlanError, StateError
 from unbounded.native import kernels
 from unbounded.native.memory import available_bytes
-from unbounded.optim.rules import UpdateRule, read_rule
+from unbounded.optim.rules import NativeRule, UpdateRule, read_rule
 from unbounded.planner.placement import Budget, UnitBytes, UnitPlace, check_patterns, place
 from unbounded.planner.plan import Plan, read_plan
+from unbounded.planner.streaming import choose_streamed, streamed_part
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.memory import Tiers, disk_size
 from unbounded.zero import access, hooks
@@ -41,7 +42,7 @@ from unbounded.zero.updates import Updates
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of a device's budget, kept for activations, and at most so much.
-ACTIVATION_PART, ACTIVATION_BYTES = 0.4, 24 * 2**30
+ACTIVATION_PART, ACTIVATION_BYTES = 0.45, 24 * 2**30
 # Pieces of an update pass in flight: two ahead and two behind.
 PIECES_IN_FLIGHT = 4
 BOUNCE_BUFFERS = 4
@@ -144,7 +145,10 @@ class _Builder:
             num_threads=threads,
         )
         self.bounce = tiers.pool(BOUNCE_BUFFERS, self.piece_numel * 4)
+        streamed = self._choose_streamed(places, threads)
         units = [self._unit(spec, tier) for spec, tier in zip(specs, places, strict=True)]
+        for unit, chosen in zip(units, streamed, strict=True):
+            unit.streamed = chosen
         self._install(specs, units, places, tiers, weights)
         engine = self._engine(specs, units, tiers)
         optimizer = self._optimizer(engine, tiers, threads)
@@ -171,6 +175,11 @@ class _Builder:
         if len(kinds) > 1:
             name += f"[{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
         return _Spec(site, name, target, trainable, members, layout)
+
+    def _choose_streamed(self, places: Sequence[UnitPlace], threads: int) -> list[bool]:
+        candidates = [self.device.type == "cuda" and where.optimizer == "host" for where in places]
+        native = all(isinstance(rule, NativeRule) for rule in self.rules.values())
+        return choose_streamed(candidates, streamed_part(threads) if native else 0.0)
 
     def _unit(self, spec: _Spec, where: UnitPlace) -> Unit:
         unit = Unit(spec.name, spec.members, spec.layout, dtype=spec.dtype, device=self.device)
@@ -205,7 +214,11 @@ class _Builder:
             disk_bytes += disk_size(unit_bytes.weights) if where.weights == "disk" else 0
             if where.optimizer == "disk" and spec.trainable and spec.dtype in self.rules:
                 owned = spec.owned_numel(plan.stage, size)
-                disk_bytes += sum(disk_size(s.numel(owned) * s.dtype.itemsize) for s in self.rules[spec.dtype].specs)
+                states = [s for s in self.rules[spec.dtype].specs if s.name != "low"]
+                disk_bytes += sum(disk_size(s.numel(owned) * s.dtype.itemsize) for s in states)
+            disk_bytes += (
+                disk_size(unit_bytes.completion) if where.completion == "disk" and unit_bytes.completion else 0
+            )
             disk_bytes += 3 * disk_size(unit_bytes.gradients) if where.gradients == "disk" else 0
         named = {
             kind: tuple((name, getattr(where, kind)) for name, where in zip(names, places, strict=True))
@@ -265,7 +278,7 @@ class _Builder:
         weights: str | os.PathLike[str] | None,
     ) -> None:
         entries = [
-            (unit, spec.members, {"weights": where.weights, "optimizer": where.optimizer})
+            (unit, spec.members, {"weights": where.weights, "optimizer": where.optimizer, "low": where.completion})
             for unit, spec, where in zip(units, specs, places, strict=True)
         ]
         installer = Installer(tiers, self.ranks, self.bounce, self.rules)
@@ -314,8 +327,9 @@ class _Builder:
             return None
         inline = os.environ.get("UNBOUNDED_OVERLAP", "1") == "0"
         lane = Lane("update", self.device, inline=inline)
+        streams = [Lane(f"stream-{index}", self.device, inline=inline) for index in range(2)]
         pool = tiers.pool(self._update_buffers(), self.piece_numel * 4)
-        updates = Updates(engine, self.rules, lane, kernels.Pool(threads), pool)
+        updates = Updates(engine, self.rules, lane, streams, kernels.Pool(threads), pool)
         return ShardedOptimizer(self.optimizer, engine, updates, tiers, self.plan)
 
 
@@ -338,8 +352,9 @@ class _Spec:
         weights = (self.layout.shard_numel if stage == 3 else self.layout.numel) * self.dtype.itemsize
         if not self.trainable or rule is None:
             return UnitBytes(self.name, weights, 0, 0)
-        states = sum(spec.numel(owned) * spec.dtype.itemsize for spec in rule.specs)
-        return UnitBytes(self.name, weights, owned * self.dtype.itemsize, states)
+        states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in rule.specs}
+        low = states.pop("low", 0)
+        return UnitBytes(self.name, weights, owned * self.dtype.itemsize, sum(states.values()), low)
 
 
 def _allocator(tiers: Tiers, tier: str, bounce: Any) -> Any:

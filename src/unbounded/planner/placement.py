@@ -28,6 +28,7 @@ class UnitBytes:
     weights: int
     gradients: int
     optimizer: int
+    completion: int = 0  # the bits that complete 16-bit weights to their master
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class UnitPlace:
     weights: str
     gradients: str
     optimizer: str
+
+    @property
+    def completion(self) -> str:
+        """With the optimizer states; where those are on disk, with the weights, which saves a fifth of the traffic."""
+        return self.optimizer if self.optimizer != "disk" else self.weights
 
 
 def place(units: Sequence[UnitBytes], budget: Budget, plan: Plan) -> tuple[UnitPlace, ...]:
@@ -67,12 +73,14 @@ def _place_unit(unit: UnitBytes, plan: Plan, room: dict[str, int]) -> UnitPlace:
     still_open = [kind for kind in KINDS if kind not in tiers]
     for kind, tier in tiers.items():
         room[tier] -= sizes[kind]
-    together = sum(sizes[kind] for kind in still_open)
+    together = sum(sizes[kind] for kind in still_open) + unit.completion
     whole = next((tier for tier in ("device", "host") if room[tier] >= together), None)
     for kind in still_open:
         tiers[kind] = whole or _first_with_room(sizes[kind], room)
         room[tiers[kind]] -= sizes[kind]
-    return UnitPlace(**tiers)
+    placed = UnitPlace(**tiers)
+    room[placed.completion] -= unit.completion
+    return placed
 
 
 def _fixed_tiers(unit: UnitBytes, plan: Plan) -> dict[str, str]:
@@ -112,7 +120,7 @@ def _check(units: Sequence[UnitBytes], room: dict[str, int], budget: Budget) -> 
     short = {tier: -left for tier, left in room.items() if left < 0}
     if not short:
         return
-    total = sum(unit.weights + unit.gradients + unit.optimizer for unit in units)
+    total = sum(unit.weights + unit.gradients + unit.optimizer + unit.completion for unit in units)
     facts = ", ".join(
         f"{tier} is short by {format_bytes(missing)} of its {format_bytes(getattr(budget, tier))}"
         for tier, missing in short.items()

@@ -89,13 +89,20 @@ class Lane:
                 target=_work, args=(self._tasks, self.stream), name=f"unbounded-{self.name}", daemon=True
             )
             self._thread.start()
-            weakref.finalize(self, self._tasks.put, None)
+            weakref.finalize(self, _end, self._tasks, self._thread)
         self._tasks.put((handle, function, arguments))
         return handle
 
     def mark(self) -> torch.cuda.Event | None:
         """An event behind everything launched on the lane's stream so far."""
         return _mark(self.stream)
+
+
+def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
+    """Ends a lane's thread, also when the process exits: one that were still inside torch then would abort it."""
+    tasks.put(None)
+    if threading.current_thread() is not thread:
+        thread.join()
 
 
 def _work(tasks: queue.SimpleQueue[Task | None], stream: torch.cuda.Stream | None) -> None:

@@ -23,7 +23,7 @@ from unbounded.zero.collectives import Ranks
 from unbounded.zero.unit import Unit, WeightState
 from unbounded.zero.units import Member
 
-Places = Mapping[str, str]  # "weights", "optimizer" -> tier
+Places = Mapping[str, str]  # "weights", "optimizer", "low" -> tier
 # What a parameter's optimizer state held before `shard`: state name -> values
 Carried = Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
 
@@ -64,13 +64,13 @@ class Installer:
             unit.weights.evict(arrays["weight"].contiguous()).wait()
             unit.hide_values()
         if rule is not None:
-            self._install_states(unit, rule, places["optimizer"], arrays, moments)
+            self._install_states(unit, rule, places, arrays, moments)
 
     def _install_states(
         self,
         unit: Unit,
         rule: UpdateRule,
-        tier: str,
+        places: Places,
         arrays: Mapping[str, torch.Tensor],
         moments: Mapping[str, torch.Tensor],
     ) -> None:
@@ -79,9 +79,10 @@ class Installer:
         for name, values in moments.items():
             given |= formats.encode_moment(values[low:high].contiguous(), name, rule)
         for spec in rule.specs:
-            # States are touched by the host's kernel, never by the device, so they need no pinning.
+            tier = places["low"] if spec.name == "low" else places["optimizer"]
+            # States that only the host's kernel touches need no pinning.
             array = self.tiers.allocate(
-                tier, spec.dtype, spec.numel(high - low), self.bounce, initial=spec.initial, pin=False
+                tier, spec.dtype, spec.numel(high - low), self.bounce, initial=spec.initial, pin=unit.streamed
             )
             value = given.get(spec.name)
             if value is not None and bool(value.any()):

@@ -80,6 +80,7 @@ class Unit:
 
         self.state = WeightState.RELEASED
         self.resident = False
+        self.streamed = False  # states on the host, updated by the GPU
         self.claims = 0  # visits, past and expected, that want it gathered
         self.late = False  # its backward was left before its gradient came
         self.handle: Handle | None = None  # the fetch in flight

@@ -211,7 +211,9 @@ def needs_buffers(unit: Unit) -> bool:
 
 
 def kernel_device(unit: Unit) -> torch.device:
-    """Where a unit is updated: on the GPU where its states live there, else on the host."""
+    """Where a unit is updated: on the GPU where its states live there or are streamed to it, else on the host."""
+    if unit.streamed:
+        return unit.device
     directs = [array.direct for array in (unit.states or {"weight": unit.weights}).values()]
     if all(direct is not None and direct.device == unit.device for direct in directs):
         return unit.device

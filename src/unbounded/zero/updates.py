@@ -1,8 +1,9 @@
 """The optimizer step over all units: what is updated, in which order, and who waits for it.
 
-States on the GPU are updated on the compute stream at once. Everything else goes through the update lane behind
-the next forward, in the order in which that forward needs the units; each unit carries a handle that whoever
-needs its new weights waits on.
+States on the GPU are updated on the compute stream at once. Everything else goes through lanes behind the next
+forward, in the order in which that forward needs the units: the update lane runs the host's kernel; two stream
+lanes carry host states through the GPU and back, one's way up beside the other's way down. Each unit carries a
+handle that whoever needs its new weights waits on.
 """
 
 from __future__ import annotations
@@ -23,19 +24,29 @@ from unbounded.zero.update import Piece, UpdatePass, cut_pieces, kernel_device, 
 Scale = float | torch.Tensor
 
 
+Work = tuple[Unit, list[Piece], Handle]
+
+
 class Updates:
     """Runs the rule over units; one pass a step, or one a unit inside `last_backward`."""
 
     def __init__(
-        self, engine: Engine, rules: dict[torch.dtype, UpdateRule], lane: Lane, pool: kernels.Pool, buffers: BufferPool
+        self,
+        engine: Engine,
+        rules: dict[torch.dtype, UpdateRule],
+        lane: Lane,
+        streams: Sequence[Lane],
+        pool: kernels.Pool,
+        buffers: BufferPool,
     ) -> None:
-        self.engine, self.rules, self.lane = engine, rules, lane
+        self.engine, self.rules, self.lane, self.streams = engine, rules, lane, streams
         self._piece_numel = buffers.buffer_bytes // 4
         self._passes = {dtype: UpdatePass(rule, pool, buffers, depth=2) for dtype, rule in rules.items()}
 
     def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], scale: Scale) -> None:
-        """Updates `units` in order; returns before the update lane has done its part."""
-        behind: list[tuple[Unit, list[Piece], Handle]] = []
+        """Updates `units` in order; returns before the lanes have done their part."""
+        behind: dict[Lane, list[Work]] = {lane: [] for lane in (self.lane, *self.streams)}
+        num_streamed = 0
         for unit in units:
             unit.gradient.wait()
             pieces = cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), self._piece_numel)
@@ -43,18 +54,21 @@ class Updates:
             unit.gradient.consumed = not (isinstance(scale, float) and scale == 1.0)
             if not pieces:
                 continue
-            if kernel_device(unit).type == "cuda":
+            if kernel_device(unit).type == "cuda" and not unit.streamed:
                 self._run_now(unit, pieces, scale)
-            else:
-                unit.update = Handle()
-                behind.append((unit, pieces, unit.update))
-                self.engine.invalidate(unit)
-        if behind:
-            ready = None
-            if self.lane.stream is not None:
-                ready = torch.cuda.Event()
-                ready.record()
-            self.lane.submit(self._run_behind, behind, scale, ready)
+                continue
+            unit.update = Handle()
+            lane = self.streams[num_streamed % len(self.streams)] if unit.streamed else self.lane
+            num_streamed += unit.streamed
+            behind[lane].append((unit, pieces, unit.update))
+            self.engine.invalidate(unit)
+        ready = None
+        if self.lane.stream is not None:
+            ready = torch.cuda.Event()
+            ready.record()
+        for lane, work in behind.items():
+            if work:
+                lane.submit(self._run_behind, lane, work, scale, ready)
 
     def _run_now(self, unit: Unit, pieces: list[Piece], scale: Scale) -> None:
         for _ in self._passes[unit.dtype].run(pieces, scale):
@@ -62,13 +76,8 @@ class Updates:
         if unit.owned != (0, unit.layout.numel) or not unit.resident:
             self.engine.invalidate(unit)
 
-    def _run_behind(
-        self,
-        work: list[tuple[Unit, list[Piece], Handle]],
-        scale: Scale,
-        ready: torch.cuda.Event | None,
-    ) -> None:
-        """Runs in the update lane."""
+    def _run_behind(self, lane: Lane, work: list[Work], scale: Scale, ready: torch.cuda.Event | None) -> None:
+        """Runs in `lane`."""
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         waiting = {id(unit): handle for unit, _, handle in work}
@@ -77,7 +86,7 @@ class Updates:
             for dtype, update_pass in self._passes.items():
                 pieces = (piece for unit, parts, _ in work if unit.dtype == dtype for piece in parts)
                 for unit in update_pass.run(pieces, scale):
-                    waiting.pop(id(unit)).complete(event=self.lane.mark())
+                    waiting.pop(id(unit)).complete(event=lane.mark())
         except BaseException as error:
             for handle in waiting.values():
                 handle.fail(error)
