@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 DISK_READ = "disk read"
 DISK_WRITE = "disk write"
-HOST_TO_DEVICE = "host to device"
-DEVICE_TO_HOST = "device to host"
+HOST_TO_DEVICE = "host-to-device"
+DEVICE_TO_HOST = "device-to-host"
 GATHER = "gather"
 REDUCE = "reduce"
 COMPUTE = "compute"

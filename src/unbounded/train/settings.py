@@ -16,9 +16,9 @@ from unbounded.train.errors import InputError
 
 DEFAULT_OUTPUT = "runs/default"
 _SMALL = {"layers": 6, "width": 192, "heads": 6, "sequence_length": 128, "batch_tokens": 1024, "steps": 320, "lr": 1e-3}
-_LARGE = {"layers": 16, "width": 1024, "heads": 16, "sequence_length": 1024, "batch_tokens": 65_536, "lr": 6e-4}
+_LARGE = {"layers": 16, "width": 1024, "heads": 16, "sequence_length": 1024, "batch_tokens": 8192, "lr": 6e-4}
 _HF = {"layers": 0, "width": 0, "heads": 0, "sequence_length": 1024, "batch_tokens": 16_384, "lr": 2e-5}
-_LARGE_STEPS = 300
+_LARGE_STEPS = 240
 _LORA_LR = 2e-4
 _MICRO_TOKENS = 8192  # a rank runs about this many tokens at once unless told
 
