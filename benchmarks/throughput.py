@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unbounded
+from unbounded import sharding
 
 SIZES = {  # hidden, layers, heads, ffn
     "tiny": (256, 4, 4, 704),
@@ -47,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile every block")
     parser.add_argument("--keep-activations", action="store_true", help="no activation checkpointing")
     parser.add_argument("--no-clip", action="store_true")
+    parser.add_argument("--no-stream", action="store_true", help="never update host states on the GPU")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--trace", default=None)
     parser.add_argument("--fixed-batch", action="store_true", help="the same tokens every step: the loss must fall")
@@ -81,7 +83,10 @@ def build(options: argparse.Namespace) -> tuple[Any, Any, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **fused)
     numel = sum(parameter.numel() for parameter in model.parameters())
     if not options.peer:
-        plan = dict(pair.split("=", 1) for pair in options.plan)
+        if options.no_stream:
+            sharding.streamed_part = lambda threads: 0.0
+        plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
+        plan |= {key: int(value) for key, value in plan.items() if value.isdigit()}
         model, optimizer = unbounded.shard(model, optimizer, plan or "auto")
     return model, optimizer, numel
 

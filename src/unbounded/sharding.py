@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded.errors import PlanError, StateError
+from unbounded.errors import BudgetError, PlanError, StateError
 from unbounded.native import kernels
 from unbounded.native.memory import available_bytes
 from unbounded.optim.rules import NativeRule, UpdateRule, read_rule
@@ -201,13 +201,13 @@ class _Builder:
                 f"stage {plan.stage} keeps whole weights on every device, but the plan puts them on {plan.weights!r}. "
                 "Use stage 3 to keep weights elsewhere."
             )
-        names = [spec.name for spec in specs]
+        names, sum_dtype = [spec.name for spec in specs], DTYPES[plan.accumulate_dtype]
         for kind in ("weights", "gradients", "optimizer"):
             check_patterns(getattr(plan, kind), kind, names)
-        sizes = [spec.sizes(self.rules.get(spec.dtype), plan.stage, size) for spec in specs]
+        sizes = [spec.sizes(self.rules.get(spec.dtype), plan.stage, size, sum_dtype) for spec in specs]
         ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
         budget = self._budget(ring)
-        places = place(sizes, budget, plan)
+        places = _place_within(sizes, budget, plan, ring)
         self.ranks.check_same(repr(places), "placement")
         disk_bytes = 0
         for spec, unit_bytes, where in zip(specs, sizes, places, strict=True):
@@ -219,7 +219,7 @@ class _Builder:
             disk_bytes += (
                 disk_size(unit_bytes.completion) if where.completion == "disk" and unit_bytes.completion else 0
             )
-            disk_bytes += 3 * disk_size(unit_bytes.gradients) if where.gradients == "disk" else 0
+            disk_bytes += disk_size(unit_bytes.size("gradients", "disk")) if where.gradients == "disk" else 0
         named = {
             kind: tuple((name, getattr(where, kind)) for name, where in zip(names, places, strict=True))
             for kind in ("weights", "gradients", "optimizer")
@@ -347,14 +347,25 @@ class _Spec:
     def owned_numel(self, stage: int, size: int) -> int:
         return self.layout.numel if stage == 0 else self.layout.shard_numel
 
-    def sizes(self, rule: UpdateRule | None, stage: int, size: int) -> UnitBytes:
+    def sizes(self, rule: UpdateRule | None, stage: int, size: int, sum_dtype: torch.dtype) -> UnitBytes:
         owned = self.owned_numel(stage, size)
         weights = (self.layout.shard_numel if stage == 3 else self.layout.numel) * self.dtype.itemsize
         if not self.trainable or rule is None:
             return UnitBytes(self.name, weights, 0, 0)
         states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in rule.specs}
         low = states.pop("low", 0)
-        return UnitBytes(self.name, weights, owned * self.dtype.itemsize, sum(states.values()), low)
+        summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
+        return UnitBytes(self.name, weights, owned * self.dtype.itemsize, sum(states.values()), low, summed)
+
+
+def _place_within(sizes: list[UnitBytes], budget: Budget, plan: Plan, ring: int) -> tuple[UnitPlace, ...]:
+    """The placement with the room for activations wished for; with less of it where it would not fit otherwise."""
+    for part in (2, 4):
+        try:
+            return place(sizes, budget, plan)
+        except BudgetError:
+            budget = replace(budget, device_reserve=min(budget.device_reserve, ring + budget.device_reserve // part))
+    return place(sizes, budget, plan)
 
 
 def _allocator(tiers: Tiers, tier: str, bounce: Any) -> Any:

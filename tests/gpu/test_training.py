@@ -91,6 +91,18 @@ def test_half_precision_gives_the_same_losses_wherever_states_live(precision: st
         torch.testing.assert_close(other, losses[0], rtol=1e-2, atol=0)
 
 
+def test_states_streamed_through_the_gpu_train_as_on_the_host() -> None:
+    losses = []
+    for threads in (2, 64):  # few threads: most units are streamed; many: none
+        torch.manual_seed(0)
+        model = Model()
+        plan = {"precision": "bf16", "weights": "host", "optimizer": "host", "host_threads": threads}
+        model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan)
+        assert any(unit.streamed for unit in optimizer.engine.units) == (threads == 2)
+        losses.append(train(model, optimizer, clip=True, accumulate=2))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
+
+
 def test_compiled_and_checkpointed_blocks_train_with_offloaded_weights() -> None:
     torch.manual_seed(0)
     model = Model()

@@ -1,10 +1,10 @@
 """Which tier each kind of state of each unit lives on: one pure function from sizes and budgets.
 
 The first units live whole on the device: their update needs no transfer, and the next forward needs them first.
-The next live whole on the host, and what the host cannot take goes to disk, optimizer states before the rest,
-since those are read once a step and weights twice. A unit's gradients go where its optimizer states are, or to
-the host where those are on disk. Moving a unit's optimizer states to the device relieves the host of 26 bytes of
-memory traffic a parameter and step, its weights alone only of 4: so units are filled whole, not kind by kind.
+Moving a unit's optimizer states there relieves the host of 26 bytes of memory traffic a parameter and step, its
+weights alone only of 4: so units are filled whole, not kind by kind. Of the others the host takes first what is
+light and used often (weights, what completes them, gradients), then optimizer states as far as they go; the rest
+of those is read and written once a step, and goes to disk.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ class UnitBytes:
     gradients: int
     optimizer: int
     completion: int = 0  # the bits that complete 16-bit weights to their master
+    summed_gradients: int = 0  # gradients in the dtype they are added up in, as the disk keeps them
+
+    def size(self, kind: str, tier: str) -> int:
+        """The bytes of one kind on a tier; what completes the weights is counted with them."""
+        if kind == "gradients" and tier == "disk":
+            return max(self.gradients, self.summed_gradients)
+        return int(getattr(self, kind)) + (self.completion if kind == "weights" else 0)
 
 
 @dataclass(frozen=True)
@@ -61,26 +68,33 @@ def place(units: Sequence[UnitBytes], budget: Budget, plan: Plan) -> tuple[UnitP
         "host": budget.host - budget.host_reserve,
         "disk": budget.disk,
     }
-    places = tuple(_place_unit(unit, plan, room) for unit in units)
+    tiers = [_fixed_tiers(unit, plan) for unit in units]
+    for unit, fixed in zip(units, tiers, strict=True):
+        for kind, tier in fixed.items():
+            room[tier] -= unit.size(kind, tier)
+    _fill(units, tiers, KINDS, "device", room)
+    _fill(units, tiers, ("weights", "gradients"), "host", room)
+    _fill(units, tiers, ("optimizer",), "host", room)
+    _fill(units, tiers, KINDS, "disk", room)
+    places = tuple(UnitPlace(**fixed) for fixed in tiers)
+    for unit, where in zip(units, places, strict=True):
+        if where.completion != where.weights:  # counted with the weights so far
+            room[where.weights] += unit.completion
+            room[where.completion] -= unit.completion
     _check(units, room, budget)
     return places
 
 
-def _place_unit(unit: UnitBytes, plan: Plan, room: dict[str, int]) -> UnitPlace:
-    """The tiers of one unit, taken from `room`: together on the first tier that can take all that is open."""
-    sizes = {kind: getattr(unit, kind) for kind in KINDS}
-    tiers = _fixed_tiers(unit, plan)
-    still_open = [kind for kind in KINDS if kind not in tiers]
-    for kind, tier in tiers.items():
-        room[tier] -= sizes[kind]
-    together = sum(sizes[kind] for kind in still_open) + unit.completion
-    whole = next((tier for tier in ("device", "host") if room[tier] >= together), None)
-    for kind in still_open:
-        tiers[kind] = whole or _first_with_room(sizes[kind], room)
-        room[tiers[kind]] -= sizes[kind]
-    placed = UnitPlace(**tiers)
-    room[placed.completion] -= unit.completion
-    return placed
+def _fill(
+    units: Sequence[UnitBytes], tiers: list[dict[str, str]], kinds: Sequence[str], tier: str, room: dict[str, int]
+) -> None:
+    """Puts the open ones of `kinds` of each unit in turn on `tier`, where it can take them together; disk must."""
+    for unit, fixed in zip(units, tiers, strict=True):
+        still_open = [kind for kind in kinds if kind not in fixed]
+        together = sum(unit.size(kind, tier) for kind in still_open)
+        if room[tier] >= together or tier == "disk":
+            fixed.update(dict.fromkeys(still_open, tier))
+            room[tier] -= together
 
 
 def _fixed_tiers(unit: UnitBytes, plan: Plan) -> dict[str, str]:
@@ -92,10 +106,6 @@ def _fixed_tiers(unit: UnitBytes, plan: Plan) -> dict[str, str]:
     if "gradients" not in tiers and "optimizer" in tiers:
         tiers["gradients"] = tiers["optimizer"] if tiers["optimizer"] != "disk" else "host"
     return tiers
-
-
-def _first_with_room(num_bytes: int, room: dict[str, int]) -> str:
-    return next((tier for tier in ("host", "disk") if room[tier] >= num_bytes), "disk")
 
 
 def read_placement(placement: Placement | None, unit: str) -> str | None:

@@ -30,7 +30,7 @@ class Gradient:
         self.consumed = False  # an update scaled or freed it: it cannot be added to
         self.handle: Handle | None = None  # the last addition in flight
         self.array: Array | None = None
-        self._wide = False
+        self._wide = tier == "disk"  # there a second copy, to widen from, has no room
         self._squares: torch.Tensor | float | None = None
 
     def wait(self) -> None:
