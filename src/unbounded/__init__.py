@@ -3,6 +3,9 @@
 The public names are imported on first use, so that `import unbounded` costs nothing.
 """
 
+# The names are exported by __getattr__; type checkers read the imports at the end.
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from importlib import import_module
@@ -16,6 +19,7 @@ _HOMES = {
     "save": "unbounded.checkpoint.saving",
     "load": "unbounded.checkpoint.loading",
     "export": "unbounded.checkpoint.exporting",
+    "trace": "unbounded.observe.trace",
     "Plan": "unbounded.planner.plan",
     "UnboundedError": "unbounded.errors",
     "PlanError": "unbounded.errors",
@@ -25,7 +29,7 @@ _HOMES = {
     "CheckpointError": "unbounded.errors",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
@@ -45,5 +49,6 @@ if TYPE_CHECKING:
     from unbounded.checkpoint.loading import load
     from unbounded.checkpoint.saving import save
     from unbounded.errors import BudgetError, CheckpointError, DiskError, PlanError, StateError, UnboundedError
+    from unbounded.observe.trace import trace
     from unbounded.planner.plan import Plan
     from unbounded.sharding import full_params, shard

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -21,28 +20,9 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, settings: Settings, worl
     return continue_text(model, tokenizer, settings.sample, settings=settings, device=world.device)
 
 
-def export_model(model: nn.Module, tokenizer: Tokenizer, settings: Settings, world: World) -> Path | None:
+def export_model(model: nn.Module, tokenizer: Tokenizer, settings: Settings) -> Path | None:
     """All ranks must call this: write the model (of adapters, these alone) where the settings ask for it."""
     if settings.export is None:
         return None
-    folder, inner = Path(settings.export), getattr(tokenizer, "inner", None)
-    if settings.lora_rank is None:
-        unbounded.export(folder, model, tokenizer=inner)
-    else:
-        _export_adapters(folder, model, inner, world)
-    return folder
-
-
-def _export_adapters(folder: Path, model: Any, tokenizer: Any, world: World) -> None:
-    from peft import get_peft_model_state_dict
-
-    with unbounded.full_params(model):
-        adapters = {name: value.cpu().clone() for name, value in get_peft_model_state_dict(model).items()}
-    if world.is_first:
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        model.peft_config["default"].save_pretrained(str(folder))
-        tokenizer.save_pretrained(str(folder))
-    world.barrier()
+    unbounded.export(settings.export, model, tokenizer=getattr(tokenizer, "inner", None))
+    return Path(settings.export)

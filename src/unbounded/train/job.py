@@ -220,7 +220,7 @@ class Job:
         self._save(step)
         self.folder.settle()
         sample = sample_text(self.model, self.subject.tokenizer, self.settings, self.world) if done else ""
-        exported = export_model(self.model, self.subject.tokenizer, self.settings, self.world) if done else None
+        exported = export_model(self.model, self.subject.tokenizer, self.settings) if done else None
         return Summary(
             output=self.folder.root,
             checkpoint=self.folder.last,
