@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -24,10 +25,8 @@ class CoreMissingError(UnboundedError, ImportError):
 def candidates() -> list[Path]:
     """Where the core may be: beside the package (a wheel), or in site-packages (an editable install)."""
     found = [Path(__file__).resolve().parent.parent / FILE_NAME]
-    try:
+    with suppress(metadata.PackageNotFoundError):
         found.append(Path(str(metadata.distribution("unbounded").locate_file(f"unbounded/{FILE_NAME}"))))
-    except metadata.PackageNotFoundError:
-        pass
     return found
 
 

@@ -202,6 +202,7 @@ class UpdatePass:
                 lease.release()
             piece.leases.clear()
             piece.waits.clear()
+            piece.buffers.clear()
 
 
 def needs_buffers(unit: Unit) -> bool:
