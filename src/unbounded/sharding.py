@@ -38,13 +38,13 @@ from unbounded.zero.reduction import Reduction
 from unbounded.zero.unit import Unit
 from unbounded.zero.units import Member, Site, find_members, find_sites, split_members
 from unbounded.zero.update import LEAST_PIECE, PIECE_NUMEL
-from unbounded.zero.updates import Updates
+from unbounded.zero.updates import DEPTH, Updates
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of a device's budget, kept for activations, and at most so much.
 ACTIVATION_PART, ACTIVATION_BYTES = 0.45, 24 * 2**30
-# Pieces of an update pass in flight: two ahead and two behind.
-PIECES_IN_FLIGHT = 4
+# Pieces of an update pass in flight: those ahead and those behind.
+PIECES_IN_FLIGHT = 2 * DEPTH
 BOUNCE_BUFFERS = 4
 
 

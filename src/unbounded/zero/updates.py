@@ -22,6 +22,8 @@ from unbounded.zero.unit import Unit
 from unbounded.zero.update import Piece, UpdatePass, cut_pieces, kernel_device, plan_jobs
 
 Scale = float | torch.Tensor
+# Pieces being read ahead of the one that is updated, and of those behind it still being written.
+DEPTH = 3
 
 
 Work = tuple[Unit, list[Piece], Handle]
@@ -41,7 +43,7 @@ class Updates:
     ) -> None:
         self.engine, self.rules, self.lane, self.streams = engine, rules, lane, streams
         self._piece_numel = buffers.buffer_bytes // 4
-        self._passes = {dtype: UpdatePass(rule, pool, buffers, depth=2) for dtype, rule in rules.items()}
+        self._passes = {dtype: UpdatePass(rule, pool, buffers, DEPTH) for dtype, rule in rules.items()}
 
     def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], scale: Scale) -> None:
         """Updates `units` in order; returns before the lanes have done their part."""
