@@ -195,7 +195,20 @@ def test_what_is_each_ranks_own_comes_back_to_it(ranks: Any, tmp_path: Path) -> 
         assert same_noise
 
 
-def behind(rank: int, world_size: int, folder: str, plan: dict[str, Any]) -> tuple[Any, Any, bool]:
+def behind(
+    rank: int, world_size: int, folder: str, plan: dict[str, Any], copied: bool = False
+) -> tuple[Any, Any, bool]:
+    from unbounded.checkpoint import saving
+
+    has_room = saving._Job._has_room_to_copy
+    saving._Job._has_room_to_copy = lambda self: copied or has_room(self)
+    try:
+        return _behind(rank, folder, plan)
+    finally:
+        saving._Job._has_room_to_copy = has_room
+
+
+def _behind(rank: int, folder: str, plan: dict[str, Any]) -> tuple[Any, Any, bool]:
     model, optimizer = build(plan)
     train(model, optimizer, 0, 2, rank)
     unbounded.save(f"{folder}/now", model, optimizer)
@@ -214,6 +227,15 @@ def test_a_save_in_the_background_holds_the_states_of_its_moment(
 ) -> None:
     plan = {"precision": "bf16", "weights": tier, "optimizer": tier}
     for expected, resumed, same in ranks(world_size, behind, str(tmp_path), plan):
+        assert resumed == expected
+        assert same
+    assert_same(whole(tmp_path / "now"), whole(tmp_path / "behind"))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_states_that_a_device_has_room_to_copy_are_saved_from_the_copy(ranks: Any, tmp_path: Path, stage: int) -> None:
+    plan = {"precision": "bf16", "weights": "device", "optimizer": "device", "stage": stage}
+    for expected, resumed, same in ranks(2, behind, str(tmp_path), plan, True):
         assert resumed == expected
         assert same
     assert_same(whole(tmp_path / "now"), whole(tmp_path / "behind"))

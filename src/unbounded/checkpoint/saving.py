@@ -241,18 +241,31 @@ class _Job:
                 self.snapshot.add_gradient(unit, number, self.gradients)
         if len(self.snapshot.segments) == before:
             self.gradients.complete()
-        if self.state.engine.device.type == "cuda":
-            self.ready = torch.cuda.Event()
-            self.ready.record()
         order = {site: place for place, site in reversed(list(enumerate(self.state.engine.forward.expected)))}
         ranked = {id(u): order.get(s.index, len(order)) for s in self.state.engine.stops for u in s.units}
+        copy = self.copy and self._has_room_to_copy()
         for number, unit in sorted(units, key=lambda entry: ranked[id(entry[1])]):
             rule = self.state.rules.get(unit.dtype)
             every = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
             kinds = [kind for kind in unit.states if self.with_optimizer or kind in COMPLETING]
-            unit.reader = Handle()
-            self.readers.append(unit.reader)
-            self.snapshot.add_unit(unit, number, every, kinds, unit.reader)
+            reader = Handle()
+            self.readers.append(reader)
+            arrays = [unit.weights, *(unit.states[kind] for kind in kinds)]
+            if not (copy and all(array.tier == "device" for array in arrays)):
+                unit.reader = reader
+            self.snapshot.add_unit(unit, number, every, kinds, reader, copy=copy)
+        if self.state.engine.device.type == "cuda":
+            self.ready = torch.cuda.Event()
+            self.ready.record()
+
+    def _has_room_to_copy(self) -> bool:
+        """Whether a GPU has room for a copy of the states it holds, which costs milliseconds; steps then never wait."""
+        device = self.state.engine.device
+        if device.type != "cuda":
+            return False
+        arrays = [array for unit in self.state.engine.units for array in (unit.weights, *unit.states.values())]
+        needed = sum(array.numel * array.dtype.itemsize for array in arrays if array.tier == "device")
+        return needed < torch.cuda.mem_get_info(device)[0] // 2
 
     def _describe(self) -> dict[str, Any]:
         """What is the same on all ranks and kept once; the snapshot's own tensors are rank 0's."""

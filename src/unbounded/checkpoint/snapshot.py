@@ -59,27 +59,41 @@ class Snapshot:
     stored: list[Stored] = field(default_factory=list)
     num_loose: int = 0
 
-    def add_unit(self, unit: Unit, number: int, every: Mapping[str, int], kinds: Iterable[str], reader: Handle) -> None:
-        """The unit's weights and the states named `kinds`: what this rank owns, or its part of what all have."""
-        low, high = unit.owned
-        start, stop = low, high
-        if (low, high) == (0, unit.layout.numel) and self.size > 1:
-            start, stop = deal(unit.layout.numel, number, self.rank, self.size)
-        arrays = {WEIGHT: unit.weights, **{kind: unit.states[kind] for kind in kinds}}
-        if start == stop:
+    def add_unit(
+        self,
+        unit: Unit,
+        number: int,
+        every: Mapping[str, int],
+        kinds: Iterable[str],
+        reader: Handle,
+        *,
+        copy: bool = False,
+    ) -> None:
+        """The unit's weights and the states named `kinds`: what this rank owns, or its part of what all have.
+
+        With `copy` what lies on the device is copied there now, so that nobody has to wait for it.
+        """
+        start, stop = self._part(unit, number)
+        arrays: dict[str, Array] = {WEIGHT: unit.weights, **{kind: unit.states[kind] for kind in kinds}}
+        if copy:
+            arrays = {kind: _copied(array) for kind, array in arrays.items()}
+        if start < stop:
+            for kind, array in arrays.items():
+                self._add_flat(unit, kind, array, (start, stop), every.get(kind, 1), reader)
+        else:
             reader.complete()
-            return
-        for kind, array in arrays.items():
-            self._add_flat(unit, kind, array, (start, stop), every.get(kind, 1), reader)
+
+    def _part(self, unit: Unit, number: int) -> tuple[int, int]:
+        """What this rank writes of a unit's flat buffer."""
+        if unit.owned == (0, unit.layout.numel) and self.size > 1:
+            return deal(unit.layout.numel, number, self.rank, self.size)
+        return unit.owned
 
     def add_gradient(self, unit: Unit, number: int, reader: Handle) -> None:
         """The gradient added up so far: reduced, and what waits for its reduction on this rank."""
-        low, high = unit.owned
         array = unit.gradient.array
         if unit.gradient.present and not unit.gradient.consumed and array is not None:
-            start, stop = low, high
-            if (low, high) == (0, unit.layout.numel) and self.size > 1:
-                start, stop = deal(unit.layout.numel, number, self.rank, self.size)
+            start, stop = self._part(unit, number)
             if start < stop:
                 self._add_flat(unit, GRADIENT, array, (start, stop), 1, reader)
         if unit.unreduced is not None:
@@ -138,6 +152,12 @@ class Snapshot:
     def entries(self) -> list[TensorEntry]:
         """What the file holds, once it is laid out; the file's number is the rank's."""
         return [item.entry(self.rank) for item in self.stored]
+
+
+def _copied(array: Array) -> Array:
+    return (
+        MemoryArray(array.direct.clone(), array.tier) if array.tier == "device" and array.direct is not None else array
+    )
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -26,7 +26,8 @@ from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import Array, Waitable
 from unbounded.tiers.lane import Handle
 
-NUM_BUFFERS = 8
+# Half of them read ahead, half being written: enough that the disk stays busy while this thread waits for a core.
+NUM_BUFFERS = 16
 PAGE = 4096
 LARGE_BYTES = BLOCK_BYTES
 

@@ -32,7 +32,8 @@ from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import Array, Waitable
 from unbounded.zero.layout import Slot, clip_range
 
-DEPTH = 4
+# Chunks read ahead, and put in place behind: enough that the disk stays busy while this thread waits for a core.
+DEPTH = 8
 
 
 @dataclass(eq=False)

@@ -1,0 +1,74 @@
+"""Checkpoints of models on a GPU: every tier, now and in the background, and from GPU to CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.checkpoint.jobs import assert_same, whole
+
+pytestmark = pytest.mark.gpu
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def build(tier: str, seed: int, device: str = "cuda", precision: str = "bf16", **plan: Any) -> Any:
+    torch.manual_seed(seed)
+    model = Blocks().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return unbounded.shard(
+        model, optimizer, {"precision": precision, "weights": tier, "optimizer": tier, "gradients": "host", **plan}
+    )
+
+
+def train(model: nn.Module, optimizer: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for index in range(first, last):
+        x = torch.randn(64, 512, generator=torch.Generator().manual_seed(index)).cuda()
+        noise = torch.rand((), device="cuda")  # the GPU's random state matters
+        loss = (model(x).float() * (1 + noise)).square().mean()
+        optimizer.scale(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["now", "behind"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_training_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, tier: str, precision: str, behind: bool) -> None:
+    model, optimizer = build(tier, 1, precision=precision)
+    train(model, optimizer, 0, 2)
+    handle = unbounded.save(tmp_path / "c", model, optimizer, wait=not behind)
+    expected = train(model, optimizer, 2, 5)
+    handle.wait()
+    model, optimizer = build(tier, 2, precision=precision)
+    train(model, optimizer, 7, 8)
+    unbounded.load(tmp_path / "c", model, optimizer)
+    assert train(model, optimizer, 2, 5) == expected
+
+
+def test_states_pass_between_gpu_and_cpu_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = build("device", 1)
+    train(model, optimizer, 0, 2)
+    unbounded.save(tmp_path / "gpu", model, optimizer)
+    for number, (tier, device) in enumerate([("host", "cuda"), ("disk", "cuda"), ("device", "cuda")]):
+        model, optimizer = build(tier, 2, device)
+        unbounded.load(tmp_path / "gpu", model, optimizer)
+        unbounded.save(tmp_path / str(number), model, optimizer)
+        assert_same(whole(tmp_path / str(number)), whole(tmp_path / "gpu"))
