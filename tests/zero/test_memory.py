@@ -44,6 +44,8 @@ def measure(rank: int, world_size: int, plan: dict[str, Any]) -> dict[str, float
         loss = model(Batch(step, 0, rank).normal(2, WIDTH)).square().mean()
         loss.backward()
         del loss
+        for unit in optimizer.engine.units:
+            unit.gradient.wait()
         held = settled_bytes() - before if step else 0
         optimizer.step()
         optimizer.zero_grad()

@@ -136,7 +136,7 @@ def load_other(rank: int, world_size: int, stage: int) -> tuple[str, list[bool],
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_load_state_dict_takes_a_plain_models_values(ranks: Any, world_size: int, stage: int) -> None:
     torch.manual_seed(99)
-    expected = float(TinyGPT().loss(Batch(0, 0, 0).tokens()))
+    expected = TinyGPT().loss(Batch(0, 0, 0).tokens()).item()
     for keys, same, loss in ranks(world_size, load_other, stage):
         assert keys == "<All keys matched successfully>"
         assert all(same)
