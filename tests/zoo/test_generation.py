@@ -1,0 +1,44 @@
+"""Text generation with a sharded model, between steps: the tokens of the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import unbounded
+from tests.zero.training import small_units
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.test_zoo import batch, optimizer_of
+
+PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
+
+
+def generate(rank: int, world_size: int, name: str, stage: int) -> tuple[list[Any], list[Any]]:
+    torch.manual_seed(5)
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    plain = copy.deepcopy(model)
+    with small_units(100):
+        model, optimizer = unbounded.shard(model, optimizer_of(model), {"stage": stage, "precision": "fp32"})
+    plain_optimizer = optimizer_of(plain)
+    tokens: tuple[list[Any], list[Any]] = ([], [])
+    for step in range(2):
+        for seen, network, steps in zip(tokens, (plain, model), (plain_optimizer, optimizer), strict=True):
+            network.train()
+            network(**batch(architecture, step, 0)).loss.backward()
+            steps.step()
+            steps.zero_grad()
+            network.eval()
+            prompt = batch(architecture, 9, 0)["input_ids"]
+            seen.append(network.generate(prompt, max_new_tokens=6, do_sample=False).tolist())
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2), (2, 3)])
+def test_a_sharded_model_generates_what_the_plain_one_does(ranks: Any, name: str, world_size: int, stage: int) -> None:
+    for plain, ours in ranks(world_size, generate, name, stage):
+        assert ours == plain
