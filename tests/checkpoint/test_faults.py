@@ -23,7 +23,7 @@ import unbounded
 from tests import ranks as pool
 from tests.checkpoint.jobs import build, train, whole
 from unbounded.checkpoint import folder as folders
-from unbounded.checkpoint import saving, stream
+from unbounded.checkpoint import job, saving, stream
 from unbounded.checkpoint.manifest import read_manifest
 from unbounded.errors import CheckpointError, DiskError
 
@@ -95,11 +95,11 @@ def kill_at_random(folder: Path, world_size: int, times: int, seed: int, *, all_
         while not Path(f"{store}.ready0").exists() and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(generator.uniform(0, 0.12))
-        for job in jobs if all_ranks else [generator.choice(jobs)]:
-            job.kill()
-        for job in jobs:
-            job.join(30)
-            assert not job.is_alive(), "a rank hangs after another was killed"
+        for child in jobs if all_ranks else [generator.choice(jobs)]:
+            child.kill()
+        for child in jobs:
+            child.join(30)
+            assert not child.is_alive(), "a rank hangs after another was killed"
         found.append(read_mark(folder))
     return found
 
@@ -135,9 +135,9 @@ def die_at(folder: str, moment: str, exchange: bool) -> None:
         folders._exchange = lambda one, other: False
     rename = os.rename
     if moment == "claimed":
-        saving._Job._write_file = die
+        job.SaveJob._write_file = die
     elif moment == "data written":
-        saving._Job._commit = die
+        job.SaveJob._commit = die
     elif moment == "manifest written":
         folders.Claim._put_in_place = die
     elif moment == "moved aside":
@@ -156,9 +156,9 @@ def test_at_every_step_of_the_commit_a_kill_leaves_the_old_or_the_new_checkpoint
     if moment == "moved aside" and exchange:
         pytest.skip("an exchange has no moment in between")
     unbounded.save(tmp_path / "c", *marked(0), number=0)
-    job = start(die_at, str(tmp_path / "c"), moment, exchange)
-    job.join(60)
-    assert job.exitcode == -signal.SIGKILL
+    child = start(die_at, str(tmp_path / "c"), moment, exchange)
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
     expected = 1 if moment in ("in place", "released") else 0
     assert read_mark(tmp_path / "c") == expected
     model, optimizer = marked(5)
@@ -302,8 +302,8 @@ def test_of_two_jobs_saving_to_one_folder_one_wins_cleanly(tmp_path: Path) -> No
     results = multiprocessing.get_context("forkserver").Queue()
     jobs = [start(save_many, str(tmp_path / "c"), first, results) for first in (1, 1001)]
     outcomes = [results.get(timeout=60) for _ in jobs]
-    for job in jobs:
-        job.join(30)
+    for child in jobs:
+        child.join(30)
     saved = [number for numbers, _ in outcomes for number in numbers]
     assert read_mark(tmp_path / "c") in saved
     assert all("another job is saving" in text for _, refused in outcomes for text in refused)

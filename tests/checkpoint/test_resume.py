@@ -198,14 +198,14 @@ def test_what_is_each_ranks_own_comes_back_to_it(ranks: Any, tmp_path: Path) -> 
 def behind(
     rank: int, world_size: int, folder: str, plan: dict[str, Any], copied: bool = False
 ) -> tuple[Any, Any, bool]:
-    from unbounded.checkpoint import saving
+    from unbounded.checkpoint import job
 
-    has_room = saving._Job._has_room_to_copy
-    saving._Job._has_room_to_copy = lambda self: copied or has_room(self)
+    has_room = job.SaveJob._has_room_to_copy
+    job.SaveJob._has_room_to_copy = lambda self: copied or has_room(self)
     try:
         return _behind(rank, folder, plan)
     finally:
-        saving._Job._has_room_to_copy = has_room
+        job.SaveJob._has_room_to_copy = has_room
 
 
 def _behind(rank: int, folder: str, plan: dict[str, Any]) -> tuple[Any, Any, bool]:

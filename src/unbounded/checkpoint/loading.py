@@ -13,7 +13,6 @@ on all ranks, and refuses to be trained, read or saved until a load succeeds.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,17 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.checkpoint import differences, values
 from unbounded.checkpoint import folder as folders
-from unbounded.checkpoint import values
-from unbounded.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from unbounded.checkpoint.gradients import StoredGradients
+from unbounded.checkpoint.manifest import Manifest, read_manifest
 from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.reading import Files
 from unbounded.checkpoint.saving import check_optimizer, finish_pending, settle
 from unbounded.checkpoint.snapshot import (
     BUFFER,
-    GRADIENT,
     LOOSE,
-    UNREDUCED,
     persistent_buffers,
     restore_random_states,
 )
@@ -40,17 +38,15 @@ from unbounded.checkpoint.targets import (
     Conversion,
     Copy,
     Source,
-    find_differences,
     plan_unit,
     wanted_groups,
 )
 from unbounded.checkpoint.transfer import Transfer
-from unbounded.errors import CheckpointError, StateError
+from unbounded.errors import StateError
 from unbounded.sharding import Sharded, sharded
 from unbounded.tiers.lane import Handle
 from unbounded.zero.scaler import LossScale
 from unbounded.zero.unit import Unit, WeightState
-from unbounded.zero.units import find_members
 
 STAGED_BYTES = 256 << 20
 
@@ -146,56 +142,11 @@ class _Loading:
         self.files = Files(self.folder, self.manifest)
         self.files.check_present()
         self.source = Source(self.manifest)
-        self._compare()
-
-    def _compare(self) -> None:
-        """Raises with everything in which the checkpoint differs from the model and its optimizer."""
-        aliases = {member.names[0]: member.names[1:] for member in find_members(self.model)}
-        differences = find_differences(self.units, self.source, aliases)
         self.buffers = persistent_buffers(self.model)
-        stored = {entry.name: entry for entry in self.manifest.of_kind(BUFFER) if entry.rank is None}
-        for name, buffer in self.buffers.items():
-            if name not in stored:
-                differences.append(f"the buffer {name} is not in the checkpoint")
-            elif stored[name].shape != tuple(buffer.shape):
-                shapes = f"{list(buffer.shape)} here and {list(stored[name].shape)} there"
-                differences.append(f"the buffer {name} has the shape {shapes}")
-        differences += [f"the buffer {name} is not in the model" for name in stored if name not in self.buffers]
-        if self.with_optimizer and not differences:
-            differences += self._compare_optimizer()
-        if differences:
-            shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
-            raise CheckpointError(
-                f"the checkpoint in {self.folder} (of a {self.manifest.values['model']}) does not fit: {shown}. "
-                "Build the model and the optimizer that it was saved from."
-            )
-
-    def _compare_optimizer(self) -> list[str]:
-        saved, optimizer = self.manifest.values["optimizer"], self.state.optimizer
-        if saved is None:
-            return ["it was saved without an optimizer (load it without one)"]
-        assert optimizer is not None
-        differences = []
-        names = {id(p): n for n, p in reversed(list(self.model.named_parameters(remove_duplicate=False)))}
-        here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        there = [group["names"] for group in saved["groups"]]
-        if [len(group) for group in here] != [len(group) for group in there]:
-            differences.append(
-                f"the param groups have {[len(g) for g in here]} parameters here and {[len(g) for g in there]} there"
-            )
-        for unit in self.units:
-            rule = self.state.rules.get(unit.dtype) if unit.trainable else None
-            for group in wanted_groups(unit, rule, with_states=True)[1:]:
-                for slot in unit.layout.slots:
-                    if self.source.entry(group[0], slot.name) is None:
-                        kind = f"{saved['kind']}, here {optimizer.kind}"
-                        differences.append(f"it has no {group[0]} of {slot.name} (saved from {kind})")
-        if self.manifest.of_kind(UNREDUCED) and self.manifest.values["world_size"] != self.peers.size:
-            differences.append(
-                f"it was saved by {self.manifest.values['world_size']} ranks between backwards, with gradients that "
-                f"were not reduced yet, and here are {self.peers.size}"
-            )
-        return differences
+        found = differences.of_model(self.model, self.units, self.source)
+        if self.with_optimizer and not found:
+            found = differences.of_optimizer(self.model, self.state, self.source, self.peers.size)
+        differences.refuse(found, self.folder, self.manifest)
 
     def _prepare(self) -> int:
         """Reads and verifies what is small, plans the rest; how many bytes this rank will put in place."""
@@ -220,7 +171,8 @@ class _Loading:
                     self.copies.append(part)
                 else:
                     self.conversions.append(part)
-        gradients = sum(math.prod(e.shape) * e.dtype.itemsize for e in self._gradient_entries())
+        self.gradients = StoredGradients(self.manifest, self.source, self.peers.rank) if self.with_optimizer else None
+        gradients = self.gradients.num_bytes if self.gradients is not None else 0
         converted = sum((c.stop - c.start) * 4 for c in self.conversions)
         return sum(copy.nbytes for copy in self.copies) + converted + gradients
 
@@ -239,15 +191,6 @@ class _Loading:
             own = tensors[BUFFER, name, None]
         return self.files.read_tensor(own)
 
-    def _gradient_entries(self) -> list[TensorEntry]:
-        if not self.with_optimizer:
-            return []
-        return [
-            entry
-            for entry in self.manifest.tensors.values()
-            if entry.kind == GRADIENT or (entry.kind == UNREDUCED and entry.rank == self.peers.rank)
-        ]
-
     # -- states ----------------------------------------------------------------------------------------------------
 
     def _transfer(self, transfer: Transfer) -> None:
@@ -257,47 +200,9 @@ class _Loading:
             if self.with_optimizer:
                 assert self.state.optimizer is not None
                 transfer.later(self.state.optimizer.zero_grad)
-                if self._gradient_entries():
-                    for unit in self.units:
-                        self._transfer_gradient(unit, transfer)
-
-    def _transfer_gradient(self, unit: Unit, transfer: Transfer) -> None:
-        low, high = unit.owned
-        reduced = self._read_flat(unit, GRADIENT, low, high, None)
-        unreduced = self._read_flat(unit, UNREDUCED, 0, unit.layout.numel, self.peers.rank)
-        reduction = self.state.engine.reduction
-        used = set(self.manifest.values["used"])
-
-        def put() -> None:
-            if reduced is not None:
-                allocate = reduction.allocate[unit.gradient.tier]
-                unit.gradient.add(reduced.to(unit.device), allocate, reduction.bounce, measure=reduction.measure)
-            if unreduced is not None:
-                unit.unreduced = unreduced.to(unit.device)
-            if reduced is not None or unreduced is not None:
-                for index, slot in enumerate(unit.layout.slots):
-                    unit.used[index] = slot.name in used
-                unit.calls = unit.fires = 1
-
-        transfer.later(put)
-
-    def _read_flat(self, unit: Unit, kind: str, low: int, high: int, rank: int | None) -> torch.Tensor | None:
-        """A stretch of a unit's flat buffer out of named tensors, or None where the checkpoint has none of it."""
-        assert self.files is not None
-        flat: torch.Tensor | None = None
-        for slot in unit.layout.slots:
-            name = self.source.names[slot.name]
-            entry = self.manifest.tensors.get((kind, name, rank))
-            start, stop = max(slot.start, low), min(slot.stop, high)
-            if entry is None:
-                continue
-            if flat is None:
-                flat = torch.zeros(high - low, dtype=entry.dtype)
-            if start < stop:
-                part = torch.empty(stop - start, dtype=entry.dtype)
-                self.files.read_range(entry, start - slot.start, stop - slot.start, part)
-                flat[start - low : stop - low].copy_(part)
-        return flat
+                assert self.files is not None
+                assert self.gradients is not None
+                self.gradients.put(self.units, self.files, self.state.engine.reduction, transfer.later)
 
     def _mark(self, reason: str) -> None:
         for unit in self.units:

@@ -187,30 +187,3 @@ def _clip(copy: Copy, start: int, stop: int) -> Copy:
     gaps = [clip_range(first - skip, last - skip, 0, nbytes) for first, last in copy.gaps]
     kept = tuple(gap for gap in gaps if gap is not None)
     return Copy(copy.file, start, nbytes, copy.array, copy.position + skip, kept)
-
-
-def find_differences(units: Sequence[Unit], source: Source, names: Mapping[str, Sequence[str]]) -> list[str]:
-    """How the model's parameters differ from the checkpoint's: missing, unknown, of another shape, with holes."""
-    differences, met = [], set()
-    for unit in units:
-        for slot in unit.layout.slots:
-            known = next((name for name in (slot.name, *names.get(slot.name, ())) if name in source.names), None)
-            if known is None:
-                differences.append(f"{slot.name} is not in the checkpoint")
-                continue
-            source.names.setdefault(slot.name, source.names[known])
-            stored = source.names[known]
-            met.add(stored)
-            shape = tuple(source.manifest.values["parameters"][stored]["shape"])
-            if shape != slot.shape:
-                differences.append(f"{slot.name} has the shape {list(slot.shape)} here and {list(shape)} there")
-            elif (entry := source.entry(WEIGHT, slot.name)) is None:
-                differences.append(f"the checkpoint has no weights of {slot.name}")
-            elif entry.dtype != unit.dtype and not (entry.dtype.is_floating_point and unit.dtype.is_floating_point):
-                differences.append(f"{slot.name} is {unit.dtype} here and {entry.dtype} there")
-            elif (gap := source.runs(WEIGHT, slot.name).first_gap()) is not None:
-                differences.append(f"the checkpoint lacks element {gap} of {slot.name}")
-    for name in source.manifest.values["parameters"]:
-        if name not in met:
-            differences.append(f"{name} is in the checkpoint and not in the model")
-    return differences

@@ -1,0 +1,70 @@
+"""Gradients that were added up and not used yet, from a checkpoint back into the units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unbounded.checkpoint.manifest import Manifest, TensorEntry
+from unbounded.checkpoint.reading import Files
+from unbounded.checkpoint.snapshot import GRADIENT, UNREDUCED
+from unbounded.checkpoint.targets import Source
+from unbounded.zero.reduction import Reduction
+from unbounded.zero.unit import Unit
+
+
+class StoredGradients:
+    """The gradients of a checkpoint that concern one rank: reduced ones, and its own that wait for a reduction."""
+
+    def __init__(self, manifest: Manifest, source: Source, rank: int) -> None:
+        self.source, self.rank = source, rank
+        self.used = set(manifest.values["used"])
+        self.entries: dict[tuple[str, str], TensorEntry] = {
+            (entry.kind, entry.name): entry
+            for entry in manifest.tensors.values()
+            if entry.kind == GRADIENT or (entry.kind == UNREDUCED and entry.rank == rank)
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.entries.values())
+
+    def put(
+        self, units: Sequence[Unit], files: Files, reduction: Reduction, later: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Reads the gradients unit by unit and hands what puts them in place to `later`."""
+        for unit in units if self.entries else ():
+            reduced = self._read(unit, GRADIENT, files, *unit.owned)
+            unreduced = self._read(unit, UNREDUCED, files, 0, unit.layout.numel)
+            if reduced is not None or unreduced is not None:
+                later(lambda u=unit, r=reduced, n=unreduced: self._give(u, r, n, reduction))  # type: ignore[misc]
+
+    def _give(
+        self, unit: Unit, reduced: torch.Tensor | None, unreduced: torch.Tensor | None, reduction: Reduction
+    ) -> None:
+        if reduced is not None:
+            allocate = reduction.allocate[unit.gradient.tier]
+            unit.gradient.add(reduced.to(unit.device), allocate, reduction.bounce, measure=reduction.measure)
+        if unreduced is not None:
+            unit.unreduced = unreduced.to(unit.device)
+        for index, slot in enumerate(unit.layout.slots):
+            unit.used[index] = slot.name in self.used
+        unit.calls = unit.fires = 1  # a backward has been here since the last step
+
+    def _read(self, unit: Unit, kind: str, files: Files, low: int, high: int) -> torch.Tensor | None:
+        """A stretch of a unit's flat buffer out of named tensors, or None where the checkpoint has none of it."""
+        flat: torch.Tensor | None = None
+        for slot in unit.layout.slots:
+            entry = self.entries.get((kind, self.source.names[slot.name]))
+            if entry is None:
+                continue
+            if flat is None:
+                flat = torch.zeros(high - low, dtype=entry.dtype)
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                part = torch.empty(stop - start, dtype=entry.dtype)
+                files.read_range(entry, start - slot.start, stop - slot.start, part)
+                flat[start - low : stop - low].copy_(part)
+        return flat
