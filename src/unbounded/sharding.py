@@ -42,7 +42,7 @@ from unbounded.zero.updates import DEPTH, Updates
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of a device's budget, kept for activations, and at most so much.
-ACTIVATION_PART, ACTIVATION_BYTES = 0.45, 24 * 2**30
+ACTIVATION_PART, ACTIVATION_BYTES = 0.6, 24 * 2**30
 # Pieces of an update pass in flight: those ahead and those behind.
 PIECES_IN_FLIGHT = 2 * DEPTH
 BOUNCE_BUFFERS = 4
@@ -252,7 +252,7 @@ class _Builder:
         device, host, disk = (min(column) for column in zip(*self.ranks.objects(values), strict=True))
         self.piece_numel = self._piece(host)
         reserve = (self._update_buffers() + BOUNCE_BUFFERS) * self.piece_numel * 4
-        return Budget(device, host, disk, min(activations + needs_ring, device // 2), min(reserve, host // 2))
+        return Budget(device, host, disk, min(activations + needs_ring, device * 3 // 4), min(reserve, host // 2))
 
     def _piece(self, host: int) -> int:
         """Elements of a piece, so that the buffers of all lanes take a quarter of the host's budget at most."""

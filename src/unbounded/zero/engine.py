@@ -265,9 +265,14 @@ class Engine:
             unit.forget_views()
             self.release(unit)
 
-    def borrow(self, unit: Unit, *, counted: bool) -> None:
-        """Gathers a unit for a computation outside its site's forward, until the pass is over."""
-        if unit.state is WeightState.RELEASED and self._needs_peers(unit) and not self._is_collective():
+    def borrow(self, unit: Unit, *, counted: bool) -> bool:
+        """Gathers a unit for a computation outside its site's forward, until the pass is over; whether there is one.
+
+        Inside the model's own code, and in a loss, every rank does the same. A look from outside may be one rank's.
+        """
+        in_pass = self._in_backward or self.forward.active or hooks.in_module_call()
+        is_collective = in_pass or torch.is_grad_enabled()
+        if unit.state is WeightState.RELEASED and self._needs_peers(unit) and not is_collective:
             raise StateError(
                 f"the parameters of unit {unit.name!r} are partitioned over {self.ranks.size} ranks and not gathered "
                 "outside a forward. Read or change them inside `with unbounded.full_params(model):` on every rank."
@@ -276,6 +281,7 @@ class Engine:
             unit.calls += 1
         self._claim_alone([unit])
         self._gather([unit])
+        return in_pass
 
     def invalidate(self, unit: Unit) -> None:
         """The unit's owned weights are being updated: what was gathered from them is stale."""
@@ -333,10 +339,6 @@ class Engine:
 
     def _needs_peers(self, unit: Unit) -> bool:
         return unit.owned != (0, unit.layout.numel)
-
-    def _is_collective(self) -> bool:
-        """Whether what runs now is the model's own code or a loss, which every rank runs, rather than a look."""
-        return self._in_backward or self.forward.active or torch.is_grad_enabled() or hooks.in_module_call()
 
     # -- gradients -------------------------------------------------------------------------------------------------
 

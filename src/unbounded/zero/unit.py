@@ -43,7 +43,7 @@ class Keeper(Protocol):
 
     collecting: int  # state dicts being put together
 
-    def borrow(self, unit: Unit, *, counted: bool) -> None: ...
+    def borrow(self, unit: Unit, *, counted: bool) -> bool: ...
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None: ...
 
@@ -130,7 +130,9 @@ class Unit:
             self._pass_views = _Views.apply(_anchor(self.device), self)
             assert self._pass_views is not None
             return self._pass_views
-        if self._plain_views is None or torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled():  # such views could not be saved for a backward later
+            return _unflatten(self._flat, self._templates)
+        if self._plain_views is None:
             self._plain_views = _unflatten(self._flat, self._templates)
         return self._plain_views
 
@@ -164,11 +166,15 @@ class Unit:
                 )
 
     def borrow(self, parameter: ManagedParameter) -> torch.Tensor:
-        """The value of one parameter for a computation outside its module's forward."""
+        """The value of one parameter for a computation outside its module's forward.
+
+        Outside a pass it is a copy, unless the unit is resident: nothing that lasts may alias bytes that go.
+        """
         wants_graph = self.trainable and torch.is_grad_enabled()
-        self.keeper.borrow(self, counted=wants_graph and self._pass_views is None)
+        in_pass = self.keeper.borrow(self, counted=wants_graph and self._pass_views is None)
         views = self._pass_views if wants_graph and self._pass_views is not None else self.views()
-        return views[self._slot_pick[parameter._index]]
+        value = views[self._slot_pick[parameter._index]]
+        return value if in_pass or self.resident else value.clone()
 
     def show_values(self) -> None:
         """Lets every managed parameter's own data be its part of the gathered buffer."""

@@ -23,7 +23,7 @@ from unbounded.zero.update import Piece, UpdatePass, cut_pieces, kernel_device, 
 
 Scale = float | torch.Tensor
 # Pieces being read ahead of the one that is updated, and of those behind it still being written.
-DEPTH = 3
+DEPTH = 2
 
 
 Work = tuple[Unit, list[Piece], Handle]
