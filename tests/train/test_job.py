@@ -219,7 +219,13 @@ def test_a_trace_has_the_first_steps_in_their_lanes(tmp_path: Path, texts: Path)
     summary = train(tiny(tmp_path / "out", texts, trace=str(tmp_path / "t.json"), trace_steps=2))
     assert summary.trace == tmp_path / "t.json"
     spans = [event for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
-    assert [span["name"] for span in spans if span["cat"] == "compute"] == ["forward", "backward"] * 2
+    # forward through the blocks and back, for each of the two steps
+    assert [span["name"] for span in spans if span["cat"] == "compute"] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.1",
+        "blocks.0",
+    ] * 2
     assert {"disk read", "disk write", "host optimizer"} <= {span["cat"] for span in spans}
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unbounded.observe.lanes import COMPUTE
-from unbounded.observe.trace import device_span
 from unbounded.train.data.heldout import share
 from unbounded.train.data.loader import Batch
 from unbounded.train.data.stream import Sequence
@@ -57,10 +55,8 @@ class Trainer:
         num_targets = max(int(self.world.sum([batch.num_targets])[0]), 1)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for inputs, targets in self._parts(batch):
-            with device_span(COMPUTE, "forward"):
-                loss = summed_loss(self.model, inputs, targets)
-            with device_span(COMPUTE, "backward"):
-                self.optimizer.scale(loss * (self.world.size / num_targets)).backward()
+            loss = summed_loss(self.model, inputs, targets)
+            self.optimizer.scale(loss * (self.world.size / num_targets)).backward()
             total = total + loss.detach().double()
         norm = float(self.optimizer.clip_grad_norm_(self.settings.clip or math.inf))
         summed, *votes = self.world.sum([float(total), *vote()])

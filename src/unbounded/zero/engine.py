@@ -15,7 +15,7 @@ their own passes do (see `schedule`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
+from unbounded.observe import trace
 from unbounded.tiers.lane import Lane
 from unbounded.zero import hooks
 from unbounded.zero.collectives import Ranks
@@ -78,6 +79,7 @@ class Engine:
         self._passed: list[Stop] = []  # claimed for this rank but not visited when they were expected
         self._released = torch.cuda.Event() if device.type == "cuda" else None
         self._no_sync = False
+        self._computing: AbstractContextManager[None] | None = None
         self._count_bytes = count_bytes
         for unit in self.units:
             unit.keeper = self
@@ -100,6 +102,7 @@ class Engine:
                     unit.calls += 1
         for unit in stop.units:
             unit.swap_in()
+        self._mark_compute(stop)
 
     def after_forward(self, site: int, outputs: Any) -> None:
         """A site's forward is over: placeholders return, and the backward's start is marked on the outputs."""
@@ -108,6 +111,7 @@ class Engine:
             unit.swap_out()
         if hooks.in_backward():
             return
+        self._mark_compute(None)
         backward_follows = torch.is_grad_enabled() and self._watch_outputs(stop, outputs)
         if site == 0:
             self._finish(self.forward)
@@ -125,9 +129,11 @@ class Engine:
         if behind is stop:
             self._gather(stop.units)
             return
+        self._mark_compute(None)
         if behind is not None:
             self._leave(behind)
         self._visit(stop, self.backward)
+        self._mark_compute(stop)
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """One autograd node of `unit` has all its gradients: called once for every use in a forward."""
@@ -154,6 +160,7 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def _end_backward(self) -> None:
+        self._mark_compute(None)
         self._in_backward, self._behind = False, None
         self._finish(self.backward)
         if not (self.defer_reduction or self._no_sync):
@@ -168,6 +175,15 @@ class Engine:
         self.backward.end()
         self.reduction.abandon()
         self.settle()
+
+    def _mark_compute(self, stop: Stop | None) -> None:
+        """Ends the compute lane's span and begins that of `stop`. Innermost sites have one: they do not overlap."""
+        if self._computing is not None:
+            self._computing.__exit__(None, None, None)
+            self._computing = None
+        if stop is not None and not stop.inner:
+            self._computing = trace.device_span("compute", stop.name)
+            self._computing.__enter__()
 
     def _backward_order(self) -> list[int]:
         """Every site once, in the order in which backwards are expected to leave them."""

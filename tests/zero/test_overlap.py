@@ -1,0 +1,89 @@
+"""Overlap is real: lanes run beside the computation, and a step without them takes longer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from unbounded.observe import drawing
+from unbounded.tiers.array import DiskArray
+
+BLOCK_SECONDS = 0.02  # of computation in each block, and of each transfer of its weights or states
+DEPTH = 8
+
+
+class SlowBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(BLOCK_SECONDS)
+        return x + self.linear(self.norm(x))
+
+
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_fetch = DiskArray.fetch
+
+    def fetch(self: DiskArray, target: torch.Tensor, start: int = 0) -> Any:
+        time.sleep(BLOCK_SECONDS)
+        return plain_fetch(self, target, start)
+
+    monkeypatch.setattr(DiskArray, "fetch", fetch)
+
+
+def step_seconds(folder: Path, trace_path: Path | None = None) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[SlowBlock() for _ in range(DEPTH)])
+    plan = {"weights": "disk", "optimizer": "disk", "disk_path": str(folder)}
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
+
+    def step() -> None:
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # records the order
+    step()
+    optimizer.wait()
+    start = time.perf_counter()
+    if trace_path is not None:
+        with unbounded.trace(trace_path):
+            step()
+            step()
+            optimizer.wait()
+    else:
+        step()
+        step()
+        optimizer.wait()
+    return time.perf_counter() - start
+
+
+def test_a_step_with_lanes_is_faster_than_the_same_step_in_series(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow_disk(monkeypatch)
+    overlapped = step_seconds(tmp_path)
+    monkeypatch.setenv("UNBOUNDED_OVERLAP", "0")
+    in_series = step_seconds(tmp_path)
+    # Series: per block 2 computations' worth of sleep (one forward), 2 fetches of weights, 2 of moments. Overlapped,
+    # fetches of weights hide behind blocks and those of moments behind the next forward.
+    assert overlapped < 0.85 * in_series
+
+
+def test_a_trace_shows_compute_and_transfers_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow_disk(monkeypatch)
+    path = tmp_path / "step.trace.json"
+    step_seconds(tmp_path, path)
+    spans = drawing.read_spans(path)
+    lanes = {use.lane: use for use in drawing.lane_uses(spans)}
+    assert {"compute", "disk read", "disk write", "host optimizer"} <= set(lanes)
+    together = drawing.at_once(spans)
+    assert sum(seconds for count, seconds in together.items() if count >= 2) > 0
+    assert drawing.draw(spans).count("<rect") > DEPTH
