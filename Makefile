@@ -24,14 +24,14 @@ types: $(STAMP)
 $(VENV)/bin/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -q --upgrade pip 2>/dev/null
+	@$(BIN)/python -m pip install -qq --upgrade pip 2>/dev/null
 
 # torch first and pinned: asked for through a dependency it would come with gigabytes of CUDA packages.
 $(STAMP): $(VENV)/bin/python $(NATIVE)
 	@echo "installing (the first time takes a few minutes)"
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q torch==$(TORCH)
-	@$(BIN)/python -m pip install -q scikit-build-core cmake ninja
-	@$(BIN)/python -m pip install -q --no-build-isolation -e '.[test]'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -qq torch==$(TORCH)
+	@$(BIN)/python -m pip install -qq scikit-build-core cmake ninja
+	@$(BIN)/python -m pip install -qq --no-build-isolation -e '.[test]'
 	@touch $@
 
 native-test: $(STAMP)
