@@ -18,11 +18,10 @@ from unbounded.checkpoint import snapshot as snapshots
 from unbounded.checkpoint import values
 from unbounded.checkpoint.manifest import FileEntry, Manifest, TensorEntry, join_slices, write_text
 from unbounded.checkpoint.peers import Peers, peers_of
-from unbounded.checkpoint.reading import BACKEND
+from unbounded.checkpoint.reading import disk_engine
 from unbounded.checkpoint.snapshot import BUFFER, COMPLETING, Snapshot
 from unbounded.checkpoint.stream import Writer, lay_out
 from unbounded.errors import CheckpointError
-from unbounded.native.disk import DiskEngine
 from unbounded.sharding import Sharded
 from unbounded.tiers.lane import Handle
 
@@ -192,12 +191,11 @@ class SaveJob:
 
     def _write_file(self) -> FileEntry:
         name = folders.data_name(self.peers.rank)
-        with DiskEngine(backend=BACKEND) as engine:
-            size = max(1, lay_out(self.snapshot.segments).nbytes)
-            with engine.open(self.staging / name, create=True, size_bytes=size) as file:
-                entry = Writer(file, self.state.tiers.arena).write(name, self.snapshot.segments)
-                file.truncate(entry.nbytes)
-                file.sync()
+        size = max(1, lay_out(self.snapshot.segments).nbytes)
+        with disk_engine().open(self.staging / name, create=True, size_bytes=size) as file:
+            entry = Writer(file, self.state.tiers.arena).write(name, self.snapshot.segments)
+            file.truncate(entry.nbytes)
+            file.sync()
         folders.sync_folder(self.staging)
         return entry
 

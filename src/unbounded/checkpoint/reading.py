@@ -6,6 +6,7 @@ import os
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,9 +17,18 @@ from unbounded.errors import CheckpointError
 from unbounded.native.disk import DiskEngine, DiskFile, DiskHandle, crc32c
 from unbounded.native.memory import host_buffer
 
-# For transfers of megabytes threads and io_uring are level, and finding out costs half a second of a first save.
-BACKEND = "threads"
 CHUNK_BYTES = 16 << 20
+
+
+def disk_engine() -> DiskEngine:
+    """The process's engine for checkpoints, kept: it finds out while working how much a disk likes in flight."""
+    return _engine_of(os.getpid())
+
+
+@lru_cache(maxsize=1)
+def _engine_of(pid: int) -> DiskEngine:
+    # For transfers of megabytes threads and io_uring are level, and measuring costs half a second of a first save.
+    return DiskEngine(backend="threads")
 
 
 class Files:
@@ -26,7 +36,6 @@ class Files:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self._engine: DiskEngine | None = None
         self._open: dict[int, DiskFile] = {}
 
     def check_present(self) -> None:
@@ -48,10 +57,8 @@ class Files:
     def read(self, number: int, offset: int, target: torch.Tensor) -> DiskHandle:
         """Starts filling `target` from byte `offset` of file `number`."""
         if number not in self._open:
-            if self._engine is None:
-                self._engine = DiskEngine(backend=BACKEND)
             path = self.folder / self.manifest.files[number].name
-            self._open[number] = self._engine.open(path, read_only=True)
+            self._open[number] = disk_engine().open(path, read_only=True)
         return self._open[number].read(offset, target)
 
     def verify(self, number: int, offset: int, data: torch.Tensor) -> None:
@@ -124,9 +131,6 @@ class Files:
         for file in self._open.values():
             file.close()
         self._open.clear()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
 
     def __enter__(self) -> Files:
         return self

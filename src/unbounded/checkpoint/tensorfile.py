@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from unbounded.checkpoint.folder import sync_folder
-from unbounded.checkpoint.reading import BACKEND
+from unbounded.checkpoint.reading import disk_engine
 from unbounded.checkpoint.weightfiles import INDEX, SINGLE
 from unbounded.errors import CheckpointError
-from unbounded.native.disk import DiskEngine, DiskFile
+from unbounded.native.disk import DiskFile
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -98,10 +98,9 @@ class ShardWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._staging = self.folder / f".export-{secrets.token_hex(4)}"
         self._staging.mkdir()
-        self._engine = DiskEngine(backend=BACKEND)
         try:
             for plan in self.plans:
-                file = self._engine.open(self._staging / plan.name, create=True, size_bytes=plan.nbytes)
+                file = disk_engine().open(self._staging / plan.name, create=True, size_bytes=plan.nbytes)
                 file.write(0, torch.frombuffer(bytearray(plan.header), dtype=torch.uint8)).wait()
                 self._files |= {name: (file, offset) for name, offset in plan.offsets.items()}
         except BaseException:
@@ -144,4 +143,3 @@ class ShardWriter:
     def _close(self) -> None:
         for file in {id(file): file for file, _ in self._files.values()}.values():
             file.close()
-        self._engine.close()
