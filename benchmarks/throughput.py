@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unbounded
-from unbounded import sharding
+from unbounded.zero import assembly
 
 SIZES = {  # hidden, layers, heads, ffn
     "tiny": (256, 4, 4, 704),
@@ -84,7 +84,7 @@ def build(options: argparse.Namespace) -> tuple[Any, Any, int]:
     numel = sum(parameter.numel() for parameter in model.parameters())
     if not options.peer:
         if options.no_stream:
-            sharding.streamed_part = lambda threads: 0.0
+            assembly.streamed_part = lambda threads: 0.0
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
         plan |= {key: int(value) for key, value in plan.items() if value.isdigit()}
         model, optimizer = unbounded.shard(model, optimizer, plan or "auto")

@@ -10,7 +10,8 @@ of those is read and written once a step, and goes to disk.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unbounded.errors import BudgetError, PlanError
@@ -32,10 +33,10 @@ class UnitBytes:
     summed_gradients: int = 0  # gradients in the dtype they are added up in, as the disk keeps them
 
     def size(self, kind: str, tier: str) -> int:
-        """The bytes of one kind on a tier; what completes the weights is counted with them."""
+        """The bytes of one kind on a tier, without what completes the weights."""
         if kind == "gradients" and tier == "disk":
             return max(self.gradients, self.summed_gradients)
-        return int(getattr(self, kind)) + (self.completion if kind == "weights" else 0)
+        return int(getattr(self, kind))
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class UnitPlace:
     @property
     def completion(self) -> str:
         """With the optimizer states; where those are on disk, with the weights, which saves a fifth of the traffic."""
-        return self.optimizer if self.optimizer != "disk" else self.weights
+        return str(_completion_tier({"weights": self.weights, "optimizer": self.optimizer}))
 
 
 def place(units: Sequence[UnitBytes], budget: Budget, plan: Plan) -> tuple[UnitPlace, ...]:
@@ -70,19 +71,14 @@ def place(units: Sequence[UnitBytes], budget: Budget, plan: Plan) -> tuple[UnitP
     }
     tiers = [_fixed_tiers(unit, plan) for unit in units]
     for unit, fixed in zip(units, tiers, strict=True):
-        for kind, tier in fixed.items():
-            room[tier] -= unit.size(kind, tier)
+        for tier, taken in _use(unit, fixed).items():
+            room[tier] -= taken
     _fill(units, tiers, KINDS, "device", room)
     _fill(units, tiers, ("weights", "gradients"), "host", room)
     _fill(units, tiers, ("optimizer",), "host", room)
     _fill(units, tiers, KINDS, "disk", room)
-    places = tuple(UnitPlace(**fixed) for fixed in tiers)
-    for unit, where in zip(units, places, strict=True):
-        if where.completion != where.weights:  # counted with the weights so far
-            room[where.weights] += unit.completion
-            room[where.completion] -= unit.completion
     _check(units, room, budget)
-    return places
+    return tuple(UnitPlace(**fixed) for fixed in tiers)
 
 
 def _fill(
@@ -90,11 +86,29 @@ def _fill(
 ) -> None:
     """Puts the open ones of `kinds` of each unit in turn on `tier`, where it can take them together; disk must."""
     for unit, fixed in zip(units, tiers, strict=True):
-        still_open = [kind for kind in kinds if kind not in fixed]
-        together = sum(unit.size(kind, tier) for kind in still_open)
-        if room[tier] >= together or tier == "disk":
-            fixed.update(dict.fromkeys(still_open, tier))
-            room[tier] -= together
+        chosen = fixed | {kind: tier for kind in kinds if kind not in fixed}
+        before, after = _use(unit, fixed), _use(unit, chosen)
+        left = {name: room[name] + before[name] - after[name] for name in room}
+        if tier == "disk" or all(left[name] >= 0 for name in room if after[name] > before[name]):
+            fixed.update(chosen)
+            room.update(left)
+
+
+def _use(unit: UnitBytes, tiers: Mapping[str, str]) -> Counter[str]:
+    """The bytes that the kinds placed so far take of each tier."""
+    use: Counter[str] = Counter()
+    for kind, tier in tiers.items():
+        use[tier] += unit.size(kind, tier)
+    completion = _completion_tier(tiers)
+    if completion is not None:
+        use[completion] += unit.completion
+    return use
+
+
+def _completion_tier(tiers: Mapping[str, str]) -> str | None:
+    """Where what completes the weights lives, as far as the placement is known."""
+    optimizer = tiers.get("optimizer", "disk")
+    return optimizer if optimizer != "disk" else tiers.get("weights")
 
 
 def _fixed_tiers(unit: UnitBytes, plan: Plan) -> dict[str, str]:

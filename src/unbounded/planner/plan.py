@@ -64,9 +64,15 @@ class Plan:
             object.__setattr__(self, "disk_path", tuple(str(path) for path in self.disk_path))
         for name, least in (("prefetch_units", 0), ("host_threads", 1), ("tensor", 1), ("pipeline", 1)):
             _check_count(name, getattr(self, name), least)
-        for name in ("tensor", "pipeline"):
-            if getattr(self, name) != 1:
-                raise PlanError(f"{name}={getattr(self, name)}: this axis is not available yet. Leave it at 1.")
+        for name, plain in (
+            ("tensor", 1),
+            ("pipeline", 1),
+            ("activations", None),
+            ("schedule", None),
+            ("microbatches", None),
+        ):
+            if getattr(self, name) != plain:
+                raise PlanError(f"{name}={getattr(self, name)!r} is not available yet. Leave it at {plain}.")
 
     def __repr__(self) -> str:
         shown = []

@@ -26,10 +26,6 @@ from unbounded.tiers.pool import BufferPool, Lease
 from unbounded.zero.layout import Run, clip_range, find_runs
 from unbounded.zero.unit import Unit
 
-# Elements of one piece at most: large enough for full disk and PCIe bandwidth, small enough to keep several in
-# flight. At least: a piece starts on a page of the disk in every array, the scales of 128-element blocks included.
-PIECE_NUMEL, LEAST_PIECE = 2**23, 2**17
-
 
 @dataclass(frozen=True)
 class Job:

@@ -1,0 +1,85 @@
+"""The budgets of this rank: what the plan says, else its share of what is free, and what buffers take of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+
+import torch
+
+from unbounded.native.memory import available_bytes
+from unbounded.planner.placement import Budget
+from unbounded.planner.plan import Plan
+
+# Of a device's budget, kept for activations, and at most so much.
+ACTIVATION_PART, ACTIVATION_BYTES = 0.6, 24 * 2**30
+# Of the host's free memory, what is taken unless the plan says more.
+FREE_PART = 0.9
+# Elements of one piece of an update at most: large enough for full disk and PCIe bandwidth, small enough to keep
+# several in flight. At least: a piece starts on a page of the disk in every array, the scales of blocks included.
+PIECE_NUMEL, LEAST_PIECE = 2**23, 2**17
+BOUNCE_BUFFERS = 4
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The leased buffers of all lanes: so many for updates, so many for the rest, of `piece_numel` fp32 values each."""
+
+    num_update: int
+    piece_numel: int
+    num_bounce: int = BOUNCE_BUFFERS
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.piece_numel * 4
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.num_update + self.num_bounce) * self.buffer_bytes
+
+
+def measure(plan: Plan, device: torch.device, num_sharing: int) -> tuple[int, int, int]:
+    """Device, host and disk bytes for one of `num_sharing` ranks on this machine."""
+    free = int(available_bytes() * FREE_PART) // num_sharing
+    if device.type == "cuda":
+        on_device = plan.device_bytes if plan.device_bytes is not None else torch.cuda.mem_get_info(device)[0]
+    else:
+        on_device = plan.device_bytes if plan.device_bytes is not None else free * 2 // 3
+        free -= min(on_device, free)
+    host = plan.host_bytes if plan.host_bytes is not None else free
+    disk = plan.disk_bytes if plan.disk_bytes is not None else _free_disk(plan.disk_path) // num_sharing
+    return on_device, host, disk
+
+
+def size_buffers(host: int, num_update: int) -> Buffers:
+    """Buffers that take a quarter of the host's budget at most."""
+    buffers = Buffers(num_update, PIECE_NUMEL)
+    while buffers.piece_numel > LEAST_PIECE and buffers.num_bytes > host // 4:
+        buffers = Buffers(num_update, buffers.piece_numel // 2)
+    return buffers
+
+
+def set_aside(sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, ring: int, buffers: Buffers) -> Budget:
+    """The budget with what activations, gathered units (`ring`) and buffers need set aside."""
+    on_device, host, disk = sizes
+    if device.type == "cuda":
+        activations = min(int(on_device * ACTIVATION_PART), ACTIVATION_BYTES)
+    else:  # with a budget of one's own, "device" memory on a CPU is what the states may take
+        activations = 0 if plan.device_bytes is not None else on_device // 4
+    gathered = ring if plan.weights != "device" else 0
+    reserve = min(activations + gathered, on_device * 3 // 4)
+    return Budget(on_device, host, disk, reserve, min(buffers.num_bytes, host // 2))
+
+
+def local_size(world_size: int) -> int:
+    """How many ranks share this machine."""
+    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+
+
+def _free_disk(paths: tuple[str, ...] | None) -> int:
+    try:
+        return sum(int(shutil.disk_usage(path).free * 0.95) for path in paths or (tempfile.gettempdir(),))
+    except OSError:
+        return 2**62  # a path that cannot be read is reported by the store, with its reason

@@ -1,0 +1,143 @@
+"""What will be built, before anything is: the units of a model with their sizes and places.
+
+Nothing here allocates. A `Blueprint` comes from the module tree, the optimizer's rules and the budgets; `assembly`
+makes it real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from unbounded.errors import BudgetError, PlanError
+from unbounded.optim.rules import UpdateRule
+from unbounded.planner.placement import Budget, UnitBytes, UnitPlace, check_patterns, place
+from unbounded.planner.plan import Plan
+from unbounded.tiers import budget as budgets
+from unbounded.tiers.memory import disk_size
+from unbounded.zero.collectives import Ranks
+from unbounded.zero.layout import Layout, lay_out
+from unbounded.zero.units import Member, Site, split_members
+from unbounded.zero.updates import DEPTH
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Pieces of an update pass in flight: those ahead and those behind.
+PIECES_IN_FLIGHT = 2 * DEPTH
+
+
+@dataclass(eq=False)
+class UnitSpec:
+    """One unit before it runs."""
+
+    site: Site
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    members: list[Member]
+    layout: Layout
+    rule: UpdateRule | None = None
+
+    def owned_numel(self, stage: int) -> int:
+        return self.layout.numel if stage == 0 else self.layout.shard_numel
+
+    def sizes(self, stage: int, sum_dtype: torch.dtype) -> UnitBytes:
+        owned = self.owned_numel(stage)
+        weights = (self.layout.shard_numel if stage == 3 else self.layout.numel) * self.dtype.itemsize
+        if self.rule is None:
+            return UnitBytes(self.name, weights, 0, 0)
+        states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in self.rule.specs}
+        low = states.pop("low", 0)
+        summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
+        return UnitBytes(self.name, weights, owned * self.dtype.itemsize, sum(states.values()), low, summed)
+
+    def disk_bytes(self, where: UnitPlace, sizes: UnitBytes, stage: int) -> int:
+        """What the unit takes of the disk store, each array rounded up as the store does."""
+        owned, arrays = self.owned_numel(stage), []
+        if where.weights == "disk":
+            arrays.append(sizes.weights)
+        if self.rule is not None:
+            for spec in self.rule.specs:
+                if (where.completion if spec.name == "low" else where.optimizer) == "disk":
+                    arrays.append(spec.numel(owned) * spec.dtype.itemsize)
+            if where.gradients == "disk":
+                arrays.append(sizes.size("gradients", "disk"))
+        return sum(disk_size(num_bytes) for num_bytes in arrays)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The units, where each lives, the plan with every field closed, and what to allocate for them."""
+
+    specs: tuple[UnitSpec, ...]
+    places: tuple[UnitPlace, ...]
+    plan: Plan
+    disk_bytes: int
+    buffers: budgets.Buffers
+
+
+def find_specs(
+    sites: Sequence[Site], groups: Mapping[int, int], num_shards: int, lowered: torch.dtype | None
+) -> list[UnitSpec]:
+    """The units of the sites, in order; `lowered` is the dtype that the plan asks of float parameters."""
+    return [_spec(site, kind, groups, num_shards, lowered) for site in sites for kind in split_members(site)]
+
+
+def _spec(
+    site: Site,
+    kind: tuple[torch.dtype, bool, list[Member]],
+    groups: Mapping[int, int],
+    num_shards: int,
+    lowered: torch.dtype | None,
+) -> UnitSpec:
+    dtype, trainable, members = kind
+    entries = [(m.names[0], tuple(m.parameter.shape), groups.get(id(m.parameter), -1)) for m in members]
+    name = site.name or "root"
+    if len(list(split_members(site))) > 1:
+        name += f"[{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
+    target = lowered if lowered is not None and dtype.is_floating_point else dtype
+    return UnitSpec(site, name, target, trainable, members, lay_out(entries, num_shards))
+
+
+def plan_units(specs: Sequence[UnitSpec], plan: Plan, ranks: Ranks, device: torch.device) -> Blueprint:
+    """All ranks of the axis must call this. Places the units within what the poorest rank has."""
+    _check(specs, plan, ranks.size)
+    sizes = [spec.sizes(plan.stage, DTYPES[plan.accumulate_dtype]) for spec in specs]
+    ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
+    own = budgets.measure(plan, device, budgets.local_size(ranks.size))
+    on_device, host, disk = (min(column) for column in zip(*ranks.objects(own), strict=True))
+    arrays = 2 + max((len(spec.rule.specs) for spec in specs if spec.rule is not None), default=0)
+    buffers = budgets.size_buffers(host, PIECES_IN_FLIGHT * arrays)
+    budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers)
+    places = _place_within(sizes, budget, plan, ring)
+    ranks.check_same(repr(places), "placement")
+    named = {
+        kind: tuple((spec.name, getattr(where, kind)) for spec, where in zip(specs, places, strict=True))
+        for kind in ("weights", "gradients", "optimizer")
+    }
+    closed = replace(plan, device_bytes=on_device, host_bytes=host, disk_bytes=disk, **named)  # type: ignore[arg-type]
+    rows = zip(specs, places, sizes, strict=True)
+    disk_bytes = sum(spec.disk_bytes(where, unit_bytes, plan.stage) for spec, where, unit_bytes in rows)
+    return Blueprint(tuple(specs), places, closed, disk_bytes, buffers)
+
+
+def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
+    if plan.stage < 3 and num_ranks > 1 and plan.weights not in (None, "device"):
+        raise PlanError(
+            f"stage {plan.stage} keeps whole weights on every device, but the plan puts them on {plan.weights!r}. "
+            "Use stage 3 to keep weights elsewhere."
+        )
+    names = [spec.name for spec in specs]
+    for kind in ("weights", "gradients", "optimizer"):
+        check_patterns(getattr(plan, kind), kind, names)
+
+
+def _place_within(sizes: list[UnitBytes], budget: Budget, plan: Plan, ring: int) -> tuple[UnitPlace, ...]:
+    """The placement with the room for activations wished for; with less of it where it would not fit otherwise."""
+    for part in (2, 4):
+        try:
+            return place(sizes, budget, plan)
+        except BudgetError:
+            budget = replace(budget, device_reserve=min(budget.device_reserve, ring + budget.device_reserve // part))
+    return place(sizes, budget, plan)
