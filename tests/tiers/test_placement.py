@@ -1,0 +1,138 @@
+"""The pure functions that decide what lives where, and which host states the GPU updates."""
+
+from __future__ import annotations
+
+import pytest
+
+from unbounded.errors import BudgetError, PlanError
+from unbounded.planner.placement import Budget, UnitBytes, UnitPlace, check_patterns, place, read_placement
+from unbounded.planner.plan import Plan
+from unbounded.planner.streaming import choose_streamed, streamed_part
+
+MIB = 2**20
+# bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.
+UNITS = [
+    UnitBytes(f"blocks.{i}", 2 * MIB, 2 * MIB, 8 * MIB, completion=2 * MIB, summed_gradients=4 * MIB) for i in "0123"
+]
+WHOLE = 14 * MIB
+DEVICE, HOST = UnitPlace("device", "device", "device"), UnitPlace("host", "host", "host")
+LIGHT_ON_HOST, DISK = UnitPlace("host", "host", "disk"), UnitPlace("disk", "disk", "disk")
+
+
+def budget(device: int, host: int, disk: int = 2**40, *, device_reserve: int = 0, host_reserve: int = 0) -> Budget:
+    return Budget(device, host, disk, device_reserve, host_reserve)
+
+
+def test_what_fits_the_device_stays_on_the_device() -> None:
+    assert place(UNITS, budget(4 * WHOLE, 0, 0), Plan()) == (DEVICE,) * 4
+
+
+def test_the_first_units_are_whole_on_the_device_then_the_host_takes_units_then_the_disk_optimizer_states() -> None:
+    host = WHOLE + 2 * 6 * MIB  # one whole unit; of the two others what is light
+    assert place(UNITS, budget(WHOLE, host), Plan()) == (DEVICE, HOST, LIGHT_ON_HOST, LIGHT_ON_HOST)
+
+
+def test_the_host_takes_the_light_kinds_of_every_unit_before_the_optimizer_states_of_any() -> None:
+    one_short = WHOLE + 2 * 6 * MIB - 1
+    assert place(UNITS, budget(WHOLE, one_short), Plan()) == (DEVICE, *(LIGHT_ON_HOST,) * 3)
+
+
+def test_without_room_on_device_and_host_all_is_on_disk() -> None:
+    assert place(UNITS, budget(0, 0), Plan()) == (DISK,) * 4
+
+
+def test_reserves_are_not_given_to_states() -> None:
+    assert place(UNITS, budget(4 * WHOLE, 4 * WHOLE, device_reserve=4 * WHOLE), Plan()) == (HOST,) * 4
+    assert place(UNITS, budget(0, 4 * WHOLE, host_reserve=4 * WHOLE), Plan()) == (DISK,) * 4
+
+
+def test_one_byte_less_of_the_device_moves_one_unit() -> None:
+    places = place(UNITS, budget(4 * WHOLE - 1, 4 * WHOLE), Plan())
+    assert places == (DEVICE, DEVICE, DEVICE, HOST)
+
+
+def test_placements_of_the_plan_are_kept_whatever_fits() -> None:
+    plan = Plan(weights="disk", gradients="host", optimizer="device")
+    assert place(UNITS, budget(2**40, 2**40), plan) == (UnitPlace("disk", "host", "device"),) * 4
+
+
+def test_gradients_follow_a_fixed_optimizer_but_not_to_disk() -> None:
+    huge = budget(2**40, 2**40)
+    assert {where.gradients for where in place(UNITS, huge, Plan(optimizer="host"))} == {"host"}
+    assert {where.gradients for where in place(UNITS, huge, Plan(optimizer="disk"))} == {"host"}
+
+
+def test_below_stage_three_weights_are_on_the_device() -> None:
+    for where in place(UNITS, budget(16 * MIB, 0), Plan(stage=2)):  # 2 bytes a parameter and 2 that complete them
+        assert (where.weights, where.optimizer) == ("device", "disk")
+
+
+def test_what_completes_the_weights_is_with_the_optimizer_unless_that_is_on_disk() -> None:
+    assert UnitPlace("device", "host", "host").completion == "host"
+    assert UnitPlace("host", "host", "disk").completion == "host"
+
+
+@pytest.mark.parametrize("weights", ["device", "disk"])
+def test_what_completes_the_weights_counts_where_it_lives_before_a_tier_is_full(weights: str) -> None:
+    gradients, states = 4 * 2 * MIB, (8 + 2) * MIB
+    plan, device = Plan(weights=weights, gradients="host"), 16 * MIB if weights == "device" else 0
+    places = place(UNITS, budget(device, gradients + 2 * states - 1), plan)
+    assert [where.optimizer for where in places] == ["host", "disk", "disk", "disk"]
+    places = place(UNITS, budget(device, gradients + 2 * states), plan)
+    assert [where.optimizer for where in places] == ["host", "host", "disk", "disk"]
+
+
+def test_patterns_place_the_units_they_match_and_the_first_match_counts() -> None:
+    plan = Plan(optimizer=(("blocks.0", "disk"), ("blocks.[12]", "host"), ("blocks.2", "disk")))
+    places = place(UNITS, budget(2**40, 2**40), plan)
+    assert [where.optimizer for where in places] == ["disk", "host", "host", "device"]  # the last one is left open
+    assert read_placement(plan.optimizer, "head") is None
+
+
+def test_a_pattern_that_matches_no_unit_is_an_error() -> None:
+    names = [unit.name for unit in UNITS]
+    check_patterns((("blocks.*", "disk"),), "optimizer", names)
+    with pytest.raises(PlanError, match=r"the pattern 'block\.\*' in optimizer matches no unit. The units are blocks"):
+        check_patterns((("block.*", "disk"),), "optimizer", names)
+
+
+def test_too_little_of_everything_says_which_tier_by_how_much_and_what_would_fit() -> None:
+    need = 4 * (2 + 4 + 8 + 2) * MIB  # on disk gradients are kept in fp32
+    with pytest.raises(BudgetError) as caught:
+        place(UNITS, budget(0, 0, need - 3 * MIB), Plan())
+    assert str(caught.value) == (
+        "the states take 56.0 MiB on this rank and do not fit: disk is short by 3.0 MiB of its 61.0 MiB. "
+        "Raise a budget by 3.0 MiB (disk_bytes with disk_path on a larger disk is the cheapest), use more ranks, or "
+        'optimizer_format="compact".'
+    )
+    assert place(UNITS, budget(0, 0, need), Plan()) == (DISK,) * 4  # with what it asked for it does fit
+
+
+def test_a_fixed_tier_that_is_short_while_others_have_room_says_so() -> None:
+    with pytest.raises(BudgetError) as caught:
+        place(UNITS, budget(WHOLE, 2**40), Plan(weights="device", gradients="device", optimizer="device"))
+    text = str(caught.value)
+    assert "device is short by 42.0 MiB of its 14.0 MiB" in text
+    assert 'leave the placement to plan="auto"' in text
+    assert "host is short" not in text
+
+
+def test_the_part_to_stream_falls_with_the_number_of_threads_and_ends_at_none() -> None:
+    parts = [streamed_part(threads) for threads in range(1, 33)]
+    assert parts == sorted(parts, reverse=True)
+    assert parts[0] == pytest.approx(3.0 / 3.35)  # one thread: the link's 3 Gparam/s beside its 0.35
+    assert parts[-1] == 0.0  # the host's kernel takes all the memory has
+    assert all(part == 0.0 or part >= 0.1 for part in parts)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.9, 1.0])
+def test_the_streamed_part_is_spread_evenly_over_the_candidates(part: float) -> None:
+    chosen = choose_streamed([True] * 40, part)
+    assert sum(chosen) == 40 * part
+    for end in range(1, 41):
+        assert abs(sum(chosen[:end]) - end * part) < 1  # no stretch of the model is ahead of the other side
+
+
+def test_only_candidates_are_streamed() -> None:
+    assert choose_streamed([False, True, False, True], 1.0) == [False, True, False, True]
+    assert choose_streamed([False, False], 1.0) == [False, False]
