@@ -8,6 +8,7 @@ disk engine. Both return something to `wait` on.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -44,9 +45,10 @@ class Array(Protocol):
 class MemoryArray:
     """An array in device or host memory."""
 
-    def __init__(self, tensor: torch.Tensor, tier: str) -> None:
+    def __init__(self, tensor: torch.Tensor, tier: str, on_free: Callable[[torch.Tensor], None] | None = None) -> None:
         self.tensor, self.tier = tensor, tier
         self.dtype, self.numel = tensor.dtype, tensor.numel()
+        self._on_free = on_free
 
     @property
     def direct(self) -> torch.Tensor | None:
@@ -59,7 +61,9 @@ class MemoryArray:
         return _copy(source, self.tensor[start : start + source.numel()])
 
     def free(self) -> None:
-        self.tensor = self.tensor[:0]
+        tensor, self.tensor = self.tensor, self.tensor.new_empty(0)
+        if self._on_free is not None:
+            self._on_free(tensor)
 
 
 class DiskArray:

@@ -61,7 +61,7 @@ class Tiers:
         if tier == "device":
             array = MemoryArray(torch.full((numel,), initial, dtype=dtype, device=self.device), tier)
         elif tier == "host":
-            array = MemoryArray(self.arena.allocate(dtype, numel, pin=pin), tier)
+            array = MemoryArray(self.arena.allocate(dtype, numel, pin=pin), tier, self.arena.release)
             if initial:
                 array.tensor.fill_(initial)
         else:

@@ -7,7 +7,8 @@ that wide, so a job that accumulates pays for it and one that does not keeps hal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -57,9 +58,10 @@ class Gradient:
             if direct is not None:
                 self._squares = sum_squares(direct)
             else:
-                self._squares = sum(
-                    sum_squares(part) for _, part in _host_stretches(self.array, bounce, write_back=False)
-                )
+                self._squares = 0.0
+                for start, stop in _stretches(self.numel, bounce):
+                    with _on_host(self.array, start, stop, bounce, write_back=False) as part:
+                        self._squares += sum_squares(part)
         return self._squares
 
     def drop(self) -> None:
@@ -95,13 +97,12 @@ class Gradient:
         if self.tier == "device":
             self.array.direct.add_(part)  # type: ignore[union-attr]
             return
-        if part.device.type == "cuda":
-            part = part.cpu()
-        if self.array.direct is not None:
-            kernels.accumulate(self.array.direct, part)
-            return
-        for start, held in _host_stretches(self.array, bounce, write_back=True):
-            kernels.accumulate(held, part[start : start + held.numel()])
+        for start, stop in _stretches(self.numel, bounce):
+            with (
+                _on_host(MemoryArray(part, "device"), start, stop, bounce, write_back=False) as fresh,
+                _on_host(self.array, start, stop, bounce, write_back=True) as held,
+            ):
+                kernels.accumulate(held, fresh)
 
     def _widen(self, allocate: Allocate, bounce: BufferPool) -> None:
         assert self.array is not None
@@ -114,8 +115,9 @@ class Gradient:
         if narrow.direct is not None:
             kernels.convert(narrow.direct, self.array.direct)  # type: ignore[attr-defined]
         else:
-            for start, held in _host_stretches(narrow, bounce, write_back=False):
-                self.array.evict(held.to(self.sum_dtype), start).wait()  # type: ignore[attr-defined]
+            for start, stop in _stretches(self.numel, bounce):
+                with _on_host(narrow, start, stop, bounce, write_back=False) as held:
+                    self.array.evict(held.to(self.sum_dtype), start).wait()  # type: ignore[attr-defined]
         narrow.free()
 
     def _reallocate(self, dtype: torch.dtype, allocate: Allocate) -> None:
@@ -131,16 +133,25 @@ def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
     return torch.linalg.vector_norm(part, dtype=torch.float32).square_()
 
 
-def _host_stretches(array: Array, bounce: BufferPool, *, write_back: bool):  # type: ignore[no-untyped-def]
-    """An array that memory does not hold, one buffer after another: (start, values)."""
-    step = bounce.buffer_bytes // 4096 * 4096 // array.dtype.itemsize
-    for start in range(0, array.numel, step):
-        lease = bounce.lease()
-        try:
-            part = lease.tensor(array.dtype, min(step, array.numel - start))
-            array.fetch(part, start).wait()
-            yield start, part
-            if write_back:
-                array.evict(part, start).wait()
-        finally:
-            lease.release()
+def _stretches(numel: int, bounce: BufferPool) -> Iterator[tuple[int, int]]:
+    """[0, numel) in parts that fit a buffer in fp32 and start on a page of the disk in every dtype."""
+    step = bounce.buffer_bytes // 4
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
+
+
+@contextmanager
+def _on_host(array: Array, start: int, stop: int, bounce: BufferPool, *, write_back: bool) -> Iterator[torch.Tensor]:
+    """A stretch of an array as the host can address it: itself, or a pinned copy that goes back at the end."""
+    if array.direct is not None and array.direct.device.type == "cpu":
+        yield array.direct[start:stop]
+        return
+    lease = bounce.lease()
+    try:
+        part = lease.tensor(array.dtype, stop - start)
+        array.fetch(part, start).wait()
+        yield part
+        if write_back:
+            array.evict(part, start).wait()
+    finally:
+        lease.release()
