@@ -1,0 +1,193 @@
+"""Budgets are promises: what is counted, what the system sees, and an error before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unbounded
+from unbounded.errors import BudgetError
+from unbounded.tiers import memory as tiers
+
+WIDTH, DEPTH = 512, 20
+NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)  # 5.2 million: 60 MiB of states with 12 bytes each
+STATES = 12 * NUMEL
+HOST = STATES // 2
+DEVICE = 16 * 2**20
+ALLOWANCE = 8 * 2**20
+"""For what is no state: activations, gradients of units on their way to their tier, stacks and heaps of threads."""
+
+
+class Stack(nn.Module):
+    """Units of half a MiB of weights each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+def shard_stack(folder: Path | str, **fields: Any) -> tuple[nn.Module, Any]:
+    """On the meta device, so that the process never holds the model's first values at once."""
+    with torch.device("meta"):
+        model = Stack()
+    plan = {"precision": "bf16", "device_bytes": DEVICE, "host_bytes": HOST, "disk_path": str(folder), **fields}
+    return unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-4), plan)
+
+
+def train(model: nn.Module, optimizer: Any, look: Any = lambda: None, steps: int = 3) -> list[float]:
+    batch, losses = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1)), []
+    for _ in range(steps):
+        loss = model(batch).float().square().mean()
+        look()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        look()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        look()
+        optimizer.zero_grad()
+    optimizer.wait()
+    look()
+    return losses
+
+
+def held_bytes(model: nn.Module) -> dict[str, int]:
+    """Weights and optimizer states by tier."""
+    held = dict.fromkeys(("device", "host", "disk"), 0)
+    for unit in unbounded.sharding.sharded(model).engine.units:
+        for array in (unit.weights, *unit.states.values()):
+            held[array.tier] += array.numel * array.dtype.itemsize
+    return held
+
+
+CHILD = """
+import sys, threading, torch
+from tests.tiers import test_budget as case
+
+def resident():  # without the pages of libraries, which come with the first use of their code
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+def watch():
+    while not done.wait(0.001):
+        seen.append(resident())
+
+torch.set_num_threads(1)
+case.train_warm(torch.nn.Sequential(torch.nn.Linear(64, 64)), sys.argv[1])
+before = resident()
+seen, done = [before], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+model, optimizer = case.shard_stack(sys.argv[1])
+losses = case.train(model, optimizer, lambda: seen.append(resident()))
+done.set()
+watcher.join()
+held = case.held_bytes(model)
+assert losses[-1] < losses[0], losses
+print(sum(held.values()), held["disk"], max(seen) - before)
+"""
+
+
+def train_warm(model: nn.Module, folder: str) -> None:
+    """One step of a tiny model: the native core, its threads and its first allocations are no part of the budget."""
+    plan = {"precision": "bf16", "optimizer": "disk", "weights": "disk", "disk_path": folder}
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
+    model(torch.randn(8, 64)).float().sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.wait()
+
+
+def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    # Buffers of half a MiB behave as those of real sizes do: freed, they leave the process. Else the heap keeps them.
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_states_of_twice_the_hosts_budget_train_with_the_resident_set_inside_the_budgets(tmp_path: Path) -> None:
+    done = run_child(CHILD, tmp_path)
+    assert done.returncode == 0, done.stderr
+    total, on_disk, grown = map(int, done.stdout.split())
+    assert total >= 2 * HOST
+    assert on_disk > total - HOST - DEVICE
+    assert total - on_disk < grown <= DEVICE + HOST + ALLOWANCE, f"the resident set grew by {grown / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize(
+    ("device", "host"),
+    [(DEVICE, HOST), (4 * 2**20, HOST), (DEVICE, 24 * 2**20), (2**30, 24 * 2**20)],
+    ids=["both", "little-device", "little-host", "all-on-device"],
+)
+def test_what_is_counted_never_exceeds_a_budget(tmp_path: Path, device: int, host: int) -> None:
+    model, optimizer = shard_stack(tmp_path, device_bytes=device, host_bytes=host, disk_bytes="1GiB")
+    seen: list[dict[str, Any]] = [optimizer.memory()]
+    for module in model.layers:  # type: ignore[union-attr]
+        module.register_forward_hook(lambda *_: seen.append(optimizer.memory()))
+    train(model, optimizer, lambda: seen.append(optimizer.memory()))
+    assert len(seen) > 3 * DEPTH
+    for use in seen:
+        for tier, budget in {"device": device, "host": host, "disk": 2**30}.items():
+            assert use[tier].budget_bytes == budget
+            assert use[tier].used_bytes <= budget, f"{tier} holds {use[tier].used_bytes} of {budget}"
+    held = held_bytes(model)
+    assert sum(held.values()) >= STATES
+    for tier, count in held.items():
+        assert seen[-1][tier].used_bytes >= count
+
+
+def test_states_that_fit_nowhere_are_an_error_before_anything_is_allocated(tmp_path: Path, monkeypatch: Any) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(tiers, "ExtentStore", lambda *args: opened.append(args))
+    monkeypatch.setattr(tiers.HostArena, "allocate", lambda *args, **_: opened.append(args))
+    with torch.device("meta"):
+        model = Stack()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    plan = {"precision": "bf16", "device_bytes": "8MiB", "host_bytes": "8MiB", "disk_bytes": "8MiB"}
+    with pytest.raises(BudgetError) as caught:
+        unbounded.shard(model, torch.optim.AdamW(model.parameters()), {**plan, "disk_path": str(tmp_path)})
+    text = str(caught.value)
+    assert text.startswith("the states take 70.1 MiB on this rank and do not fit: disk is short by ")
+    assert "of its 8.0 MiB" in text
+    assert "Raise a budget by" in text
+    assert isinstance(caught.value, MemoryError)
+    assert not opened
+    assert not list(tmp_path.iterdir())
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+
+
+def test_what_the_error_says_would_fit_does_fit(tmp_path: Path) -> None:
+    budgets = {"device_bytes": "8MiB", "host_bytes": "8MiB"}
+    with pytest.raises(BudgetError) as caught:
+        shard_stack(tmp_path, **budgets, disk_bytes="8MiB")
+    short = float(str(caught.value).split("disk is short by ")[1].split(" MiB")[0])
+    model, optimizer = shard_stack(tmp_path, **budgets, disk_bytes=int((8 + short + 0.1) * 2**20))
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+
+
+def test_a_disk_without_the_room_is_an_error_of_the_disk_before_the_model_is_touched(tmp_path: Path) -> None:
+    """The folder has less than the plan says: the store is reserved whole, so that a step cannot run full."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(nn.Linear(2**20, 2**20)))  # 12 TiB of states
+    plan = {"precision": "bf16", "host_bytes": "1GiB", "device_bytes": "1GiB", "disk_path": str(tmp_path)}
+    with pytest.raises(BudgetError, match=r"disk is short by 1[0-9][.][0-9] TiB"):
+        unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
+    with pytest.raises(OSError, match=r"short|room|space") as caught:
+        unbounded.shard(model, torch.optim.AdamW(model.parameters()), {**plan, "disk_bytes": "100TiB"})
+    assert str(tmp_path) in str(caught.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not list(tmp_path.iterdir())
