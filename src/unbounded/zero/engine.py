@@ -348,10 +348,16 @@ class Engine:
             shard = unit.weights.direct
             if shard is None or shard.device != self.device:
                 shard = torch.empty(unit.weights.numel, dtype=unit.dtype, device=self.device)
-                unit.weights.fetch(shard)
+                self._fetch_owned(unit, shard)
             self.fetch_ranks.gather(unit.fill, shard, unit.name)
         else:
-            unit.weights.fetch(unit.fill)
+            self._fetch_owned(unit, unit.fill)
+
+    def _fetch_owned(self, unit: Unit, target: torch.Tensor) -> None:
+        """Copies are ordered by the lane's stream; a read of the disk is waited for, and its error raised."""
+        transfer = unit.weights.fetch(target)
+        if unit.weights.direct is None:
+            transfer.wait()
 
     def _needs_peers(self, unit: Unit) -> bool:
         return unit.owned != (0, unit.layout.numel)

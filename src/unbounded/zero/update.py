@@ -109,21 +109,26 @@ class UpdatePass:
                 if not ahead:
                     return
                 piece = ahead.popleft()
+                behind.append(piece)  # before anything can fail: its buffers go back in any case
                 self._update(piece, grad_scale)
                 self._write(piece)
-                behind.append(piece)
                 while len(behind) > self.depth - 1 or (behind and not ahead):
                     self._finish(behind.popleft())
                 if piece.is_last:
                     self._finish_all(behind)
                     yield piece.unit
         finally:
-            self._finish_all(ahead)
+            behind.extend(ahead)
             self._finish_all(behind)
 
     def _finish_all(self, pieces: deque[Piece]) -> None:
-        while pieces:
-            self._finish(pieces.popleft())
+        """Finishes every piece, also where one fails."""
+        try:
+            while pieces:
+                self._finish(pieces.popleft())
+        finally:
+            if pieces:
+                self._finish_all(pieces)
 
     def _arrays(self, piece: Piece) -> dict[str, tuple[Array, int, int]]:
         unit = piece.unit

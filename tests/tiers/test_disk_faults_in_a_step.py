@@ -1,0 +1,275 @@
+"""A disk that fails in a step: the step fails with path and errno, nothing hangs, and checkpoints are unharmed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.zero.test_failures import free_port
+from tests.zero.training import Batch, TinyGPT, shard
+from unbounded.checkpoint import folder as folders
+from unbounded.checkpoint.manifest import read_manifest
+from unbounded.checkpoint.reading import Files
+from unbounded.errors import DiskError
+from unbounded.native.disk.extents import ExtentStore
+from unbounded.native.disk.handle import disk_error
+from unbounded.sharding import sharded
+
+ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
+TIMEOUT = 30.0
+
+
+class FailedTransfer:
+    """What a transfer that failed is to whoever waits for it."""
+
+    def __init__(self, operation: str, code: int, path: str) -> None:
+        self._error = (code, f"{operation} of an extent failed at {path}: {os.strerror(code)} (errno {code})", path)
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        raise disk_error(*self._error)
+
+
+@contextmanager
+def failing_after(operation: str, calls: int, code: int) -> Iterator[list[int]]:
+    """From the given call on, every transfer of the kind fails. Gives the count of calls."""
+    real, seen = getattr(ExtentStore, operation), [0]
+
+    def transfer(store: ExtentStore, *arguments: Any) -> Any:
+        seen[0] += 1
+        if seen[0] > calls:
+            return FailedTransfer(operation, code, str(store.folders[0]))
+        return real(store, *arguments)
+
+    setattr(ExtentStore, operation, transfer)
+    try:
+        yield seen
+    finally:
+        setattr(ExtentStore, operation, real)
+
+
+def make(folder: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(3)
+    model = TinyGPT()
+    return shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), {**ON_DISK, "disk_path": folder})
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = model.loss(Batch(step, 0, rank).tokens())  # type: ignore[operator]
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait()
+    return losses
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """What a caller can know of an error, without the frames that hold the model."""
+    known = isinstance(error, DiskError)
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "errno": error.errno if known else None,  # type: ignore[attr-defined]
+        "path": error.filename if known else None,  # type: ignore[attr-defined]
+    }
+
+
+def break_in_step(
+    rank: int, world_size: int, store: str, checkpoint: str, fault: tuple[str, int, int]
+) -> dict[str, Any]:
+    """Trains, saves, and goes on with a disk that fails on the last rank; what every rank then met."""
+    operation, calls, code = fault
+    model, optimizer = make(store)
+    train(model, optimizer, rank, 0, 1)
+    unbounded.save(checkpoint, model, optimizer, losses=train(model, optimizer, rank, 1, 1))
+    fails = rank == world_size - 1
+    with failing_after(operation, calls if fails else sys.maxsize, code):
+        try:
+            train(model, optimizer, rank, 2, 3)
+        except Exception as error:
+            return describe(error)
+    return {"type": None}
+
+
+def close_in_step(rank: int, world_size: int, store: str) -> dict[str, Any]:
+    model, optimizer = make(store)
+    train(model, optimizer, rank, 0, 1)
+    loss = model.loss(Batch(1, 0, rank).tokens())  # type: ignore[operator]
+    sharded(model).tiers.close()
+    try:
+        loss.backward()
+        optimizer.step()
+        optimizer.wait()
+    except Exception as error:
+        return describe(error)
+    return {"type": None}
+
+
+def resume(rank: int, world_size: int, store: str, checkpoint: str) -> tuple[list[float], list[float]]:
+    """The steps after the checkpoint, from it and from the start: what a job without the fault would have done."""
+    model, optimizer = make(store)
+    train(model, optimizer, rank, 0, 2)
+    expected = train(model, optimizer, rank, 2, 2)
+    model, optimizer = make(store)
+    unbounded.load(checkpoint, model, optimizer)
+    return train(model, optimizer, rank, 2, 2), expected
+
+
+def verify(checkpoint: Path) -> None:
+    folder = folders.find(checkpoint)
+    with Files(folder, read_manifest(folder)) as files:
+        files.check_present()
+        files.verify_all()
+
+
+FAULTS = [
+    ("read", 0, errno.EIO),  # the first fetch of the forward
+    ("read", 17, errno.EIO),  # in the backward
+    ("read", 60, errno.EIO),  # states and gradients of an update
+    ("write", 0, errno.ENOSPC),  # the first gradient
+    ("write", 12, errno.EIO),  # an update's new states
+    ("write", 40, errno.EIO),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1]}")
+def test_a_failing_disk_fails_the_step_with_path_and_errno_and_leaves_the_checkpoint_whole(
+    ranks: Any, tmp_path: Path, fault: tuple[str, int, int]
+) -> None:
+    store, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
+    store.mkdir()
+    (met,) = ranks(1, break_in_step, str(store), str(checkpoint), fault, timeout=TIMEOUT)
+    assert (met["type"], met["errno"], met["path"]) == ("DiskError", fault[2], str(store)), met
+    assert f"errno {fault[2]}" in met["text"]
+    verify(checkpoint)
+    for resumed, expected in ranks(1, resume, str(store), str(checkpoint), timeout=TIMEOUT):
+        assert resumed == expected
+    assert not list(store.iterdir())
+
+
+JOB = """
+import os, sys, torch
+from tests.tiers import test_disk_faults_in_a_step as case
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+operation, calls, code = sys.argv[3].split(",")
+met = case.break_in_step(int(os.environ["RANK"]), 2, *sys.argv[1:3], (operation, int(calls), int(code)))
+print(met, flush=True)
+sys.exit(1 if met["type"] else 0)
+"""
+
+
+def start(rank: int, port: int, *arguments: object) -> subprocess.Popen[str]:
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", JOB, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("fault", FAULTS[::2], ids=lambda fault: f"{fault[0]}-{fault[1]}")
+def test_a_failing_disk_of_one_rank_ends_both_and_leaves_the_checkpoint_whole(
+    ranks: Any, tmp_path: Path, fault: tuple[str, int, int]
+) -> None:
+    """Processes of their own: the end of the one that failed is what its peer meets."""
+    store, checkpoint, port = tmp_path / "store", tmp_path / "checkpoint", free_port()
+    store.mkdir()
+    pair = [start(rank, port, store, checkpoint, ",".join(map(str, fault))) for rank in (0, 1)]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in reversed(pair)]
+    finally:
+        for process in pair:
+            process.kill()
+            process.communicate()
+    assert [process.returncode == 0 for process in pair] == [False, False], outputs
+    assert "DiskError" in outputs[0]
+    assert f"'errno': {fault[2]}, 'path': '{store}'" in outputs[0]
+    verify(checkpoint)
+    for resumed, expected in ranks(2, resume, str(store), str(checkpoint), timeout=TIMEOUT):
+        assert resumed == expected
+    assert not list(store.iterdir())
+
+
+def test_a_read_straight_into_a_units_memory_that_fails_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    """Memory that lies on a page by chance is read without a bounce, and that read is waited for as well."""
+    model, optimizer = make(str(tmp_path))
+    train(model, optimizer, 0, 0, 1)
+    monkeypatch.setattr("unbounded.tiers.array.is_reachable", lambda tensor: True)
+    with failing_after("read", 0, errno.EIO), pytest.raises(DiskError, match="read of an extent failed"):
+        model.loss(Batch(1, 0, 0).tokens())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("operation", "calls"), [("read", 0), ("read", 5), ("write", 0), ("write", 4)])
+def test_an_update_that_fails_gives_back_all_its_buffers(tmp_path: Path, operation: str, calls: int) -> None:
+    model, optimizer = make(str(tmp_path))
+    model.loss(Batch(0, 0, 0).tokens()).backward()  # type: ignore[operator]
+    for unit in optimizer.engine.units:
+        unit.gradient.wait()
+    with failing_after(operation, calls, errno.EIO):
+        optimizer.step()
+        with pytest.raises(DiskError):
+            optimizer.wait()
+    for update_pass in optimizer.updates._passes.values():
+        pool = update_pass.bounce
+        assert pool._made > 0
+        assert len(pool._free) == pool._made
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_store_closed_in_a_step_fails_it_on_every_rank(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    for met in ranks(world_size, close_in_step, str(tmp_path), timeout=TIMEOUT):
+        assert (met["type"], met["errno"], met["path"]) == ("DiskError", errno.EBADF, str(tmp_path))
+        assert "used after it was closed" in met["text"]
+
+
+def test_a_folder_removed_in_a_step_changes_nothing(tmp_path: Path) -> None:
+    """The disk tier's files have no names: they stay as long as the process has them open."""
+    kept, removed = tmp_path / "kept", tmp_path / "removed"
+    losses = []
+    for folder in (kept, removed):
+        folder.mkdir()
+        model, optimizer = make(str(folder))
+        losses.append(train(model, optimizer, 0, 0, 1))
+        if folder is removed:
+            shutil.rmtree(folder)
+        losses[-1] += train(model, optimizer, 0, 1, 2)
+    assert losses[0] == losses[1]
+
+
+CHILD = """
+import sys
+from tests.tiers import test_disk_faults_in_a_step as case
+model, optimizer = case.make(sys.argv[1])
+case.train(model, optimizer, 0, 0, 2)
+print("trained", flush=True)
+if sys.argv[2] == "wait":
+    case.train(model, optimizer, 0, 2, 10**9)
+"""
+
+
+@pytest.mark.parametrize("end", ["exits", "wait"], ids=["at-its-end", "killed"])
+def test_the_disk_tier_leaves_nothing_behind(tmp_path: Path, end: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", CHILD, str(tmp_path), end]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "trained\n"
+        if end == "wait":
+            process.kill()
+        assert process.wait(TIMEOUT) == (-signal.SIGKILL if end == "wait" else 0)
+    assert not list(tmp_path.iterdir())
