@@ -80,6 +80,7 @@ class Engine:
         self._released = torch.cuda.Event() if device.type == "cuda" else None
         self._no_sync = False
         self._computing: AbstractContextManager[None] | None = None
+        self._failure: BaseException | None = None  # what ended this rank's part in the gathers
         self._count_bytes = count_bytes
         for unit in self.units:
             unit.keeper = self
@@ -333,7 +334,16 @@ class Engine:
             self.wait(unit)
 
     def _fetch(self, unit: Unit) -> None:
-        """Runs in the fetch lane."""
+        """Runs in the fetch lane. With several ranks nothing is gathered after a failure: it would meet the wrong unit."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._fill(unit)
+        except BaseException as error:
+            self._failure = error if self.ranks.size > 1 else None
+            raise
+
+    def _fill(self, unit: Unit) -> None:
         if unit.update is not None:
             unit.update.wait()
         if not unit.resident:
