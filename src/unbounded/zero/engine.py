@@ -334,7 +334,7 @@ class Engine:
             self.wait(unit)
 
     def _fetch(self, unit: Unit) -> None:
-        """Runs in the fetch lane. With several ranks nothing is gathered after a failure: it would meet the wrong unit."""
+        """Runs in the fetch lane. With peers nothing is gathered after a failure: it would meet the wrong unit."""
         if self._failure is not None:
             raise self._failure
         try:
