@@ -40,7 +40,8 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     back = there_and_back(value)
     assert type(back) is type(value)
     assert back == value
-    assert repr(back) == repr(value)
+    if not isinstance(value, frozenset | set):  # their order is not part of them
+        assert repr(back) == repr(value)
 
 
 def test_nan_tensors_and_arrays_come_back_bit_for_bit() -> None:
