@@ -123,10 +123,6 @@ class Ranks:
                 "blocks equally often on every rank, or use stage 2, which keeps weights whole."
             )
 
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier(group=self.group)
-
     def check_same(self, value: str, what: str) -> None:
         """All ranks of the axis must call this. Raises on every rank unless `value` is the same on all."""
         marks = self.objects(zlib.crc32(value.encode()))
