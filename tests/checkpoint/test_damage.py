@@ -247,4 +247,4 @@ def disagree(rank: int, world_size: int, folder: str) -> str:
 def test_a_rank_that_cannot_read_fails_all_with_its_message(ranks: Any, tmp_path: Path) -> None:
     messages = ranks(2, disagree, str(tmp_path))
     assert messages[1].startswith("DiskError: read failed")
-    assert messages[0].startswith("CheckpointError: rank 1 failed: DiskError: read failed")
+    assert messages[0].startswith("DiskError: rank 1 failed: read failed")

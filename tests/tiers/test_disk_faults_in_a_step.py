@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.zero.test_failures import free_port
 from tests.zero.training import Batch, TinyGPT, shard
 from unbounded.checkpoint import folder as folders
 from unbounded.checkpoint.manifest import read_manifest
@@ -66,7 +65,7 @@ def make(folder: str) -> tuple[nn.Module, Any]:
     return shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), {**ON_DISK, "disk_path": folder})
 
 
-def train(model: nn.Module, optimizer: Any, rank: int, first: int, steps: int) -> list[float]:
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, steps: int, *, wait: bool = True) -> list[float]:
     losses = []
     for step in range(first, first + steps):
         loss = model.loss(Batch(step, 0, rank).tokens())  # type: ignore[operator]
@@ -75,7 +74,8 @@ def train(model: nn.Module, optimizer: Any, rank: int, first: int, steps: int) -
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.wait()
+    if wait:
+        optimizer.wait()
     return losses
 
 
@@ -148,61 +148,82 @@ FAULTS = [
 ]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1]}")
-def test_a_failing_disk_fails_the_step_with_path_and_errno_and_leaves_the_checkpoint_whole(
-    ranks: Any, tmp_path: Path, fault: tuple[str, int, int]
+def test_a_failing_disk_fails_the_step_on_all_ranks_with_path_and_errno_and_leaves_the_checkpoint_whole(
+    ranks: Any, tmp_path: Path, fault: tuple[str, int, int], world_size: int
 ) -> None:
     store, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
     store.mkdir()
-    (met,) = ranks(1, break_in_step, str(store), str(checkpoint), fault, timeout=TIMEOUT)
-    assert (met["type"], met["errno"], met["path"]) == ("DiskError", fault[2], str(store)), met
-    assert f"errno {fault[2]}" in met["text"]
+    met = ranks(world_size, break_in_step, str(store), str(checkpoint), fault, timeout=TIMEOUT)
+    for rank, error in enumerate(met):
+        assert (error["type"], error["errno"], error["path"]) == ("DiskError", fault[2], str(store)), met
+        assert f"errno {fault[2]}" in error["text"]
+        assert error["text"].startswith(f"rank {world_size - 1} failed: ") == (rank < world_size - 1)
     verify(checkpoint)
-    for resumed, expected in ranks(1, resume, str(store), str(checkpoint), timeout=TIMEOUT):
+    for resumed, expected in ranks(world_size, resume, str(store), str(checkpoint), timeout=TIMEOUT):
         assert resumed == expected
     assert not list(store.iterdir())
 
 
-JOB = """
-import os, sys, torch
-from tests.tiers import test_disk_faults_in_a_step as case
-torch.set_num_threads(1)
-torch.distributed.init_process_group("gloo")
-operation, calls, code = sys.argv[3].split(",")
-met = case.break_in_step(int(os.environ["RANK"]), 2, *sys.argv[1:3], (operation, int(calls), int(code)))
-print(met, flush=True)
-sys.exit(1 if met["type"] else 0)
-"""
+def meet_a_failure(rank: int, world_size: int, store: str, stage: int, where: str) -> list[str]:
+    """What every rank raises where the last one's disk fails, and that all go on when it works again."""
+    torch.manual_seed(3)
+    model = TinyGPT()
+    plan = {**ON_DISK, "weights": "disk" if stage == 3 else "device", "stage": stage, "disk_path": store}
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan)
+    train(model, optimizer, rank, 0, 2)
 
+    def accumulate() -> None:
+        """The first gradient is lost, the second lands."""
+        with failing_after("write", 0 if rank == world_size - 1 else sys.maxsize, errno.EIO):
+            model.loss(Batch(2, 0, rank).tokens()).backward()  # type: ignore[operator]
+            for unit in optimizer.engine.units:
+                unit.gradient.handle and unit.gradient.handle.settle()
+        model.loss(Batch(2, 1, rank).tokens()).backward()  # type: ignore[operator]
+        optimizer.step()
 
-def start(rank: int, port: int, *arguments: object) -> subprocess.Popen[str]:
-    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", JOB, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    def update() -> None:
+        train(model, optimizer, rank, 2, 1, wait=False)
+        model.loss(Batch(3, 0, rank).tokens())  # type: ignore[operator]
 
+    def read_values() -> None:
+        with unbounded.full_params(model):
+            pass
 
-@pytest.mark.parametrize("fault", FAULTS[::2], ids=lambda fault: f"{fault[0]}-{fault[1]}")
-def test_a_failing_disk_of_one_rank_ends_both_and_leaves_the_checkpoint_whole(
-    ranks: Any, tmp_path: Path, fault: tuple[str, int, int]
-) -> None:
-    """Processes of their own: the end of the one that failed is what its peer meets."""
-    store, checkpoint, port = tmp_path / "store", tmp_path / "checkpoint", free_port()
-    store.mkdir()
-    pair = [start(rank, port, store, checkpoint, ",".join(map(str, fault))) for rank in (0, 1)]
+    acts = {
+        "evaluation": lambda: torch.no_grad()(model.loss)(Batch(2, 0, rank).tokens()),  # type: ignore[arg-type]
+        "state dict": model.state_dict,
+        "full params": read_values,
+        "accumulation": accumulate,
+        "update": update,
+    }
+    met = []
     try:
-        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in reversed(pair)]
-    finally:
-        for process in pair:
-            process.kill()
-            process.communicate()
-    assert [process.returncode == 0 for process in pair] == [False, False], outputs
-    assert "DiskError" in outputs[0]
-    assert f"'errno': {fault[2]}, 'path': '{store}'" in outputs[0]
-    verify(checkpoint)
-    for resumed, expected in ranks(2, resume, str(store), str(checkpoint), timeout=TIMEOUT):
-        assert resumed == expected
-    assert not list(store.iterdir())
+        with failing_after("read", 0 if rank == world_size - 1 and where != "accumulation" else sys.maxsize, errno.EIO):
+            acts[where]()
+    except DiskError as error:
+        met.append(str(error))
+    optimizer.zero_grad()
+    if where != "update":
+        train(model, optimizer, rank, 2, 1)
+    return met
+
+
+@pytest.mark.parametrize(
+    ("where", "stage"),
+    [
+        *((where, 3) for where in ("evaluation", "state dict", "full params", "accumulation", "update")),
+        *((where, 2) for where in ("accumulation", "update")),  # whose weights are on the device
+        ("update", 1),
+    ],
+)
+def test_what_one_rank_cannot_read_or_write_no_rank_takes_for_done(
+    ranks: Any, tmp_path: Path, where: str, stage: int
+) -> None:
+    first, last = ranks(2, meet_a_failure, str(tmp_path), stage, where, timeout=TIMEOUT)
+    assert len(first) == len(last) == 1
+    assert first[0] == f"rank 1 failed: {last[0]}"
 
 
 def test_a_read_straight_into_a_units_memory_that_fails_is_told(tmp_path: Path, monkeypatch: Any) -> None:

@@ -10,10 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
-from unbounded.errors import CheckpointError
 from unbounded.zero.collectives import Ranks
 
 T = TypeVar("T")
@@ -33,13 +31,7 @@ class Peers:
             result = work()
         except Exception as caught:
             error = caught
-        outcomes = self.ranks.objects((result, None if error is None else f"{type(error).__name__}: {error}"))
-        if error is not None:
-            raise error
-        failures = [f"rank {rank} failed: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
-        if failures:
-            raise CheckpointError("; ".join(failures))
-        return [outcome[0] for outcome in outcomes]
+        return self.ranks.agree(error, result)
 
 
 _peers: weakref.WeakKeyDictionary[nn.Module, Peers] = weakref.WeakKeyDictionary()
@@ -48,8 +40,5 @@ _peers: weakref.WeakKeyDictionary[nn.Module, Peers] = weakref.WeakKeyDictionary(
 def peers_of(model: nn.Module, ranks: Ranks) -> Peers:
     """All ranks must call this. The model's peers, with their group made at the first call."""
     if model not in _peers:
-        own = ranks
-        if ranks.size > 1:
-            own = Ranks(dist.new_group(dist.get_process_group_ranks(ranks.group), backend="gloo"))
-        _peers[model] = Peers(own)
+        _peers[model] = Peers(ranks.lane("gloo"))
     return _peers[model]

@@ -96,9 +96,12 @@ def settle(state: Sharded) -> None:
     """Returns when no update or reduction of gradients is under way."""
     for unit in state.engine.units:
         if unit.trainable:
-            unit.gradient.wait()
+            with state.engine.failures.noting():
+                unit.gradient.wait()
     if state.optimizer is not None:
         state.optimizer.wait()
+    else:
+        state.engine.failures.meet()
     if state.engine.device.type == "cuda":
         torch.cuda.current_stream(state.engine.device).synchronize()
 

@@ -25,22 +25,26 @@ def full_values(engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> Iter
     engine.settle()
     for unit in engine.units:
         engine.request(unit)
-    before = {unit: _open(engine, unit) for unit in engine.units}
+    for unit in engine.units:
+        engine.wait(unit)
+    engine.raise_failures()
+    before = {unit: _open(unit) for unit in engine.units}
     engine.shown = True
     try:
         yield
     finally:
         engine.shown = False
         for unit, values in before.items():
-            _close(unit, values, rules.get(unit.dtype) if unit.trainable else None)
+            with engine.failures.noting():
+                _close(unit, values, rules.get(unit.dtype) if unit.trainable else None)
         if engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         engine.settle()
+    engine.raise_failures()
 
 
-def _open(engine: Engine, unit: Unit) -> torch.Tensor:
-    """Shows a unit's values in its parameters; returns a copy of the owned ones."""
-    engine.wait(unit)
+def _open(unit: Unit) -> torch.Tensor:
+    """Shows a gathered unit's values in its parameters; returns a copy of the owned ones."""
     if unit.reader is not None:
         unit.reader.synchronize()
         unit.reader = None
@@ -106,6 +110,7 @@ def attach_state_dict(model: nn.Module, engine: Engine, rules: Mapping[torch.dty
                 values = _whole(engine, unit)
                 for key, index in wanted[unit]:
                     state[key] = values[index]
+        engine.raise_failures()
 
     loading: list[Any] = []
 

@@ -21,6 +21,7 @@ from unbounded.zero import access, hooks
 from unbounded.zero.blueprint import DTYPES, Blueprint
 from unbounded.zero.collectives import Ranks
 from unbounded.zero.engine import Engine, Stop
+from unbounded.zero.failures import Failures
 from unbounded.zero.gradient import Gradient
 from unbounded.zero.initial import Installer, Places
 from unbounded.zero.optimizer import ShardedOptimizer
@@ -122,6 +123,7 @@ class Assembly:
             defer_reduction=self.plan.stage == 1 and self.ranks.size > 1,
             cast_inputs=cast_inputs,
             count_bytes=partial(tiers.count, "device"),
+            failures=Failures(self.ranks, shared=self.blueprint.disk_bytes > 0),
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:

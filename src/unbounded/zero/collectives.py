@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unbounded.errors import PlanError, StateError
+from unbounded.errors import CheckpointError, DiskError, PlanError, StateError
 from unbounded.observe import trace
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,9 +34,11 @@ class Ranks:
         self.rank = dist.get_rank(group) if active else 0
         self._words: dist.ProcessGroup | None = None
 
-    def lane(self) -> Ranks:
-        """All ranks of the axis must call this."""
-        return Ranks(dist.new_group(dist.get_process_group_ranks(self.group))) if self.size > 1 else self
+    def lane(self, backend: str | None = None) -> Ranks:
+        """All ranks of the axis must call this. With "gloo" the lane is on the host and disturbs no device."""
+        if self.size == 1:
+            return self
+        return Ranks(dist.new_group(dist.get_process_group_ranks(self.group), backend=backend))
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, name: str) -> None:
         """All ranks of the axis must call this. Fills `full` with every rank's `shard`."""
@@ -98,10 +100,20 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
+        """All ranks of the axis must call this. Every rank's `value`; if any has an error, all of them raise one."""
+        told = self.objects((value, None if error is None else _describe(error)))
+        if error is not None:
+            raise error
+        for rank, (_, failure) in enumerate(told):
+            if failure is not None:
+                raise _error_of_peer(rank, *failure)
+        return [value for value, _ in told]
+
     def open_words(self) -> None:
         """All ranks of the axis must call this. Makes the group over which `rendezvous` asks, with its time limit."""
         if self.size > 1:
-            members = dist.get_process_group_ranks(self.group or dist.group.WORLD)  # type: ignore[arg-type]
+            members = dist.get_process_group_ranks(self.group)
             self._words = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=MEETING_SECONDS))
 
     def rendezvous(self, name: str) -> None:
@@ -132,3 +144,18 @@ class Ranks:
                     f"rank {rank} has another {what} than rank 0. Build the same {what} on every rank, "
                     "in the same order."
                 )
+
+
+def _describe(error: Exception) -> tuple[str, str, int | None, str | None]:
+    number = error.errno if isinstance(error, OSError) else None
+    path = error.filename if isinstance(error, OSError) else None
+    return type(error).__name__, str(error), number, None if path is None else str(path)
+
+
+def _error_of_peer(rank: int, kind: str, text: str, number: int | None, path: str | None) -> Exception:
+    """What the others raise where one rank failed: a DiskError with path and errno where its was one."""
+    if kind == DiskError.__name__:
+        error = DiskError(f"rank {rank} failed: {text}")
+        error.errno, error.filename = number, path
+        return error
+    return (CheckpointError if kind == CheckpointError.__name__ else StateError)(f"rank {rank} failed: {kind}: {text}")

@@ -27,6 +27,7 @@ from unbounded.observe import trace
 from unbounded.tiers.lane import Lane
 from unbounded.zero import hooks
 from unbounded.zero.collectives import Ranks
+from unbounded.zero.failures import Failures
 from unbounded.zero.reduction import Reduction
 from unbounded.zero.schedule import Schedule
 from unbounded.zero.unit import Unit, WeightState, holds_storage
@@ -60,11 +61,12 @@ class Engine:
         defer_reduction: bool,
         cast_inputs: torch.dtype | None,
         count_bytes: Callable[[int], None],
+        failures: Failures,
     ) -> None:
         self.stops, self.device, self.prefetch_units = stops, device, prefetch_units
         self.ranks = ranks
         self.fetch_ranks = ranks.lane()
-        self.fetch_lane, self.reduction = fetch_lane, reduction
+        self.fetch_lane, self.reduction, self.failures = fetch_lane, reduction, failures
         self.defer_reduction, self.cast_inputs = defer_reduction, cast_inputs
         self.units = [unit for stop in stops for unit in stop.units]
         order = [stop.index for stop in stops]
@@ -77,10 +79,10 @@ class Engine:
         self._in_backward = False
         self._evaluating = False
         self._passed: list[Stop] = []  # claimed for this rank but not visited when they were expected
+        self._gathered = False  # this rank has joined a gather since the ranks last met
         self._released = torch.cuda.Event() if device.type == "cuda" else None
         self._no_sync = False
         self._computing: AbstractContextManager[None] | None = None
-        self._failure: BaseException | None = None  # what ended this rank's part in the gathers
         self._count_bytes = count_bytes
         for unit in self.units:
             unit.keeper = self
@@ -118,6 +120,8 @@ class Engine:
             self._finish(self.forward)
         if not (backward_follows and stop.inner):
             self._drop(stop.units)
+        if site == 0:
+            self.raise_failures(alone=self._evaluating)
 
     def before_backward(self, stop: Stop) -> None:
         """The backward reaches a site, or its forward is recomputed there."""
@@ -254,6 +258,7 @@ class Engine:
         """Starts fetching a unit's weights unless they are there or on their way."""
         if unit.state is WeightState.RELEASED:
             unit.state = WeightState.FETCHING
+            self._gathered = self._gathered or self._needs_peers(unit)
             unit.handle = self.fetch_lane.submit(self._fetch, unit)
 
     def wait(self, unit: Unit) -> None:
@@ -281,6 +286,17 @@ class Engine:
         for unit in self.units:
             unit.forget_views()
             self.release(unit)
+
+    def raise_failures(self, *, alone: bool = True) -> None:
+        """Raises what failed in fetches: where there was a gather on all ranks, else on this one if `alone`.
+
+        A forward without a gather may be one rank's own. What fails in a part of training waits for the step.
+        """
+        gathered, self._gathered = self._gathered, False
+        if gathered:
+            self.failures.meet()
+        elif alone:
+            self.failures.raise_noted()
 
     def borrow(self, unit: Unit, *, counted: bool) -> bool:
         """Gathers a unit for a computation outside its site's forward, until the pass is over; whether there is one.
@@ -334,18 +350,10 @@ class Engine:
             self.wait(unit)
 
     def _fetch(self, unit: Unit) -> None:
-        """Runs in the fetch lane. With peers nothing is gathered after a failure: it would meet the wrong unit."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            self._fill(unit)
-        except BaseException as error:
-            self._failure = error if self.ranks.size > 1 else None
-            raise
-
-    def _fill(self, unit: Unit) -> None:
-        if unit.update is not None:
-            unit.update.wait()
+        """Runs in the fetch lane. With peers a unit is gathered in any case: they are on their way to it too."""
+        with self.failures.noting():
+            if unit.update is not None:
+                unit.update.wait()
         if not unit.resident:
             unit.allocate()
             self._count_bytes(unit.num_bytes)
@@ -364,10 +372,13 @@ class Engine:
             self._fetch_owned(unit, unit.fill)
 
     def _fetch_owned(self, unit: Unit, target: torch.Tensor) -> None:
-        """Copies are ordered by the lane's stream; a read of the disk is waited for, and its error raised."""
-        transfer = unit.weights.fetch(target)
-        if unit.weights.direct is None:
-            transfer.wait()
+        """Copies are ordered by the lane's stream; a read of the disk is waited for."""
+        with self.failures.noting():
+            transfer = unit.weights.fetch(target)
+            if unit.weights.direct is None:
+                transfer.wait()
+            return
+        target.zero_()  # the read failed: no garbage until the ranks have met
 
     def _needs_peers(self, unit: Unit) -> bool:
         return unit.owned != (0, unit.layout.numel)

@@ -1,9 +1,7 @@
 """First values: each unit is filled, broadcast and put on its tiers before the next one is touched.
 
-A model with real parameters gives its own values. One on the meta device is initialised module by module, in
-the order of the module tree, by the modules' own `reset_parameters` (and the model's `_init_weights`, as in
-Hugging Face models); a unit is partitioned as soon as its last module is done, so that no rank ever holds more
-of the model than the units that are open.
+A model with real parameters gives its own values, by `install_model`; one on the meta device gets its own from
+`zero/meta.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from unbounded.errors import PlanError
 from unbounded.optim import formats
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import MemoryArray
@@ -24,6 +21,7 @@ from unbounded.zero.unit import Unit, WeightState
 from unbounded.zero.units import Member
 
 Places = Mapping[str, str]  # "weights", "optimizer", "low" -> tier
+Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
 # What a parameter's optimizer state held before `shard`: state name -> values
 Carried = Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
 
@@ -90,9 +88,7 @@ class Installer:
             unit.states[spec.name] = array
 
 
-def install_model(
-    units: Sequence[tuple[Unit, Sequence[Member], Places]], installer: Installer, carried: Carried | None
-) -> None:
+def install_model(units: Entries, installer: Installer, carried: Carried | None) -> None:
     """All ranks of the axis must call this. Takes the values of a model with real parameters."""
     for unit, members, places in units:
         values = gather_values(
@@ -126,73 +122,3 @@ def _carried_moments(unit: Unit, carried: Carried) -> tuple[dict[str, torch.Tens
             elif value.numel() == 1:
                 unit.scalars[index][name] = float(value)
     return moments, steps
-
-
-class MetaModel:
-    """A model on the meta device, initialised in the order of its module tree."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
-        self._init_weights = getattr(model, "_init_weights", None)
-
-    def install(self, units: Sequence[tuple[Unit, Sequence[Member], Places]], installer: Installer) -> None:
-        """All ranks of the axis must call this."""
-        home: dict[int, tuple[Unit, Sequence[Member], Places]] = {}
-        waiting: dict[int, set[int]] = {}
-        for entry in units:
-            for member in entry[1]:
-                for module, _ in member.holders:
-                    waiting.setdefault(id(entry[0]), set()).add(id(module))
-                home[id(member.parameter)] = entry
-        open_values: dict[int, torch.Tensor] = {}
-        for module in self.model.modules():
-            touched = {id(home[id(p)][0]): home[id(p)] for p in module._parameters.values() if id(p) in home}
-            for key, (unit, members, _) in touched.items():
-                if key not in open_values:
-                    open_values[key] = torch.zeros(
-                        unit.layout.numel, dtype=members[0].parameter.dtype, device=self.device
-                    )
-            self._initialise(module, home, open_values)
-            for key, (unit, _, places) in touched.items():
-                waiting[key].discard(id(module))
-                if not waiting[key]:
-                    installer.install(unit, open_values.pop(key), places, {})
-
-    def _initialise(
-        self,
-        module: nn.Module,
-        home: Mapping[int, tuple[Unit, Sequence[Member], Places]],
-        values: Mapping[int, torch.Tensor],
-    ) -> None:
-        """Runs a module's own initialisation on views of the open units, then puts its parameters back."""
-        managed = dict(module._parameters)
-        for name, parameter in managed.items():
-            if parameter is not None and id(parameter) in home:
-                unit = home[id(parameter)][0]
-                view = unit.slot_views(values[id(unit)])[parameter._index]  # type: ignore[attr-defined]
-                module._parameters[name] = nn.Parameter(view, requires_grad=parameter.requires_grad)
-        self._materialise_buffers(module)
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            reset()
-        if callable(self._init_weights):
-            with torch.no_grad():
-                self._init_weights(module)
-        module._parameters.update(managed)
-
-    def _materialise_buffers(self, module: nn.Module) -> None:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=self.device)
-
-    def check(self) -> None:
-        """Every module with parameters or buffers of its own on the meta device must know how to initialise them."""
-        for name, module in self.model.named_modules():
-            own = [*module._parameters.items(), *module._buffers.items()]
-            meta = [key for key, value in own if value is not None and value.is_meta and value.numel()]
-            resets = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if meta and not callable(resets) and not callable(self._init_weights):
-                raise PlanError(
-                    f"the module {name or 'model'!r} ({type(module).__name__}) has {', '.join(meta)} on the meta "
-                    "device and no reset_parameters method to initialise them. Give it one, or pass weights=folder."
-                )

@@ -56,6 +56,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if overflow:
                 self.skipped_steps += 1
                 units = []
+        else:
+            self.engine.failures.meet()
         self.updates.run([unit for unit in units if id(unit) not in self._updated], self.param_groups, scale)
         self._reset(units)
         return loss
@@ -120,13 +122,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def nonfinite_units(self) -> list[str]:
         """The units whose gradient has an infinity or a NaN on any rank."""
         units = self._collect()
-        flags = [not math.isfinite(float(unit.gradient.squares(self.engine.reduction.bounce))) for unit in units]
+        flags = [not math.isfinite(float(part)) for part in self._squares(units)]
         votes = self.engine.ranks.max(torch.tensor(flags, dtype=torch.int32, device=self.engine.device))
         return [unit.name for unit, flag in zip(units, votes.tolist(), strict=True) if flag]
 
     def wait(self) -> None:
         """Returns when every update of the last step has been applied; raises what went wrong in one."""
-        self.updates.wait()
+        for unit in self.engine.units:
+            with self.engine.failures.noting():
+                if unit.update is not None:
+                    unit.update.synchronize()
+        self.engine.failures.meet()
 
     def state_dict(self) -> dict[str, Any]:
         raise StateError(
@@ -155,7 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if unit.unreduced is not None or (engine.defer_reduction and any(unit.used) and not unit.gradient.present):
                 engine.reduction.flush(unit)
         for unit in trainable:
-            unit.gradient.wait()
+            with engine.failures.noting():
+                unit.gradient.wait()
         order = {site: position for position, site in reversed(list(enumerate(engine.forward.expected)))}
         ranked = [(order.get(stop.index, len(order)), unit) for stop in engine.stops for unit in stop.units]
         ranked.sort(key=lambda entry: entry[0])
@@ -181,7 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _total_norm(self, units: list[Unit]) -> float | torch.Tensor:
         engine = self.engine
         engine.reduction.measure = True
-        squares = [unit.gradient.squares(engine.reduction.bounce) for unit in units]
+        squares = self._squares(units)
         tensors = [part for part in squares if isinstance(part, torch.Tensor)]
         total: float | torch.Tensor = float(sum(part for part in squares if not isinstance(part, torch.Tensor)))
         if tensors:
@@ -193,6 +200,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if isinstance(total, torch.Tensor):
             return total.sqrt().float()
         return float(torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32))
+
+    def _squares(self, units: list[Unit]) -> list[float | torch.Tensor]:
+        """The sum of squares of every unit's gradient on this rank. Gradients on disk are read for it."""
+        squares: list[float | torch.Tensor] = []
+        with self.engine.failures.noting():
+            squares += [unit.gradient.squares(self.engine.reduction.bounce) for unit in units]
+        self.engine.failures.meet()
+        return squares
 
     @staticmethod
     def _clip_factor(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:

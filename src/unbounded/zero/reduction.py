@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from unbounded.errors import StateError
-from unbounded.tiers.lane import Lane
+from unbounded.tiers.lane import Handle, Lane
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.collectives import Ranks
 from unbounded.zero.gradient import Allocate
@@ -92,9 +92,9 @@ class Reduction:
             ready = torch.cuda.Event()
             ready.record()
             full.record_stream(self.lane.stream)
-        unit.gradient.handle = self.lane.submit(self._reduce, unit, full, ready)
+        unit.gradient.handle = self.lane.submit(self._reduce, unit, full, ready, unit.gradient.handle)
 
-    def _reduce(self, unit: Unit, full: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+    def _reduce(self, unit: Unit, full: torch.Tensor, ready: torch.cuda.Event | None, before: Handle | None) -> None:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         if self.ranks.size > 1:
@@ -104,6 +104,8 @@ class Reduction:
                 self.ranks.gather(full, shard, unit.name)
             else:
                 full = shard
+        if before is not None:
+            before.wait()  # a gradient of which a part was lost stays failed
         self._land(unit, full)
 
     def _land(self, unit: Unit, owned: torch.Tensor) -> None:

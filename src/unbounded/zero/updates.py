@@ -93,9 +93,3 @@ class Updates:
             for handle in waiting.values():
                 handle.fail(error)
             raise
-
-    def wait(self) -> None:
-        """Returns when every update has been applied; raises what went wrong in one."""
-        for unit in self.engine.units:
-            if unit.update is not None:
-                unit.update.synchronize()
