@@ -23,7 +23,8 @@ from unbounded.zero import access
 from unbounded.zero.assembly import Assembly, Entries, Fill, Sharded
 from unbounded.zero.blueprint import DTYPES, find_specs, plan_units
 from unbounded.zero.collectives import Ranks
-from unbounded.zero.initial import Installer, MetaModel, install_model
+from unbounded.zero.initial import Installer, install_model
+from unbounded.zero.meta import MetaModel
 from unbounded.zero.optimizer import ShardedOptimizer
 from unbounded.zero.parameter import ManagedParameter
 from unbounded.zero.units import Member, find_members, find_sites

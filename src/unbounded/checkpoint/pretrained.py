@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch import nn
 from unbounded.checkpoint.snapshot import persistent_buffers
 from unbounded.checkpoint.weightfiles import Recipe, Recipes, WeightFolder, ignored
 from unbounded.errors import CheckpointError
-from unbounded.zero.initial import Installer, MetaModel, Places
+from unbounded.zero.initial import Entries, Installer, gather_values
+from unbounded.zero.meta import MetaModel
 from unbounded.zero.unit import Unit
 from unbounded.zero.units import Member
 
 logger = logging.getLogger("unbounded")
-Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
 
 
 def install_weights(
@@ -43,107 +43,103 @@ class PretrainedModel(MetaModel):
     def __init__(
         self, model: nn.Module, device: torch.device, weights: WeightFolder, entries: Entries, *, reads: bool
     ) -> None:
-        self.reads = reads
-        members = [member for _, members, _ in entries for member in members]
-        self._is_meta = any(_is_stand_in(member.parameter) for member in members)
-        self._aliases = {id(member.parameter): member.names for member in members}
-        self._buffers = persistent_buffers(model)
-        names: dict[str, Any] = {name: member.parameter for member in members for name in member.names}
-        self.recipes = Recipes(weights, model, {**names, **self._buffers})
-        self._prefixes = {id(module): prefix for prefix, module in model.named_modules()}
-        self._check_shapes(members)
-        self._report(model, members, weights)
         super().__init__(model, device)
+        self.reads, self.folder = reads, weights.folder
+        members = [member for _, members, _ in entries for member in members]
+        self.is_meta = any(_is_stand_in(member.parameter) for member in members)
+        self._prefixes = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
+        parameters = [(m.names, m.parameter) for m in members]
+        buffers = [([name], buffer) for name, buffer in persistent_buffers(model).items()]
+        tensors: list[tuple[list[str], Any]] = [*parameters, *buffers]
+        own = {name: tensor for names, tensor in tensors for name in self._base_names(names)}
+        recipes = Recipes(weights, self.grafts.base, own)
+        self._recipes = {
+            name: recipes.found[base]
+            for names, _ in tensors
+            for base in [next((n for n in self._base_names(names) if n in recipes.found), None)]
+            if base is not None
+            for name in names
+        }
+        self._check_shapes(tensors)
+        if reads:
+            self._report(tensors, recipes.unexpected)
         self.check()
 
-    def _recipe(self, parameter: Any) -> Recipe | None:
-        names = self._aliases.get(id(parameter), [])
-        return next((self.recipes.found[name] for name in names if name in self.recipes.found), None)
+    def _base_names(self, names: Sequence[str]) -> list[str]:
+        """What the base model calls a tensor; nothing for one that peft has added."""
+        found = (self.grafts.base_name(name) for name in names)
+        return [name for name in found if name is not None]
 
-    def _check_shapes(self, members: Sequence[Member]) -> None:
+    def _check_shapes(self, tensors: Sequence[tuple[list[str], Any]]) -> None:
         wrong = []
-        for member in members:
-            recipe, shape = self._recipe(member.parameter), tuple(member.parameter.shape)
+        for (name, *_), tensor in tensors:
+            recipe, shape = self._recipes.get(name), tuple(tensor.shape)
             if recipe is not None and recipe.shape not in (None, shape):
-                wrong.append(f"{member.names[0]} has the shape {list(shape)} and the file's {list(recipe.shape or ())}")
-        for name, buffer in self._buffers.items():
-            recipe = self.recipes.found.get(name)
-            if recipe is not None and recipe.shape not in (None, tuple(buffer.shape)):
-                wrong.append(f"the buffer {name} has the shape {list(buffer.shape)} and the file's {recipe.shape}")
+                wrong.append(f"{name} has the shape {list(shape)} and the file's {list(recipe.shape or ())}")
         if wrong:
             shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             raise CheckpointError(
-                f"the weights in {self.recipes.weights.folder} do not fit the model: {shown}. "
+                f"the weights in {self.folder} do not fit the model: {shown}. "
                 "Build the model from the configuration beside the weights."
             )
 
-    def _report(self, model: nn.Module, members: Sequence[Member], weights: WeightFolder) -> None:
-        missing = [member.names[0] for member in members if self._recipe(member.parameter) is None]
-        missing += [name for name in self._buffers if name not in self.recipes.found]
-        missing = ignored(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
-        unexpected = ignored(self.recipes.unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-        if not self.reads:
-            return
-        kind = type(model).__name__
+    def _report(self, tensors: Sequence[tuple[list[str], Any]], unexpected: Sequence[str]) -> None:
+        base = self.grafts.base
+        found = [self._base_names(names) for names, _ in tensors if names[0] not in self._recipes]
+        missing = ignored(
+            [names[0] for names in found if names], getattr(base, "_keys_to_ignore_on_load_missing", None)
+        )
+        unexpected = ignored(unexpected, getattr(base, "_keys_to_ignore_on_load_unexpected", None))
+        kind = type(base).__name__
         if unexpected:
-            logger.warning("weights in %s that %s does not use: %s", weights.folder, kind, _shown(unexpected))
+            logger.warning("weights in %s that %s does not use: %s", self.folder, kind, _shown(unexpected))
         if missing:
             logger.warning(
-                "weights of %s that %s does not have, newly initialised: %s", kind, weights.folder, _shown(missing)
+                "weights of %s that %s does not have, newly initialised: %s", kind, self.folder, _shown(missing)
             )
 
-    def check(self) -> None:
+    def _lacking(self, path: str, module: nn.Module) -> list[str]:
         """Only what the files do not give needs a module that can initialise itself."""
-        for name, module in self.model.named_modules():
-            prefix = f"{name}." if name else ""
-            lacking = [key for key, p in module._parameters.items() if p is not None and self._is_open(p)]
-            lacking += [
-                key for key, b in module._buffers.items()
-                if b is not None and b.is_meta and prefix + key not in self.recipes.found
-            ]  # fmt: skip
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if lacking and not callable(reset) and not callable(self._init_weights):
-                raise CheckpointError(
-                    f"{', '.join(lacking)} of the module {name or 'model'!r} ({type(module).__name__}) are on the meta "
-                    f"device and not in {self.recipes.weights.folder}, and it has no reset_parameters method. "
-                    "Give it one, or weights that have them."
-                )
+        if self.grafts.is_grafted(module):
+            return []
+        prefix = f"{path}." if path else ""
+        lacking = [key for key, p in module._parameters.items() if p is not None and p.numel() and self.is_meta]
+        lacking += [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        return [key for key in lacking if prefix + key not in self._recipes]
 
-    def _is_open(self, parameter: Any) -> bool:
-        return self._is_meta and parameter.numel() > 0 and self._recipe(parameter) is None
+    def _unable(self, module: str, lacking: str) -> Exception:
+        return CheckpointError(
+            f"{lacking} of {module} are on the meta device and not in {self.folder}, and it has no reset_parameters "
+            "method. Give it one, or weights that have them."
+        )
 
-    def _initialise(
-        self,
-        module: nn.Module,
-        home: Mapping[int, tuple[Unit, Sequence[Member], Places]],
-        values: Mapping[int, torch.Tensor],
-    ) -> None:
-        own = [p for p in module._parameters.values() if p is not None and id(p) in home]
-        prefix = self._prefixes.get(id(module), "")
-        if any(self._is_open(p) for p in own) or any(b is not None and b.is_meta for b in module._buffers.values()):
-            super()._initialise(module, home, values)
-        for parameter in own:
-            unit = home[id(parameter)][0]
-            self._fill(parameter, unit.slot_views(values[id(unit)])[parameter._index])  # type: ignore[attr-defined]
-        for name, buffer in module._buffers.items():
-            recipe = self.recipes.found.get(f"{prefix}.{name}" if prefix else name)
-            if buffer is not None and recipe is not None:
-                buffer.copy_(recipe.make())
+    def _open(self, unit: Unit, members: Sequence[Member]) -> torch.Tensor:
+        if self.is_meta:
+            return super()._open(unit, members)
+        parameters = {member.names[0]: member.parameter for member in members}
+        return gather_values(unit, parameters, members[0].parameter.dtype)
 
-    def _fill(self, parameter: Any, view: torch.Tensor) -> None:
-        recipe = self._recipe(parameter)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if recipe is None:
-                if not self._is_meta:
-                    view.copy_(parameter)
-            elif self.reads:
-                value = recipe.make()
-                if value.shape != view.shape:
-                    raise CheckpointError(
-                        f"{', '.join(recipe.keys[:3])} of {self.recipes.weights.folder} make a tensor of shape "
-                        f"{list(value.shape)}, but the model has {list(view.shape)}. Check the configuration."
-                    )
-                view.copy_(value)
+    def _fill(self, module: nn.Module) -> None:
+        prefix = self._prefixes[id(module)]
+        lacking = self._lacking(prefix.removesuffix("."), module)
+        self._materialise_buffers(module)
+        if lacking:
+            self._reset(module)
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            recipe = self._recipes.get(prefix + key)
+            # Buffers stay whole on every rank; parameters come to the others by a broadcast.
+            if tensor is not None and recipe is not None and (self.reads or key in module._buffers):
+                self._copy(recipe, tensor)
+
+    def _copy(self, recipe: Recipe, target: torch.Tensor) -> None:
+        value = recipe.make()
+        if value.shape != target.shape:
+            raise CheckpointError(
+                f"{', '.join(recipe.keys[:3])} of {self.folder} make a tensor of shape {list(value.shape)}, "
+                f"but the model has {list(target.shape)}. Check the configuration."
+            )
+        with torch.no_grad():
+            target.copy_(value)
 
 
 def _is_stand_in(parameter: torch.Tensor) -> bool:

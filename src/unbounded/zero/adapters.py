@@ -114,20 +114,22 @@ class Grafts:
         return [name for name in self._configs if any(isinstance(c, nn.Module) and name in c for c in containers)]  # type: ignore[operator]
 
     def _arguments(self, layer: Any, adapter: str, name: str) -> dict[str, Any]:
-        """What peft calls `update_layer` with: what the layer keeps of the adapter, else what its configuration says."""
+        """What peft calls `update_layer` with: from the configuration, or from the layer where layers differ."""
         config = self._configs[adapter]
         tokens = getattr(layer, "token_indices", None)
         if tokens is not None and not hasattr(config, "token_indices"):
             return {"token_indices": tokens[adapter]}
+        by_layer = getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None)
         given: dict[str, Any] = {}
         for key, parameter in list(inspect.signature(layer.update_layer).parameters.items())[1:]:
             kept = getattr(layer, key, None)
+            is_kept = type(kept) is dict and adapter in kept
             if key == "config":
                 given[key] = config
-            elif type(kept) is dict and adapter in kept:
-                given[key] = kept[adapter]
-            elif hasattr(config, key):
+            elif hasattr(config, key) and not (by_layer and is_kept):
                 given[key] = getattr(config, key)
+            elif is_kept:
+                given[key] = kept[adapter]  # type: ignore[index]
             elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
                 raise PlanError(
                     f"the layer {name!r} ({type(layer).__module__}.{type(layer).__name__}) is on the meta device and "
