@@ -235,6 +235,44 @@ def test_a_read_straight_into_a_units_memory_that_fails_is_told(tmp_path: Path, 
         model.loss(Batch(1, 0, 0).tokens())  # type: ignore[operator]
 
 
+def lose_the_last_write(rank: int, world_size: int, folder: str) -> tuple[list[str], bool]:
+    """The weights of every unit are new, but a state of the last one was not written: what step, wait and save say."""
+    torch.manual_seed(3)
+    model = TinyGPT()
+    plan = {"weights": "host", "gradients": "host", "optimizer": "disk", "disk_path": folder}
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan)
+    with failing_after("write", sys.maxsize, errno.EIO) as writes:
+        train(model, optimizer, rank, 0, 1)
+    unbounded.save(f"{folder}/saved", model, optimizer)
+    expected = train(model, optimizer, rank, 1, 2)
+    unbounded.load(f"{folder}/saved", model, optimizer)
+    with failing_after("write", writes[0] - 1 if rank == world_size - 1 else sys.maxsize, errno.EIO):
+        train(model, optimizer, rank, 1, 1, wait=False)
+        for unit in optimizer.engine.units:
+            unit.written.settle()
+    met = []
+    for act in (
+        optimizer.wait,
+        lambda: unbounded.save(f"{folder}/worse", model, optimizer),
+        lambda: train(model, optimizer, rank, 2, 1),
+    ):
+        with pytest.raises(DiskError) as caught:
+            act()
+        met.append(str(caught.value))
+    optimizer.zero_grad()
+    unbounded.load(f"{folder}/saved", model, optimizer)
+    return met, train(model, optimizer, rank, 1, 2) == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_that_was_not_written_fails_whatever_comes_next_until_a_load(
+    ranks: Any, tmp_path: Path, world_size: int
+) -> None:
+    for met, resumed in ranks(world_size, lose_the_last_write, str(tmp_path), timeout=TIMEOUT):
+        assert all("write of an extent failed" in text for text in met)
+        assert resumed
+
+
 @pytest.mark.parametrize(("operation", "calls"), [("read", 0), ("read", 5), ("write", 0), ("write", 4)])
 def test_an_update_that_fails_gives_back_all_its_buffers(tmp_path: Path, operation: str, calls: int) -> None:
     model, optimizer = make(str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,33 @@ def test_a_step_with_lanes_is_faster_than_the_same_step_in_series(
     # Series: a block's two computations, two reads of its weights, one wait for its states, all added up.
     # Overlapped, weights are read behind the blocks before and states behind the next forward.
     assert overlapped < 0.85 * in_series
+
+
+def test_a_forward_waits_for_new_weights_and_not_for_states_on_their_way_to_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    plan = {"weights": "host", "gradients": "host", "optimizer": "disk", "disk_path": str(tmp_path)}
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
+    may_write, plain_evict = threading.Event(), DiskArray.evict
+
+    class HeldWrite:
+        def __init__(self, write: Any) -> None:
+            self.write = write
+
+        def wait(self) -> None:
+            assert may_write.wait(60)
+            self.write.wait()
+
+    monkeypatch.setattr(DiskArray, "evict", lambda *arguments: HeldWrite(plain_evict(*arguments)))
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    model(torch.randn(4, 64))
+    (unit,) = [unit for unit in optimizer.engine.units if unit.update is not None]
+    assert not unit.written.launched()
+    may_write.set()
+    optimizer.wait()
+    assert unit.written.launched()
 
 
 def test_a_trace_shows_compute_and_transfers_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def load(
     state = sharded(model)
     check_optimizer(state, optimizer)
     finish_pending(model)
-    _clear_marks(state.engine.units)
+    _forget_failures(state.engine.units)
     settle(state)
     for unit in state.engine.units:
         _finish_fetch(state, unit)
@@ -97,10 +97,11 @@ def _finish_fetch(state: Sharded, unit: Unit) -> None:
         unit.state, unit.handle = WeightState.RELEASED, None
 
 
-def _clear_marks(units: Sequence[Unit]) -> None:
+def _forget_failures(units: Sequence[Unit]) -> None:
+    """A load that failed, or an update that the disk failed, is no reason not to load: this is how to go on."""
     for unit in units:
-        if isinstance(unit.update, HalfLoaded):
-            unit.update = None
+        if any(handle is not None and handle.failed() for handle in (unit.update, unit.written)):
+            unit.forget_update()
 
 
 class _Loading:
@@ -217,7 +218,7 @@ class _Loading:
             for name, value in self.new_buffers.items():
                 self.buffers[name].copy_(value)
         for unit in self.units:
-            unit.update = None
+            unit.forget_update()
             if unit.resident and unit.owned != (0, unit.layout.numel):
                 self.state.engine.invalidate(unit)
         if self.state.engine.device.type == "cuda":

@@ -48,6 +48,11 @@ class Handle:
     def launched(self) -> bool:
         return self._launched.is_set()
 
+    def failed(self) -> bool:
+        """Whether it has ended in an error; returns when that is known."""
+        self._launched.wait()
+        return self._error is not None
+
     def complete(self, result: Any = None, event: torch.cuda.Event | None = None) -> None:
         """Called once by whoever does the work, when it was launched; `event` says when the device has done it."""
         self.result, self._event = result, event

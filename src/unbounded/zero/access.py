@@ -27,6 +27,9 @@ def full_values(engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> Iter
         engine.request(unit)
     for unit in engine.units:
         engine.wait(unit)
+        with engine.failures.noting():
+            if unit.written is not None:
+                unit.written.synchronize()
     engine.raise_failures()
     before = {unit: _open(unit) for unit in engine.units}
     engine.shown = True

@@ -130,8 +130,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Returns when every update of the last step has been applied; raises what went wrong in one."""
         for unit in self.engine.units:
             with self.engine.failures.noting():
-                if unit.update is not None:
-                    unit.update.synchronize()
+                for handle in (unit.update, unit.written):
+                    if handle is not None:
+                        handle.synchronize()
         self.engine.failures.meet()
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,6 +164,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for unit in trainable:
             with engine.failures.noting():
                 unit.gradient.wait()
+                if unit.written is not None and unit.written.launched():
+                    unit.written.wait()  # raises where the last step's states could not be written
         order = {site: position for position, site in reversed(list(enumerate(engine.forward.expected)))}
         ranked = [(order.get(stop.index, len(order)), unit) for stop in engine.stops for unit in stop.units]
         ranked.sort(key=lambda entry: entry[0])

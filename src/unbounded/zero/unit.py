@@ -84,7 +84,8 @@ class Unit:
         self.claims = 0  # visits, past and expected, that want it gathered
         self.late = False  # its backward was left before its gradient came
         self.handle: Handle | None = None  # the fetch in flight
-        self.update: Handle | None = None  # the optimizer's update in flight
+        self.update: Handle | None = None  # the optimizer's update in flight: done when the new weights are home
+        self.written: Handle | None = None  # and when the new states are
         self.reader: Handle | None = None  # a save that still reads the owned states: updates wait for it
         self.owned = (0, layout.numel)
         self.weights: Array
@@ -121,6 +122,10 @@ class Unit:
     def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """`flat`, of the layout's length, as one view a parameter."""
         return list(map(_unflatten(flat, self._templates).__getitem__, self._slot_pick))
+
+    def forget_update(self) -> None:
+        """The states were replaced from outside: what became of the last update no longer matters."""
+        self.update = self.written = None
 
     # -- what modules and users see ------------------------------------------------------------------------------
 

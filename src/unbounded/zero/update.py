@@ -11,7 +11,7 @@ piece needs and memory already holds is updated in place; only the rest passes t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,9 @@ def cut_pieces(unit: Unit, jobs: Sequence[Job], piece_numel: int) -> list[Piece]
     return pieces
 
 
+Notify = Callable[[Unit], None]
+
+
 class UpdatePass:
     """Carries pieces through read, update and write with `depth` of them in flight."""
 
@@ -98,8 +101,13 @@ class UpdatePass:
         self.rule, self.pool, self.bounce, self.depth = rule, pool, bounce, depth
         self._every = {spec.name: spec.every for spec in rule.specs}
 
-    def run(self, pieces: Iterable[Piece], grad_scale: float | torch.Tensor) -> Iterable[Unit]:
-        """Updates the pieces in order; yields a unit once its new weights are on their way home."""
+    def run(
+        self, pieces: Iterable[Piece], grad_scale: float | torch.Tensor, *, on_home: Notify, on_written: Notify
+    ) -> None:
+        """Updates the pieces in order. Says of each unit when its new weights are home, and when all its states are.
+
+        Reads of the next unit and writes of the last go on meanwhile: the disk never waits for a unit to be over.
+        """
         source, ahead, behind = iter(pieces), deque[Piece](), deque[Piece]()
         try:
             while True:
@@ -112,11 +120,15 @@ class UpdatePass:
                 behind.append(piece)  # before anything can fail: its buffers go back in any case
                 self._update(piece, grad_scale)
                 self._write(piece)
+                if piece.is_last and "weight" not in piece.borrowed:
+                    on_home(piece.unit)
                 while len(behind) > self.depth - 1 or (behind and not ahead):
-                    self._finish(behind.popleft())
-                if piece.is_last:
-                    self._finish_all(behind)
-                    yield piece.unit
+                    done = behind.popleft()
+                    self._finish(done)
+                    if done.is_last:
+                        if "weight" in done.borrowed:
+                            on_home(done.unit)
+                        on_written(done.unit)
         finally:
             behind.extend(ahead)
             self._finish_all(behind)

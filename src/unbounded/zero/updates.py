@@ -8,7 +8,8 @@ handle that whoever needs its new weights waits on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,20 @@ Scale = float | torch.Tensor
 DEPTH = 2
 
 
-Work = tuple[Unit, list[Piece], Handle]
+@dataclass(eq=False)
+class Work:
+    """One unit's part of a step in a lane, and what waits for it."""
+
+    unit: Unit
+    pieces: list[Piece]
+    home: Handle  # the new weights are where they live
+    written: Handle  # the new states are
+    before: Handle | None  # `written` of the step before: states that were not written must not be read
+
+    def fail(self, error: BaseException) -> None:
+        for handle in (self.home, self.written):
+            if not handle.launched():
+                handle.fail(error)
 
 
 class Updates:
@@ -59,10 +73,10 @@ class Updates:
             if kernel_device(unit).type == "cuda" and not unit.streamed:
                 self._run_now(unit, pieces, scale)
                 continue
-            unit.update = Handle()
+            before, unit.update, unit.written = unit.written, Handle(), Handle()
             lane = self.streams[num_streamed % len(self.streams)] if unit.streamed else self.lane
             num_streamed += unit.streamed
-            behind[lane].append((unit, pieces, unit.update))
+            behind[lane].append(Work(unit, pieces, unit.update, unit.written, before))
             self.engine.invalidate(unit)
         ready = None
         if self.lane.stream is not None:
@@ -73,8 +87,7 @@ class Updates:
                 lane.submit(self._run_behind, lane, work, scale, ready)
 
     def _run_now(self, unit: Unit, pieces: list[Piece], scale: Scale) -> None:
-        for _ in self._passes[unit.dtype].run(pieces, scale):
-            pass
+        self._passes[unit.dtype].run(pieces, scale, on_home=_ignore, on_written=_ignore)
         if unit.owned != (0, unit.layout.numel) or not unit.resident:
             self.engine.invalidate(unit)
 
@@ -82,14 +95,28 @@ class Updates:
         """Runs in `lane`."""
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
-        waiting = {id(unit): handle for unit, _, handle in work}
+        by_unit = {id(part.unit): part for part in work}
         try:
             scale = float(scale)
             for dtype, update_pass in self._passes.items():
-                pieces = (piece for unit, parts, _ in work if unit.dtype == dtype for piece in parts)
-                for unit in update_pass.run(pieces, scale):
-                    waiting.pop(id(unit)).complete(event=lane.mark())
+                update_pass.run(
+                    _pieces(part for part in work if part.unit.dtype == dtype),
+                    scale,
+                    on_home=lambda unit: by_unit[id(unit)].home.complete(event=lane.mark()),
+                    on_written=lambda unit: by_unit[id(unit)].written.complete(event=lane.mark()),
+                )
         except BaseException as error:
-            for handle in waiting.values():
-                handle.fail(error)
+            for part in work:
+                part.fail(error)
             raise
+
+
+def _pieces(work: Iterable[Work]) -> Iterator[Piece]:
+    for part in work:
+        if part.before is not None:
+            part.before.wait()
+        yield from part.pieces
+
+
+def _ignore(unit: Unit) -> None:
+    """The compute stream orders what follows."""
