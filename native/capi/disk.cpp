@@ -19,8 +19,9 @@ using EngineHandle = disk::Engine;
 using FileHandle = std::shared_ptr<disk::File>;
 using TransferHandle = std::shared_ptr<disk::Transfer>;
 
-UNBOUNDED_API void* unbounded_disk_engine_open(unsigned num_threads, unsigned queue_depth, std::uint64_t block_bytes) {
-  return new (std::nothrow) EngineHandle(disk::EngineOptions{num_threads, queue_depth, block_bytes});
+UNBOUNDED_API void* unbounded_disk_engine_open(unsigned num_threads, unsigned queue_depth, std::uint64_t block_bytes,
+                                               int niceness) {
+  return new (std::nothrow) EngineHandle(disk::EngineOptions{num_threads, queue_depth, block_bytes, niceness});
 }
 
 // Carries out what was submitted, then ends the threads; the handle stays valid until released.
@@ -54,15 +55,16 @@ UNBOUNDED_API int unbounded_disk_file_sync(void* file) { return (*static_cast<Fi
 UNBOUNDED_API void unbounded_disk_file_close(void* file) { (*static_cast<FileHandle*>(file))->close(); }
 UNBOUNDED_API void unbounded_disk_file_release(void* file) { delete static_cast<FileHandle*>(file); }
 
+// `grain`: bytes a slot of `sums`, dividing the engine's block size.
 // Null with *error set: EBADF where a file is closed, ENOMEM or EAGAIN where memory or threads are short.
 UNBOUNDED_API void* unbounded_disk_submit(void* engine, int operation, std::uint64_t count, void* const* files,
                                           const std::uint64_t* offsets, void* const* data, const std::uint64_t* lengths,
-                                          std::uint64_t* const* sums, int padded, int* error) {
+                                          std::uint64_t* const* sums, std::uint64_t grain, int padded, int* error) {
   try {
     std::vector<disk::Run> runs(count);
     for (std::uint64_t i = 0; i < count; ++i) {
       runs[i] = {*static_cast<FileHandle*>(files[i]), offsets[i], static_cast<char*>(data[i]), lengths[i],
-                 sums == nullptr ? nullptr : sums[i], padded != 0};
+                 sums == nullptr ? nullptr : sums[i], padded != 0, grain};
     }
     auto transfer = static_cast<EngineHandle*>(engine)->submit(static_cast<disk::Operation>(operation), std::move(runs));
     *error = transfer == nullptr ? EBADF : 0;

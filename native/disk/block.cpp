@@ -71,7 +71,7 @@ Block::Block(std::shared_ptr<Transfer> transfer, std::size_t run, const Piece& p
     : transfer_(std::move(transfer)), run_(run), piece_(piece) {}
 
 std::uint64_t* Block::sums() const {
-  return run().sums == nullptr ? nullptr : run().sums + piece_.start / kChecksumGrain;
+  return run().sums == nullptr ? nullptr : run().sums + piece_.start / run().grain;
 }
 
 bool Block::prepare(Bounce& bounce) {
@@ -136,8 +136,8 @@ bool Block::fail(int code) {
 void Block::record(const char* data) {
   std::uint64_t* slots = sums();
   if (slots == nullptr) return;
-  for (std::uint64_t at = 0; at < piece_.length; at += kChecksumGrain) {
-    std::uint64_t length = std::min<std::uint64_t>(kChecksumGrain, piece_.length - at);
+  for (std::uint64_t at = 0; at < piece_.length; at += run().grain) {
+    std::uint64_t length = std::min<std::uint64_t>(run().grain, piece_.length - at);
     *slots++ = kWritten | crc32c(data + at, length, 0);
   }
 }
@@ -145,8 +145,8 @@ void Block::record(const char* data) {
 bool Block::verify(const char* data) {
   const std::uint64_t* slots = sums();
   if (slots == nullptr) return true;
-  for (std::uint64_t at = 0; at < piece_.length; at += kChecksumGrain, ++slots) {
-    std::uint64_t length = std::min<std::uint64_t>(kChecksumGrain, piece_.length - at);
+  for (std::uint64_t at = 0; at < piece_.length; at += run().grain, ++slots) {
+    std::uint64_t length = std::min<std::uint64_t>(run().grain, piece_.length - at);
     if (*slots == (kWritten | crc32c(data + at, length, 0))) continue;
     code_ = *slots == 0 ? kNeverWritten : kChecksumMismatch;
     failed_at_ = at;

@@ -11,7 +11,6 @@
 
 namespace unbounded::disk {
 
-inline constexpr std::size_t kChecksumGrain = 64 * 1024;
 // A slot holds the CRC32C of its grain with this bit set; zero means never written.
 inline constexpr std::uint64_t kWritten = std::uint64_t{1} << 32;
 
@@ -28,8 +27,8 @@ struct Piece {
   std::uint64_t io_length;  // bytes moved; more than `length` only for a padded tail
 };
 
-// Covers [offset, offset + length) once, in order. Every piece but the last starts and ends on a multiple
-// of kChecksumGrain from `offset` where `offset` is aligned, so that checksums never straddle pieces.
+// Covers [offset, offset + length) once, in order. Where `offset` is aligned every piece but the last starts and ends
+// on a multiple of `block_bytes` from it, so that checksums whose grain divides that never straddle pieces.
 std::vector<Piece> split(const Run& run, bool direct, std::size_t block_bytes);
 
 // An aligned buffer of one block, made when first needed and reused.

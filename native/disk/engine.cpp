@@ -75,7 +75,7 @@ std::shared_ptr<Lane> Engine::lane(const Key& key, Operation operation) {
 
 std::shared_ptr<Lane> Engine::make_lane(Operation operation, Backend backend, const std::shared_ptr<Meter>& meter) const {
   LaneOptions options{options_.queue_depth, kWindowBlocks * options_.block_bytes,
-                      operation == Operation::read ? "disk-read" : "disk-write"};
+                      operation == Operation::read ? "disk-read" : "disk-write", options_.niceness};
   int error = 0;
   if (backend == Backend::uring) {
     if (auto lane = make_uring_lane(options, meter, &error)) return lane;

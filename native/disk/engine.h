@@ -16,13 +16,15 @@ struct EngineOptions {
   unsigned num_threads;  // the most threads a lane
   unsigned queue_depth;  // the most blocks in flight an io_uring lane
   std::uint64_t block_bytes;
+  int niceness = 0;  // of the threads: above 0 they give way to the program's own
 };
 
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);
 
-  // Null where the engine or a file is closed already. A lane whose io_uring the kernel refuses runs on threads.
+  // Null where the engine or a file is closed already. Grains of checksums divide the block size.
+  // A lane whose io_uring the kernel refuses runs on threads.
   std::shared_ptr<Transfer> submit(Operation operation, std::vector<Run> runs);
   // The width that a file's lane has settled on; 0 where it has not been used.
   unsigned width(const File& file, Operation operation);

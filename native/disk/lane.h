@@ -19,6 +19,7 @@ struct LaneOptions {
   unsigned max_width;
   std::uint64_t window_bytes;
   const char* name;  // of its threads; at most 15 characters
+  int niceness = 0;
 };
 
 class Lane {
@@ -35,7 +36,7 @@ std::unique_ptr<Lane> make_thread_lane(const LaneOptions& options, std::shared_p
 // Null, with `error` set to the errno, where io_uring is refused.
 std::unique_ptr<Lane> make_uring_lane(const LaneOptions& options, std::shared_ptr<Meter> meter, int* error);
 
-// Names the calling thread and keeps signals for the program's own threads.
-void enter_lane_thread(const char* name);
+// Names the calling thread, sets its priority and keeps signals for the program's own threads.
+void enter_lane_thread(const LaneOptions& options);
 
 }  // namespace unbounded::disk

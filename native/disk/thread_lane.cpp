@@ -1,6 +1,8 @@
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,11 +14,14 @@
 
 namespace unbounded::disk {
 
-void enter_lane_thread(const char* name) {
+void enter_lane_thread(const LaneOptions& options) {
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  pthread_setname_np(pthread_self(), name);
+  pthread_setname_np(pthread_self(), options.name);
+  if (options.niceness <= 0) return;
+  auto self = static_cast<id_t>(::gettid());  // on Linux a thread has a priority of its own; lowering it is never refused
+  ::setpriority(PRIO_PROCESS, self, ::getpriority(PRIO_PROCESS, self) + options.niceness);
 }
 
 namespace {
@@ -68,7 +73,7 @@ class ThreadLane : public Lane {
   }
 
   void work() {
-    enter_lane_thread(options_.name);
+    enter_lane_thread(options_);
     Bounce bounce;
     std::unique_lock lock(mutex_);
     for (;;) {

@@ -21,7 +21,10 @@ inline constexpr int kShortRead = -1;
 inline constexpr int kChecksumMismatch = -2;
 inline constexpr int kNeverWritten = -3;
 
-// Contiguous bytes of one file and of memory. `sums` is one slot for every kChecksumGrain bytes, or null.
+// A slot of checksums for every so many bytes, unless a run says otherwise.
+inline constexpr std::size_t kChecksumGrain = 64 * 1024;
+
+// Contiguous bytes of one file and of memory. `sums` is one slot for every `grain` bytes, or null.
 // `padded`: the file's bytes from the end of the run up to the next kAlignment belong to the run as well.
 struct Run {
   std::shared_ptr<File> file;
@@ -30,6 +33,7 @@ struct Run {
   std::uint64_t length = 0;
   std::uint64_t* sums = nullptr;
   bool padded = false;
+  std::size_t grain = kChecksumGrain;
 };
 
 struct Failure {

@@ -70,7 +70,7 @@ class UringLane : public Lane {
   }
 
   void work() {
-    enter_lane_thread(options_.name);
+    enter_lane_thread(options_);
     ring_.push_poll(wake_fd_, kWakeTag);
     while (launch()) {
       // EAGAIN and EBUSY: the kernel is short of memory or completions wait to be taken; both pass.

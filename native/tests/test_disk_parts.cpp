@@ -107,10 +107,10 @@ void checksums_agree() {
   CHECK(crc32c("123456789", 9, 0) == 0xe3069283);
   CHECK(crc32c_portable("123456789", 9, 0) == 0xe3069283);
   CHECK(crc32c("", 0, 0) == 0);
-  std::vector<unsigned char> data(100000);
+  std::vector<unsigned char> data(300000);
   unsigned seed = 5;
   for (auto& byte : data) byte = static_cast<unsigned char>((seed = seed * 1664525 + 1013904223) >> 24);
-  for (std::size_t length : {1u, 7u, 8u, 63u, 12287u, 12288u, 12289u, 99990u}) {
+  for (std::size_t length : {1u, 7u, 8u, 63u, 12287u, 12288u, 12289u, 49152u, 65536u, 99990u, 196608u, 299990u}) {
     for (std::size_t start : {0u, 1u, 5u}) {
       std::uint32_t whole = crc32c(&data[start], length, 0);
       CHECK(whole == crc32c_portable(&data[start], length, 0));

@@ -21,7 +21,7 @@ class Disk:
     """The core's disk functions by their short names."""
 
     def __init__(self) -> None:
-        self.engine_open = declare("unbounded_disk_engine_open", _pointer, [_unsigned, _unsigned, _u64])
+        self.engine_open = declare("unbounded_disk_engine_open", _pointer, [_unsigned, _unsigned, _u64, _int])
         self.engine_close = declare("unbounded_disk_engine_close", None, [_pointer])
         self.engine_release = declare("unbounded_disk_engine_release", None, [_pointer])
         self.width = declare("unbounded_disk_width", _unsigned, [_pointer, _pointer, _int])
@@ -35,7 +35,7 @@ class Disk:
         self.submit = declare(
             "unbounded_disk_submit",
             _pointer,
-            [_pointer, _int, _u64, _array, _array, _array, _array, _array, _int, ctypes.POINTER(_int)],
+            [_pointer, _int, _u64, _array, _array, _array, _array, _array, _u64, _int, ctypes.POINTER(_int)],
         )
         self.wait = declare("unbounded_disk_wait", _int, [_pointer, _i64])
         self.done = declare("unbounded_disk_done", _int, [_pointer])

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unbounded.errors import DiskError, PlanError
-from unbounded.native.disk.bindings import BACKENDS, READ, WRITE, disk
+from unbounded.native.disk.bindings import ALIGNMENT, BACKENDS, CHECKSUM_GRAIN, READ, WRITE, disk
 from unbounded.native.disk.calibrate import faster_backend
+from unbounded.native.disk.checksum import Checksums
 from unbounded.native.disk.handle import DiskHandle, Failure, byte_view, describe, disk_error
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class DiskEngine:
 
     How many blocks are in flight is found while working, for every device and direction: up to `num_threads`
     on threads and `queue_depth` on io_uring. `backend="auto"` takes the faster one on the device of each file.
+    With `niceness` above 0 its threads give way to the program's own.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class DiskEngine:
         queue_depth: int = 32,
         block_bytes: int = 8 << 20,
         direct: bool = True,
+        niceness: int = 0,
     ) -> None:
         if backend not in ("auto", *BACKENDS):
             raise PlanError(f'disk backend "{backend}" is unknown. Choose "auto", "threads" or "io_uring".')
@@ -69,7 +72,7 @@ class DiskEngine:
                 "io_uring",
             )
         self._pid = os.getpid()
-        self._pointer = disk().engine_open(num_threads, queue_depth, block_bytes)
+        self._pointer = disk().engine_open(num_threads, queue_depth, block_bytes, niceness)
         self._closed = False
         self._finalizer = weakref.finalize(self, _release_engine, self._pointer, self._pid)
         self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
@@ -102,7 +105,9 @@ class DiskEngine:
         """The backend for files in `folder`: the one asked for, or the faster one on that device."""
         return faster_backend(folder) if self.backend == "auto" else self.backend
 
-    def submit(self, operation: int, runs: Sequence[Run], *, padded: bool = False) -> int:
+    def submit(
+        self, operation: int, runs: Sequence[Run], *, padded: bool = False, grain_bytes: int = CHECKSUM_GRAIN
+    ) -> int:
         """Starts a transfer over `runs` and returns the core's handle; `DiskHandle` takes it over."""
         count = len(runs)
         files, offsets, addresses, lengths, sums = zip(*runs, strict=True)
@@ -117,6 +122,7 @@ class DiskEngine:
             pointers(*addresses),
             sizes(*lengths),
             pointers(*sums) if any(sums) else None,
+            grain_bytes,
             int(padded),
             ctypes.byref(error),
         )
@@ -182,26 +188,49 @@ class DiskFile:
         """Blocks kept in flight for reads and for writes on this file's device; 0 before the first."""
         return self.engine.width(self, READ), self.engine.width(self, WRITE)
 
-    def read(self, offset: int, tensor: torch.Tensor) -> DiskHandle:
-        """Starts filling `tensor` (contiguous, on the host) from `offset`; fewer bytes there is an error."""
-        return self._submit(READ, offset, tensor)
+    def read(self, offset: int, tensor: torch.Tensor, sums: Checksums | None = None) -> DiskHandle:
+        """Starts filling `tensor` (contiguous, on the host) from `offset`; fewer bytes there is an error.
 
-    def write(self, offset: int, tensor: torch.Tensor) -> DiskHandle:
-        """Starts writing `tensor`'s bytes at `offset`; the file grows where needed."""
-        return self._submit(WRITE, offset, tensor)
+        With `sums` the engine's threads verify what they have read; the wait raises (EBADMSG) where it differs.
+        """
+        return self._submit(READ, offset, tensor, sums)
 
-    def _submit(self, operation: int, offset: int, tensor: torch.Tensor) -> DiskHandle:
+    def write(self, offset: int, tensor: torch.Tensor, sums: Checksums | None = None) -> DiskHandle:
+        """Starts writing `tensor`'s bytes at `offset`; the file grows where needed.
+
+        With `sums` the engine's threads put the checksums of what they write there, before it is written.
+        """
+        return self._submit(WRITE, offset, tensor, sums)
+
+    def _submit(self, operation: int, offset: int, tensor: torch.Tensor, sums: Checksums | None) -> DiskHandle:
         self._check()
         if offset < 0:
             raise PlanError(f"offset {offset} of {self.path} is negative. Offsets count from the start of the file.")
         address, nbytes = byte_view(tensor)
-        pointer = self.engine.submit(operation, [Run(self.pointer, offset, address, nbytes)])
+        if sums is None:
+            pointer = self.engine.submit(operation, [Run(self.pointer, offset, address, nbytes)])
+        else:
+            self._check_sums(sums, offset, nbytes)
+            run = Run(self.pointer, offset, address, nbytes, sums.address)
+            pointer = self.engine.submit(operation, [run], grain_bytes=sums.grain_bytes)
         what = "read" if operation == READ else "write"
 
         def explain(failure: Failure) -> DiskError:
             return describe(failure, f"{what} of {nbytes} bytes at offset {offset}", self.path)
 
-        return DiskHandle(pointer, explain, (tensor, self))
+        return DiskHandle(pointer, explain, (tensor, self, sums))
+
+    def _check_sums(self, sums: Checksums, offset: int, nbytes: int) -> None:
+        """The core checksums block by block, so a grain must lie in one block and the transfer on whole pages."""
+        if self.engine.block_bytes % sums.grain_bytes or offset % ALIGNMENT or nbytes % ALIGNMENT:
+            raise PlanError(
+                f"{nbytes} bytes at offset {offset} of {self.path} cannot be checksummed by {sums.grain_bytes} bytes "
+                f"on the way. Use whole pages of {ALIGNMENT} bytes and a divisor of {self.engine.block_bytes}."
+            )
+        if len(sums) * sums.grain_bytes < nbytes:
+            raise PlanError(
+                f"{len(sums)} checksums of {sums.grain_bytes} bytes each do not cover {nbytes} bytes. Pass more."
+            )
 
     def sync(self) -> None:
         """Waits until everything written and waited for is on stable storage."""
