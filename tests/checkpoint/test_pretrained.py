@@ -285,37 +285,3 @@ def test_streaming_in_and_out_holds_a_few_units_and_not_the_model(ranks: Any, tm
     ((coming, going),) = ranks(1, streamed, str(tmp_path))
     assert coming < 0.5
     assert going < 0.5
-
-
-def adapter(rank: int, world_size: int, folder: str) -> tuple[list[str], bool]:
-    import peft
-
-    torch.manual_seed(1)
-    base = causal("llama")
-    if rank == 0:
-        base.save_pretrained(f"{folder}/base")
-    model = peft.get_peft_model(
-        base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    )
-    if world_size > 1:
-        for parameter in model.parameters():
-            torch.distributed.broadcast(parameter.data, 0)
-    values = {n: v.clone() for n, v in peft.get_peft_model_state_dict(model).items()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    model, _ = unbounded.shard(model, optimizer, {"stage": 2})
-    unbounded.export(f"{folder}/adapter", model)
-    from transformers import AutoModelForCausalLM
-
-    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(f"{folder}/base"), f"{folder}/adapter")
-    read = peft.get_peft_model_state_dict(again)
-    return sorted(p.name for p in Path(f"{folder}/adapter").iterdir()), all(
-        torch.equal(read[name], value) for name, value in values.items()
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_peft_model_exports_its_adapter_as_peft_does(ranks: Any, tmp_path: Path, world_size: int) -> None:
-    for names, same in ranks(world_size, adapter, str(tmp_path)):
-        assert "adapter_model.safetensors" in names
-        assert "adapter_config.json" in names
-        assert same

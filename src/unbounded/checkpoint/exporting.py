@@ -1,36 +1,34 @@
-"""`export`: plain safetensors folders that `from_pretrained` reads, from a running model or from a checkpoint.
+"""`export`: a running model as a plain safetensors folder that `from_pretrained` reads.
 
-Either way tensors pass one by one: from a running model a unit is gathered, written by the first rank and released;
-from a checkpoint pieces of a tensor are read, verified and written.
+Tensors pass unit by unit: one is gathered, written by the first rank and released. From a saved checkpoint without
+the model: `checkpoint/conversion.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import math
+import logging
 import os
-import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from unbounded.checkpoint import folder as folders
-from unbounded.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from unbounded.checkpoint.adapters import ADAPTER_WEIGHTS, adapter_folder, describe_adapters, file_names, write_config
 from unbounded.checkpoint.peers import Peers, peers_of
-from unbounded.checkpoint.reading import Files
 from unbounded.checkpoint.saving import settle
-from unbounded.checkpoint.snapshot import BUFFER, WEIGHT, persistent_buffers
-from unbounded.checkpoint.tensorfile import Planned, ShardWriter, plan_shards
-from unbounded.errors import CheckpointError
+from unbounded.checkpoint.snapshot import persistent_buffers
+from unbounded.checkpoint.tensorfile import Planned, ShardWriter, plan_file, plan_shards
 from unbounded.planner.sizes import parse_bytes
 from unbounded.sharding import Sharded, sharded
 from unbounded.zero.unit import Unit
 
-PIECE_NUMEL = 1 << 24
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+logger = logging.getLogger("unbounded")
+Names = Mapping[str, list[str]]  # a tensor of the model -> what it is called in the files
 
 
 def export(
@@ -42,55 +40,97 @@ def export(
 ) -> None:
     """All ranks must call this. Writes the weights, the configuration and the tokenizer for `from_pretrained`.
 
-    The first rank writes; memory on every rank stays within one unit. Tied weights are written once. For a `peft`
-    model the adapter is written, as peft does it.
+    The first rank writes; memory on every rank stays within one unit. Tied weights are written once. Of a `peft`
+    model the adapters alone are written, for `PeftModel.from_pretrained`.
     """
     state = sharded(model)
     settle(state)
     peers = peers_of(model, state.engine.ranks)
     target = Path(folder).expanduser()
-    if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
-        _export_adapter(state, model, target, peers)
+    adapters = describe_adapters(model)
+    if adapters:
+        _export_adapters(state, model, target, peers, adapters)
     else:
         _export_weights(state, model, target, peers, parse_bytes(max_shard_bytes, "max_shard_bytes"))
     peers.agree(lambda: _save_beside(target, model, tokenizer) if peers.rank == 0 else None)
 
 
 def _export_weights(state: Sharded, model: nn.Module, target: Path, peers: Peers, max_bytes: int) -> None:
-    buffers = persistent_buffers(model)
-    empty = {name: p for name, p in model.named_parameters() if p.numel() == 0}
-    dtypes = {slot.name: (unit.dtype, slot.shape) for unit in state.engine.units for slot in unit.layout.slots}
-    loose = {**buffers, **empty}
-    dtypes |= {name: (value.dtype, tuple(value.shape)) for name, value in loose.items()}
-    planned = [Planned(name, *dtypes[name]) for name in _in_order(model, dtypes)]
-    writer: list[ShardWriter] = []
+    loose = _loose(model)
+    tensors = _planned(state, loose)
+    planned = [tensors[name] for name in _in_order(model, tensors)]
+    names = {name: [name] for name in tensors}
+    _write(state, peers, ShardWriter(target, plan_shards(planned, max_bytes)), names, loose)
+
+
+def _export_adapters(
+    state: Sharded, model: nn.Module, target: Path, peers: Peers, adapters: Mapping[str, Mapping[str, Any]]
+) -> None:
+    loose = _loose(model)
+    tensors = _planned(state, loose)
+    written: set[str] = set()
+    for adapter, about in adapters.items():
+        names, place = file_names(adapter, about), adapter_folder(target, adapter)
+        written |= set(names)
+        planned = [replace(tensors[name], name=key) for name, keys in names.items() for key in keys]
+        _write(state, peers, ShardWriter(place, [plan_file(ADAPTER_WEIGHTS, planned)]), names, loose)
+        peers.agree(partial(write_config, place, about) if peers.rank == 0 else lambda: None)
+    _report_unwritten(state, written, speaks=peers.rank == 0)
+
+
+def _report_unwritten(state: Sharded, written: set[str], *, speaks: bool) -> None:
+    """A weight of the base model that is trained itself is no part of any adapter."""
+    trained = [slot.name for unit in state.engine.units if unit.trainable for slot in unit.layout.slots]
+    lost = [name for name in trained if name not in written]
+    if lost and speaks:
+        shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+        logger.warning("trained weights that are in no adapter, and not exported: %s", shown)
+
+
+def _loose(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What no unit holds: buffers, and parameters without elements."""
+    return {**persistent_buffers(model), **{name: p for name, p in model.named_parameters() if p.numel() == 0}}
+
+
+def _planned(state: Sharded, loose: Mapping[str, torch.Tensor]) -> dict[str, Planned]:
+    slots = {slot.name: (unit.dtype, slot.shape) for unit in state.engine.units for slot in unit.layout.slots}
+    slots |= {name: (value.dtype, tuple(value.shape)) for name, value in loose.items()}
+    return {name: Planned(name, *about) for name, about in slots.items()}
+
+
+def _write(state: Sharded, peers: Peers, writer: ShardWriter, names: Names, loose: Mapping[str, torch.Tensor]) -> None:
+    """The tensors named, under the names they have in the files; the first rank writes."""
+    opened: list[ShardWriter] = []
 
     def begin() -> None:
         if peers.rank == 0:
-            writer.append(ShardWriter(target, plan_shards(planned, max_bytes)).__enter__())
+            opened.append(writer.__enter__())
             for name, value in loose.items():
-                writer[0].write(name, value.detach().cpu())
+                for key in names.get(name, ()):
+                    writer.write(key, value.detach().cpu())
 
-    error: Exception | None = None
     try:
         peers.agree(begin)
-        error = _write_units(state, writer[0] if writer else None)
+        error = _write_units(state, opened[0] if opened else None, names)
         peers.agree(lambda: _raise(error))
     except BaseException as failure:
-        if writer:
-            writer.pop().__exit__(type(failure), failure, None)
+        if opened:
+            opened.pop().__exit__(type(failure), failure, None)
         raise
-    peers.agree(lambda: writer.pop().__exit__(None) if writer else None)
+    peers.agree(lambda: opened.pop().__exit__(None) if opened else None)
 
 
-def _write_units(state: Sharded, writer: ShardWriter | None) -> Exception | None:
+def _write_units(state: Sharded, writer: ShardWriter | None, names: Names) -> Exception | None:
     """Every rank takes part in every gather, also after the writing one has failed; its error is given back."""
     error = None
     for unit in state.engine.units:
-        for name, value in zip([s.name for s in unit.layout.slots], _gathered(state, unit), strict=True):
+        if not any(slot.name in names for slot in unit.layout.slots):
+            continue
+        for slot, value in zip(unit.layout.slots, _gathered(state, unit), strict=True):
             if writer is not None and error is None:
                 try:
-                    writer.write(name, value.detach().cpu())
+                    for key in names.get(slot.name, ()):
+                        writer.write(key, value.detach().cpu())
                 except Exception as caught:
                     error = caught
         state.engine.release(unit)
@@ -103,7 +143,7 @@ def _gathered(state: Sharded, unit: Unit) -> list[torch.Tensor]:
     return unit.slot_views(unit.fill)
 
 
-def _in_order(model: nn.Module, names: dict[str, Any]) -> list[str]:
+def _in_order(model: nn.Module, names: Mapping[str, Any]) -> list[str]:
     """Names in the order of the module tree, as `state_dict` has them."""
     ordered = []
     for prefix, module in model.named_modules():
@@ -117,22 +157,6 @@ def _in_order(model: nn.Module, names: dict[str, Any]) -> list[str]:
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-def _export_adapter(state: Sharded, model: Any, target: Path, peers: Peers) -> None:
-    """What peft trains is small: gathered whole on the host, and written by peft itself."""
-    values: dict[str, torch.Tensor] = {}
-    for unit in state.engine.units:
-        if unit.trainable:
-            for slot, view in zip(unit.layout.slots, _gathered(state, unit), strict=True):
-                values[slot.name] = view.detach().cpu().clone()
-            state.engine.release(unit)
-
-    def write() -> None:
-        if peers.rank == 0:
-            model.save_pretrained(target, state_dict=values, save_embedding_layers=False)
-
-    peers.agree(write)
 
 
 def _save_beside(target: Path, model: Any, tokenizer: Any) -> None:
@@ -150,66 +174,3 @@ def _save_beside(target: Path, model: Any, tokenizer: Any) -> None:
             generation.save_pretrained(target)
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
-
-
-# -- from a checkpoint -------------------------------------------------------------------------------------------------
-
-
-def export_checkpoint(
-    checkpoint: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
-    *,
-    config: str | os.PathLike[str] | None = None,
-    max_shard_bytes: int | str = "5GB",
-) -> Path:
-    """The weights of a saved checkpoint as a safetensors folder, without building the model; returns the folder.
-
-    `config` is a folder whose configuration and tokenizer files are copied beside them; without it the checkpoint's
-    own configuration is written, where it has one.
-    """
-    source = folders.find(checkpoint)
-    manifest = read_manifest(source)
-    entries = [*manifest.of_kind(WEIGHT), *(e for e in manifest.of_kind(BUFFER) if e.rank is None)]
-    order = {name: place for place, name in enumerate(manifest.values["parameters"])}
-    entries.sort(key=lambda entry: order.get(entry.name, len(order)))
-    planned = [Planned(entry.name, entry.dtype, entry.shape) for entry in entries]
-    target = Path(folder).expanduser()
-    plans = plan_shards(planned, parse_bytes(max_shard_bytes, "max_shard_bytes"))
-    with Files(source, manifest) as files, ShardWriter(target, plans) as writer:
-        files.check_present()
-        for entry in entries:
-            _copy_tensor(files, entry, writer)
-    if config is not None:
-        _copy_beside(Path(config).expanduser(), target)
-    else:
-        _write_config(manifest, target)
-    return target
-
-
-def _copy_tensor(files: Files, entry: TensorEntry, writer: ShardWriter) -> None:
-    numel = math.prod(entry.shape)
-    for start in range(0, numel, PIECE_NUMEL):
-        stop = min(start + PIECE_NUMEL, numel)
-        piece = torch.empty(stop - start, dtype=entry.dtype)
-        files.read_range(entry, start, stop, piece)
-        writer.write(entry.name, piece, start)
-
-
-def _copy_beside(source: Path, target: Path) -> None:
-    if not source.is_dir():
-        raise CheckpointError(f"the configuration folder {source} does not exist. Give the folder of the base model.")
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copy(path, target / path.name)
-
-
-def _write_config(manifest: Manifest, target: Path) -> None:
-    if "config" in manifest.values:
-        config = json.loads(manifest.values["config"])
-        config["architectures"] = [manifest.values["model"].rpartition(".")[2]]
-        dtypes = {str(e.dtype).removeprefix("torch.") for e in manifest.of_kind(WEIGHT) if e.dtype.is_floating_point}
-        if len(dtypes) == 1:
-            config["dtype"] = next(iter(dtypes))
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if "generation_config" in manifest.values:
-        (target / "generation_config.json").write_text(manifest.values["generation_config"])

@@ -16,6 +16,7 @@ from torch import nn
 from unbounded.checkpoint import folder as folders
 from unbounded.checkpoint import snapshot as snapshots
 from unbounded.checkpoint import values
+from unbounded.checkpoint.adapters import describe_adapters
 from unbounded.checkpoint.manifest import FileEntry, Manifest, TensorEntry, join_slices, write_text
 from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.reading import disk_engine
@@ -162,6 +163,7 @@ class SaveJob:
             "precision": state.plan.precision,
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
             **snapshots.describe_config(model),
+            "adapters": describe_adapters(model),
             "parameters": snapshots.describe_parameters(model, state.engine.units),
             "optimizer": snapshots.describe_optimizer(state.optimizer, model, self.snapshot.put)
             if self.with_optimizer

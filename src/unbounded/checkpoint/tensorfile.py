@@ -63,10 +63,11 @@ def plan_shards(tensors: Sequence[Planned], max_bytes: int) -> list[ShardPlan]:
         groups[-1].append(tensor)
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    return [_plan_file(name, group) for name, group in zip(names, groups, strict=True)]
+    return [plan_file(name, group) for name, group in zip(names, groups, strict=True)]
 
 
-def _plan_file(name: str, tensors: Sequence[Planned]) -> ShardPlan:
+def plan_file(name: str, tensors: Sequence[Planned]) -> ShardPlan:
+    """One file with these tensors."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, position = {}, 0
     # The widest first, so that every tensor is aligned to its element.
@@ -127,8 +128,9 @@ class ShardWriter:
     def _finish(self) -> None:
         for file in {id(file): file for file, _ in self._files.values()}.values():
             file.sync()
-        for stale in [*self.folder.glob("model*.safetensors"), self.folder / INDEX]:
-            stale.unlink(missing_ok=True)
+        if self.plans[0].name.startswith("model"):  # adapters may lie beside the base model's files
+            for stale in [*self.folder.glob("model*.safetensors"), self.folder / INDEX]:
+                stale.unlink(missing_ok=True)
         if len(self.plans) > 1:
             total = sum(plan.nbytes - len(plan.header) for plan in self.plans)
             places = {name: plan.name for plan in self.plans for name in plan.offsets}

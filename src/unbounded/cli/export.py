@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "write a checkpoint's weights as a safetensors folder that from_pretrained reads"
+HELP = "write a checkpoint's weights (or its adapters) as a safetensors folder that from_pretrained reads"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,11 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from unbounded.checkpoint.exporting import export_checkpoint
+    from unbounded.checkpoint.conversion import export_checkpoint
 
     folder = export_checkpoint(args.checkpoint, args.out, config=args.config, max_shard_bytes=args.max_shard)
-    files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    files = sorted(folder.rglob("*.safetensors"))
     print(f"{folder}: {sum(path.stat().st_size for path in files):,} bytes in {len(files)} file(s) of weights")
-    if not (folder / "config.json").exists():
+    if not (folder / "config.json").exists() and not any(folder.rglob("adapter_config.json")):
         print("no config.json: the checkpoint has none. Give --config DIR to copy one along.")
     return 0
