@@ -85,7 +85,7 @@ def test_a_model_starts_from_nothing_with_a_configuration(tmp_path: Path, folder
 
 
 def test_adapters_train_while_the_rest_stays_and_are_exported_alone(tmp_path: Path, folder: Path, texts: Path) -> None:
-    from peft import PeftModel
+    from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import AutoModelForCausalLM
 
     export = tmp_path / "adapters"
@@ -95,10 +95,33 @@ def test_adapters_train_while_the_rest_stays_and_are_exported_alone(tmp_path: Pa
     assert found[0] == pytest.approx(_plain_loss(folder, texts), rel=1e-4)  # adapters begin as nothing
     assert found[-1] < found[0] - 0.1
     assert not (export / "model.safetensors").exists()
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    before = logits(base)
-    adapted = PeftModel.from_pretrained(base, export)
+    before = logits(AutoModelForCausalLM.from_pretrained(folder))
+    adapted = AutoPeftModelForCausalLM.from_pretrained(export)  # the export knows its base model
     assert (logits(adapted) - before).abs().max() > 1e-3
+    same = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), export)
+    assert torch.equal(logits(same), logits(adapted))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_on_a_model_that_streams_in_train_as_on_one_loaded_whole(
+    tmp_path: Path, folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    settings = {"model": str(folder), "lora_rank": 3, "steps": 4, "precision": precision}
+    train(fine_tune(tmp_path / "streamed", texts, **settings))
+    dtypes = []
+
+    def load(path: Path, config: Any, dtype: torch.dtype) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+        dtypes.append(dtype)
+        torch.manual_seed(Config().seed)  # peft draws the adapters next
+        return model
+
+    monkeypatch.setattr("unbounded.train.pretrained._build_empty", load)
+    train(fine_tune(tmp_path / "whole", texts, **settings))
+    assert dtypes == [torch.bfloat16 if precision == "bf16" else torch.float32]
+    assert losses(tmp_path / "streamed") == losses(tmp_path / "whole")
 
 
 def test_chats_are_rendered_by_the_models_template(tmp_path: Path, folder: Path) -> None:

@@ -1,4 +1,8 @@
-"""Hugging Face models: from a folder with weights, from a configuration alone, or with adapters by peft."""
+"""Hugging Face models: from a folder with weights, from a configuration alone, or with adapters by peft.
+
+All are built on the meta device, adapters too: `unbounded.shard` streams the weights in and has peft draw the adapters,
+unit by unit.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,14 @@ def build_pretrained(
     config = _read_config(path, needs_weights=settings.model is not None)
     _check_length(settings, config)
     tokenizer = FolderTokenizer(settings.tokenizer or (path if path.is_dir() else path.parent))
-    if settings.lora_rank is None:
-        model = _build_empty(path, config, dtype)
-    else:
-        model = _adapt(settings, settings.lora_rank, _load(path, config, dtype))
+    model = _build_empty(path, config, dtype)
+    if settings.lora_rank is not None:
+        model = _adapt(settings, settings.lora_rank, model)
     _check_vocabulary(tokenizer, model)
     model.train()
     if settings.recompute:
         _recompute(model)
-    weights = str(path) if settings.model is not None and settings.lora_rank is None else None
+    weights = str(path) if settings.model is not None else None
     text = config.get_text_config()
     return model, tokenizer, weights, (int(text.num_hidden_layers), int(text.hidden_size))
 
@@ -69,17 +72,6 @@ def _build_empty(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _load(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(str(path), config=config, dtype=dtype, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise InputError(f'no language model can be read from "{path}": {_first_line(error)}') from None
-
-
 def _adapt(settings: Settings, rank: int, model: nn.Module) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
@@ -92,8 +84,8 @@ def _adapt(settings: Settings, rank: int, model: nn.Module) -> nn.Module:
         target_modules=list(settings.lora_targets) if settings.lora_targets else "all-linear",
         task_type="CAUSAL_LM",
     )
-    torch.manual_seed(settings.seed)
     try:
+        # Outside the meta device's context: inside it peft leaves adapters in fp32, not in the dtype of the base model.
         return get_peft_model(model, adapters, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     except ValueError as error:
         raise InputError(f"the adapters do not fit this model: {_first_line(error)}") from None
