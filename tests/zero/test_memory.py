@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.zero.counting import live_bytes, settled_bytes
 from tests.zero.training import Batch, shard
+from unbounded.zero.reduction import IN_FLIGHT, Reduction
 
 WIDTH = 128
 DEPTH = 16
@@ -121,3 +124,36 @@ def growth(rank: int, world_size: int) -> list[int]:
 def test_nothing_is_kept_from_step_to_step(ranks: Any) -> None:
     for sizes in ranks(2, growth):
         assert len(set(sizes)) == 1
+
+
+def gradients_under_way(rank: int, world_size: int) -> int:
+    """The most whole gradients alive at once where the reduce lane is far slower than the backward."""
+    model = Stack()
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"stage": 3, "gradients": "host"})
+    alive: list[weakref.ref[Tensor]] = []
+    most = [0]
+    flatten, reduce = Reduction._flatten, Reduction._reduce
+
+    def counting_flatten(*arguments: Any) -> Tensor:
+        full = flatten(*arguments)
+        alive.append(weakref.ref(full))
+        most[0] = max(most[0], sum(held() is not None for held in alive))
+        return full
+
+    def slow_reduce(*arguments: Any) -> None:
+        time.sleep(0.02)
+        reduce(*arguments)
+
+    Reduction._flatten, Reduction._reduce = counting_flatten, slow_reduce  # type: ignore[method-assign]
+    try:
+        model(Batch(0, 0, rank).normal(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+    finally:
+        Reduction._flatten, Reduction._reduce = flatten, reduce  # type: ignore[method-assign]
+    return most[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_slow_reduction_holds_the_backward_back_instead_of_piling_gradients_up(ranks: Any, world_size: int) -> None:
+    for most in ranks(world_size, gradients_under_way):
+        assert 2 <= most <= IN_FLIGHT + 2  # and the one in the lane's hands, and the one that waits to be taken

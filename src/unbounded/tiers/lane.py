@@ -45,6 +45,12 @@ class Handle:
         """Returns when the work was launched or has failed; its error stays with the handle."""
         self._launched.wait()
 
+    def finish(self) -> None:
+        """Returns when the work is done, on the device too, or has failed; its error stays with the handle."""
+        self._launched.wait()
+        if self._event is not None:
+            self._event.synchronize()
+
     def launched(self) -> bool:
         return self._launched.is_set()
 

@@ -12,6 +12,7 @@ are added up instead and reduced later.
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,6 +26,8 @@ from unbounded.zero.gradient import Allocate
 from unbounded.zero.unit import Unit
 
 _is_there = partial(operator.is_not, None)
+# Whole gradients on their way at once: more would be the full set that partitioning and offloading avoid.
+IN_FLIGHT = 4
 
 
 class Reduction:
@@ -34,6 +37,7 @@ class Reduction:
         self.ranks, self.lane, self.bounce, self.replicate = ranks, lane, bounce, replicate
         self.measure = False  # take the norm as gradients pass: set once somebody has asked for it
         self.allocate: dict[str, Allocate] = {}
+        self._in_flight: deque[Handle] = deque()
         self._waiting: list[Unit] = []
         self._ready: set[Unit] = set()
 
@@ -92,7 +96,10 @@ class Reduction:
             ready = torch.cuda.Event()
             ready.record()
             full.record_stream(self.lane.stream)
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().finish()
         unit.gradient.handle = self.lane.submit(self._reduce, unit, full, ready, unit.gradient.handle)
+        self._in_flight.append(unit.gradient.handle)
 
     def _reduce(self, unit: Unit, full: torch.Tensor, ready: torch.cuda.Event | None, before: Handle | None) -> None:
         if ready is not None:
