@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "shard": "unbounded.sharding",
     "full_params": "unbounded.sharding",
+    "checkpoint_activations": "unbounded.sharding",
     "save": "unbounded.checkpoint.saving",
     "load": "unbounded.checkpoint.loading",
     "export": "unbounded.checkpoint.exporting",
@@ -51,4 +52,4 @@ if TYPE_CHECKING:
     from unbounded.errors import BudgetError, CheckpointError, DiskError, PlanError, StateError, UnboundedError
     from unbounded.observe.trace import trace
     from unbounded.planner.plan import Plan
-    from unbounded.sharding import full_params, shard
+    from unbounded.sharding import checkpoint_activations, full_params, shard

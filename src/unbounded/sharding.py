@@ -7,6 +7,7 @@ objects in place: the same module with removable hooks, the same Parameter objec
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,13 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError, StateError
+from unbounded.memory.activations import Activations, attach_policies
+from unbounded.memory.checkpointed import attached_to
+from unbounded.memory.choice import Blocks, choose_policies, pick_blocks
+from unbounded.memory.shelf import Shelf
 from unbounded.optim.rules import read_rule
-from unbounded.planner.plan import Plan, read_plan
+from unbounded.planner.plan import Placement, Plan, read_plan
+from unbounded.tiers.room import FreeRoom, TierRoom
 from unbounded.zero import access
 from unbounded.zero.assembly import Assembly, Entries, Fill, Sharded
 from unbounded.zero.blueprint import DTYPES, find_specs, plan_units
@@ -30,6 +36,7 @@ from unbounded.zero.parameter import ManagedParameter
 from unbounded.zero.units import Member, find_members, find_sites
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
+_shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()
 
 
 def shard(
@@ -53,6 +60,7 @@ def shard(
     names = [f"{m.names} {tuple(m.parameter.shape)} {m.parameter.requires_grad}" for m in members]
     ranks.check_same("\n".join(names), "model")
     ranks.check_same(repr(open_plan), "plan")
+    open_plan = _close_activations(model, open_plan)
     fill = _choose_fill(model, optimizer, weights, device)
     lowered = DTYPES[open_plan.precision] if open_plan.precision is not None else None
     sites = find_sites(model)
@@ -63,8 +71,11 @@ def shard(
     resolved = replace(open_plan, precision=open_plan.precision or _common_precision(model))
     blueprint = plan_units(specs, resolved, ranks, device)
     cast_inputs = lowered if lowered != torch.float32 else None
-    state = Assembly(model, sites, blueprint, ranks, device).build(optimizer, fill, cast_inputs)
-    _sharded[model] = state
+    with _lifted_policies(model):
+        state = Assembly(model, sites, blueprint, ranks, device).build(optimizer, fill, cast_inputs)
+        _sharded[model] = state
+    if blueprint.plan.activations is not None:
+        checkpoint_activations(model, blueprint.plan.activations)
     return model, state.optimizer  # type: ignore[return-value]
 
 
@@ -76,6 +87,32 @@ def sharded(model: nn.Module) -> Sharded:
         raise StateError("this model is not sharded. Call unbounded.shard(model, optimizer) first.") from None
 
 
+def checkpoint_activations(
+    model: nn.Module, policy: Placement = "recompute", blocks: Blocks | None = None
+) -> Activations:
+    """Chooses what a block keeps between its forward and its backward; what it returns has a `remove`.
+
+    "keep" keeps everything, "recompute" only the block's inputs, "host" not even those: they go to host memory and
+    come back. `policy` is one for all blocks, or (block pattern, policy) pairs. The blocks are the repeated ones
+    that `shard` finds, or the submodules that `blocks` names, by pattern or by themselves. Works on any model,
+    sharded or not, before `shard` or after. Results are those of "keep", bit by bit.
+    """
+    found = find_blocks(model) if blocks is None else pick_blocks(model, blocks)
+    policies = choose_policies(policy, list(found))
+    if not found:
+        raise PlanError("the model has no repeated blocks to checkpoint. Name its blocks with blocks=.")
+    return attach_policies(model, found, policies, lambda: _shelf(model))
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of a model, by name."""
+    return {
+        site.name: site.module
+        for site in find_sites(model)
+        if site.name and next(site.module.children(), None) is not None
+    }
+
+
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[None]:
     """All ranks must enter this. Inside, every parameter holds its full value; what is written to it is kept."""
@@ -84,6 +121,44 @@ def full_params(model: nn.Module) -> Iterator[None]:
         state.optimizer.wait()
     with torch.no_grad(), access.full_values(state.engine, state.rules):
         yield
+
+
+def _close_activations(model: nn.Module, plan: Plan) -> Plan:
+    """The plan with a policy for every block by name, where it says anything about activations."""
+    if plan.activations is None:
+        return plan
+    if attached_to(model):
+        raise PlanError(
+            f"the plan has activations={plan.activations!r}, but checkpoint_activations was called on this model. "
+            "Leave out one of them."
+        )
+    policies = choose_policies(plan.activations, list(find_blocks(model)))
+    if not policies:
+        warnings.warn(f"activations={plan.activations!r}, but the model has no repeated blocks.", stacklevel=3)
+    return replace(plan, activations=tuple(policies.items()) or None)
+
+
+@contextmanager
+def _lifted_policies(model: nn.Module) -> Iterator[None]:
+    """Takes activation policies off while hooks are attached: they belong around those. Their room is then ours."""
+    blocks = attached_to(model)
+    for block in blocks:
+        block.detach()
+    try:
+        yield
+        _shelves.pop(model, None)
+    finally:
+        for block in blocks:
+            block.shelf = _shelf(model) if block.shelf is not None else None
+            block.attach()
+
+
+def _shelf(model: nn.Module) -> Shelf:
+    """Where activations of a model are kept on the host: in its host tier, or in what is free."""
+    if model not in _shelves:
+        state = _sharded.get(model)
+        _shelves[model] = Shelf(TierRoom(state.tiers) if state is not None else FreeRoom())
+    return _shelves[model]
 
 
 def _choose_fill(

@@ -81,6 +81,12 @@ def place(units: Sequence[UnitBytes], budget: Budget, plan: Plan) -> tuple[UnitP
     return tuple(UnitPlace(**fixed) for fixed in tiers)
 
 
+def sum_bytes(units: Sequence[UnitBytes], places: Sequence[UnitPlace], tier: str) -> int:
+    """What a placement takes of a tier."""
+    rows = zip(units, places, strict=True)
+    return sum(_use(unit, {kind: getattr(where, kind) for kind in KINDS})[tier] for unit, where in rows)
+
+
 def _fill(
     units: Sequence[UnitBytes], tiers: list[dict[str, str]], kinds: Sequence[str], tier: str, room: dict[str, int]
 ) -> None:

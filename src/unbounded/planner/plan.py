@@ -17,6 +17,7 @@ from unbounded.planner.sizes import format_bytes, parse_bytes
 TIERS = ("device", "host", "disk")
 PRECISIONS = ("bf16", "fp16", "fp32")
 FORMATS = ("exact", "compact")
+ACTIVATIONS = ("keep", "recompute", "host")
 Placement = str | tuple[tuple[str, str], ...]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -55,6 +56,8 @@ class Plan:
             _check_choice(name, getattr(self, name), choices)
         for name in ("weights", "gradients", "optimizer"):
             object.__setattr__(self, name, _read_placement(name, getattr(self, name)))
+        if self.activations is not None:
+            object.__setattr__(self, "activations", read_activations(self.activations))
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else parse_bytes(value, name))
@@ -67,12 +70,17 @@ class Plan:
         for name, plain in (
             ("tensor", 1),
             ("pipeline", 1),
-            ("activations", None),
             ("schedule", None),
             ("microbatches", None),
         ):
             if getattr(self, name) != plain:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not available yet. Leave it at {plain}.")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether any block's activations go to the host."""
+        policies = self.activations if isinstance(self.activations, tuple) else (("*", self.activations),)
+        return any(policy == "host" for _, policy in policies)
 
     def __repr__(self) -> str:
         shown = []
@@ -118,15 +126,26 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise PlanError(f"{name} is {value!r}, but it must be a whole number of at least {least}.")
 
 
+def read_activations(value: Any) -> Placement:
+    """`value` as a policy for all blocks, or as (block pattern, policy) pairs."""
+    return _read_pairs("activations", value, ACTIVATIONS, "policy", "block")
+
+
 def _read_placement(name: str, value: Any) -> Placement | None:
-    if value is None or isinstance(value, str):
-        _check_choice(name, value, TIERS)
+    return None if value is None else _read_pairs(name, value, TIERS, "tier", "unit")
+
+
+def _read_pairs(name: str, value: Any, choices: tuple[str, ...], noun: str, of: str) -> Placement:
+    if isinstance(value, str):
+        _check_choice(name, value, choices)
         return value
+    if not isinstance(value, (tuple, list)):
+        raise PlanError(f"{name} is {value!r}. Give a {noun}, or pairs of ({of} pattern, {noun}).")
     pairs = []
     for pair in value:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise PlanError(f"{name} has the entry {pair!r}. Give a tier, or pairs of (unit pattern, tier).")
-        _check_choice(f"the tier of {pair[0]!r} in {name}", pair[1], TIERS)
+            raise PlanError(f"{name} has the entry {pair!r}. Give a {noun}, or pairs of ({of} pattern, {noun}).")
+        _check_choice(f"the {noun} of {pair[0]!r} in {name}", pair[1], choices)
         pairs.append((str(pair[0]), str(pair[1])))
     return tuple(pairs)
 
@@ -138,5 +157,6 @@ def _show(name: str, value: Any) -> str:
         counts: dict[str, int] = {}
         for _, tier in value:
             counts[tier] = counts.get(tier, 0) + 1
-        return "{" + ", ".join(f"{tier}: {count} units" for tier, count in counts.items()) + "}"
+        noun = "blocks" if name == "activations" else "units"
+        return "{" + ", ".join(f"{tier}: {count} {noun}" for tier, count in counts.items()) + "}"
     return repr(value)

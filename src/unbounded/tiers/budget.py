@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from unbounded.native.memory import available_bytes
 from unbounded.planner.placement import Budget
 from unbounded.planner.plan import Plan
+from unbounded.tiers.staging import size_staging
 
 # Of a device's budget, kept for activations, and at most so much.
 ACTIVATION_PART, ACTIVATION_BYTES = 0.6, 24 * 2**30
+# Of a host's budget, kept for activations where the plan puts any there.
+HOST_ACTIVATION_PART = 0.25
 # Of the host's free memory, what is taken unless the plan says more.
 FREE_PART = 0.9
 # Elements of one piece of an update at most: large enough for full disk and PCIe bandwidth, small enough to keep
@@ -25,11 +28,15 @@ BOUNCE_BUFFERS = 4
 
 @dataclass(frozen=True)
 class Buffers:
-    """The leased buffers of all lanes: so many for updates, so many for the rest, of `piece_numel` fp32 values each."""
+    """The leased buffers of all lanes: so many for updates, so many for the rest, of `piece_numel` fp32 values each.
+
+    `staging_bytes` are those of checkpoints, which are sized on their own.
+    """
 
     num_update: int
     piece_numel: int
     num_bounce: int = BOUNCE_BUFFERS
+    staging_bytes: int = 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -37,7 +44,7 @@ class Buffers:
 
     @property
     def num_bytes(self) -> int:
-        return (self.num_update + self.num_bounce) * self.buffer_bytes
+        return (self.num_update + self.num_bounce) * self.buffer_bytes + self.staging_bytes
 
 
 def measure(plan: Plan, device: torch.device, num_sharing: int) -> tuple[int, int, int]:
@@ -55,9 +62,10 @@ def measure(plan: Plan, device: torch.device, num_sharing: int) -> tuple[int, in
 
 def size_buffers(host: int, num_update: int) -> Buffers:
     """Buffers that take a quarter of the host's budget at most."""
-    buffers = Buffers(num_update, PIECE_NUMEL)
+    count, staging_bytes = size_staging(host)
+    buffers = Buffers(num_update, PIECE_NUMEL, staging_bytes=count * staging_bytes)
     while buffers.piece_numel > LEAST_PIECE and buffers.num_bytes > host // 4:
-        buffers = Buffers(num_update, buffers.piece_numel // 2)
+        buffers = replace(buffers, piece_numel=buffers.piece_numel // 2)
     return buffers
 
 
@@ -70,7 +78,8 @@ def set_aside(sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, 
         activations = 0 if plan.device_bytes is not None else on_device // 4
     gathered = ring if plan.weights != "device" else 0
     reserve = min(activations + gathered, on_device * 3 // 4)
-    return Budget(on_device, host, disk, reserve, min(buffers.num_bytes, host // 2))
+    offloaded = int(host * HOST_ACTIVATION_PART) if plan.offloads_activations else 0
+    return Budget(on_device, host, disk, reserve, min(buffers.num_bytes + offloaded, host // 2))
 
 
 def local_size(world_size: int) -> int:

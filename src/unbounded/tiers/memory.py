@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -12,14 +13,16 @@ from unbounded.native.disk import ExtentStore
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import PAGE, Array, DiskArray, MemoryArray
 from unbounded.tiers.pool import BufferPool
+from unbounded.tiers.staging import size_staging
 
 
 @dataclass(frozen=True)
 class TierUse:
-    """What one tier holds, and the budget it was given (None: no limit was set)."""
+    """What one tier holds, the budget it was given (None: no limit was set), and how much of it activations take."""
 
     used_bytes: int
     budget_bytes: int | None
+    activation_bytes: int = 0
 
 
 class Tiers:
@@ -37,6 +40,8 @@ class Tiers:
         self.device, self.budgets = device, budgets
         self.arena = HostArena(pin=device.type == "cuda", num_threads=num_threads)
         self._used = {"device": 0, "disk": 0}
+        self.planned_host_bytes = 0  # for states and buffers, whether they are there yet or not
+        self.activation_bytes = 0  # of the host's, for activations
         self._lock = threading.Lock()
         self._store: ExtentStore | None = None
         if disk_bytes:
@@ -44,6 +49,12 @@ class Tiers:
 
     def pool(self, count: int, buffer_bytes: int) -> BufferPool:
         return BufferPool(self.arena, buffer_bytes, count)
+
+    @cached_property
+    def staging(self) -> BufferPool:
+        """The buffers of checkpoints; one save or load at a time leases them."""
+        count, buffer_bytes = size_staging(self.budgets["host"])
+        return self.pool(count, buffer_bytes)
 
     def allocate(
         self,
@@ -80,7 +91,8 @@ class Tiers:
 
     def use(self) -> dict[str, TierUse]:
         used = {"device": self._used["device"], "host": self.arena.used_bytes, "disk": self._used["disk"]}
-        return {tier: TierUse(num_bytes, self.budgets[tier]) for tier, num_bytes in used.items()}
+        activations = {"host": self.activation_bytes}
+        return {tier: TierUse(count, self.budgets[tier], activations.get(tier, 0)) for tier, count in used.items()}
 
     def close(self) -> None:
         self.arena.close()

@@ -70,6 +70,7 @@ class Assembly:
             disk_path=plan.disk_path,
             num_threads=self.threads,
         )
+        tiers.planned_host_bytes = self.blueprint.host_bytes
         bounce = tiers.pool(buffers.num_bounce, buffers.buffer_bytes)
         entries = self._entries()
         fill(entries, Installer(tiers, self.ranks, bounce, self.rules))

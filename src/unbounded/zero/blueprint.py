@@ -13,7 +13,7 @@ import torch
 
 from unbounded.errors import BudgetError, PlanError
 from unbounded.optim.rules import UpdateRule
-from unbounded.planner.placement import Budget, UnitBytes, UnitPlace, check_patterns, place
+from unbounded.planner.placement import Budget, UnitBytes, UnitPlace, check_patterns, place, sum_bytes
 from unbounded.planner.plan import Plan
 from unbounded.tiers import budget as budgets
 from unbounded.tiers.memory import disk_size
@@ -74,6 +74,7 @@ class Blueprint:
     places: tuple[UnitPlace, ...]
     plan: Plan
     disk_bytes: int
+    host_bytes: int
     buffers: budgets.Buffers
 
 
@@ -110,7 +111,7 @@ def plan_units(specs: Sequence[UnitSpec], plan: Plan, ranks: Ranks, device: torc
     arrays = 2 + max((len(spec.rule.specs) for spec in specs if spec.rule is not None), default=0)
     buffers = budgets.size_buffers(host, PIECES_IN_FLIGHT * arrays)
     budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers)
-    places = _place_within(sizes, budget, plan, ring)
+    places = _place_within(sizes, budget, plan, ring=ring, buffers=buffers)
     ranks.check_same(repr(places), "placement")
     named = {
         kind: tuple((spec.name, getattr(where, kind)) for spec, where in zip(specs, places, strict=True))
@@ -119,7 +120,8 @@ def plan_units(specs: Sequence[UnitSpec], plan: Plan, ranks: Ranks, device: torc
     closed = replace(plan, device_bytes=on_device, host_bytes=host, disk_bytes=disk, **named)  # type: ignore[arg-type]
     rows = zip(specs, places, sizes, strict=True)
     disk_bytes = sum(spec.disk_bytes(where, unit_bytes, plan.stage) for spec, where, unit_bytes in rows)
-    return Blueprint(tuple(specs), places, closed, disk_bytes, buffers)
+    host_bytes = sum_bytes(sizes, places, "host") + buffers.num_bytes
+    return Blueprint(tuple(specs), places, closed, disk_bytes, host_bytes, buffers)
 
 
 def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
@@ -133,11 +135,17 @@ def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
         check_patterns(getattr(plan, kind), kind, names)
 
 
-def _place_within(sizes: list[UnitBytes], budget: Budget, plan: Plan, ring: int) -> tuple[UnitPlace, ...]:
+def _place_within(
+    sizes: list[UnitBytes], budget: Budget, plan: Plan, *, ring: int, buffers: budgets.Buffers
+) -> tuple[UnitPlace, ...]:
     """The placement with the room for activations wished for; with less of it where it would not fit otherwise."""
+    tight = replace(budget, host_reserve=min(budget.host_reserve, buffers.num_bytes))
     for part in (2, 4):
         try:
             return place(sizes, budget, plan)
         except BudgetError:
             budget = replace(budget, device_reserve=min(budget.device_reserve, ring + budget.device_reserve // part))
-    return place(sizes, budget, plan)
+    try:
+        return place(sizes, budget, plan)
+    except BudgetError:
+        return place(sizes, replace(tight, device_reserve=budget.device_reserve), plan)

@@ -96,7 +96,7 @@ def _walk(prefix: str, module: nn.Module, total: int, found: list[str], seen: se
             continue
         seen.add(id(child))
         numel = sum(parameter.numel() for parameter in child.parameters())
-        if type(child).forward is _no_forward and not isinstance(child, _CONTAINERS):
+        if not (_can_be_called(child) or isinstance(child, _CONTAINERS)):
             continue  # a list of parameters is never called: they belong to the site above
         is_leaf = next(child.children(), None) is None
         if repeated and numel and (is_leaf or not (numel > LARGE_PART * total and _has_blocks(child))):
@@ -107,6 +107,11 @@ def _walk(prefix: str, module: nn.Module, total: int, found: list[str], seen: se
                 found.append(path)
         else:
             _walk(path, child, total, found, seen)
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, of its class or, as what `torch.compile` returns, of its own."""
+    return type(module).forward is not _no_forward or "forward" in module.__dict__
 
 
 def _is_repeated(container: nn.Module) -> bool:

@@ -1,0 +1,159 @@
+"""A block under an activation policy: its calls run through `torch.utils.checkpoint`, hooks and all.
+
+The call of a module goes through `_compiled_call_impl` where that is set: `Module.compile` uses it, and so do we. It
+lies around every hook, so what runs again in the backward is exactly what ran first: an engine's hooks gather the
+block's weights both times, and a hook of the user's that changes inputs does so both times. `state_dict`, names,
+copies and pickles do not see it.
+
+Note: recomputing twice. Where the block already runs inside a checkpoint of the user's own, it is left to that one.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from unbounded.errors import StateError
+from unbounded.memory.shelf import Shelf
+from unbounded.memory.structure import Template, take_tensors
+
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Checkpointed]] = weakref.WeakKeyDictionary()
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+class Checkpointed:
+    """One block; with a shelf its inputs are kept on the host, without one where they are."""
+
+    def __init__(self, name: str, module: nn.Module, policy: str, shelf: Shelf | None) -> None:
+        self.name, self.module, self.policy, self.shelf = name, module, policy, shelf
+        self._inner: Callable[..., Any] = module._call_impl
+        self._outer = torch.compiler.disable(self._call)
+        self._marker: Any = None
+        self._is_attached = False
+
+    def attach(self) -> None:
+        """Puts the block under its policy, around what its call is now."""
+        self._inner = self.module.__dict__.get("_compiled_call_impl") or self.module._call_impl
+        self.module.__dict__["_compiled_call_impl"] = self._outer
+        if self._marker is None:  # torch.compile of the whole model calls a module without hooks by its forward
+            self._marker = self.module.register_forward_pre_hook(_no_change)
+        _attached[self.module] = weakref.ref(self)
+        self._is_attached = True
+
+    def detach(self) -> None:
+        """Takes the policy off. What is between a forward and its backward is still computed again."""
+        if self._is_wrapped():
+            del self.module.__dict__["_compiled_call_impl"]
+            if getattr(self._inner, "__func__", None) is not nn.Module._call_impl:
+                self.module.__dict__["_compiled_call_impl"] = self._inner
+        if self._marker is not None:
+            self._marker.remove()
+            self._marker = None
+        _attached.pop(self.module, None)
+        self._is_attached = False
+
+    def renew(self) -> None:
+        """Takes the block back where `Module.compile` replaced its call."""
+        if self._is_attached and not self._is_wrapped():
+            self.attach()
+
+    def _is_wrapped(self) -> bool:
+        return self.module.__dict__.get("_compiled_call_impl") is self._outer
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or _is_inside_checkpoint():
+            return self._inner(*args, **kwargs)
+        if self._is_checkpointed_by_model():
+            return self._inner(*args, **kwargs)
+        if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
+            return self._inner(*args, **kwargs)
+        tensors, template = take_tensors((args, kwargs))
+        run = _Run(self._inner, args, kwargs, template)
+        if self.shelf is None:
+            return checkpoint(run, *tensors, use_reentrant=False)
+        inputs = self.shelf.hold(self.name, tensors)
+        # `checkpoint` saves its inputs under these hooks, and what the block saves under its own.
+        with saved_tensors_hooks(inputs.pack, inputs.unpack):
+            outputs = checkpoint(run, *tensors, use_reentrant=False)
+        found, _ = take_tensors(outputs)
+        if not found or any(tensor.requires_grad for tensor in found):
+            inputs.leave()
+        return outputs
+
+    def _is_checkpointed_by_model(self) -> bool:
+        """Whether Hugging Face's own switch was turned on since."""
+        if not (self.module.training and is_switched_on(self.module)):
+            return False
+        if self.policy == "host":
+            raise StateError(
+                f'block {self.name!r} has the activation policy "host", but the gradient checkpointing of the model '
+                "itself was turned on, which keeps inputs on the device. Call model.gradient_checkpointing_disable()."
+            )
+        return True
+
+    def _leave_out_cache(self, kwargs: dict[str, Any]) -> bool:
+        """Drops an empty cache of keys and values, which running twice would fill twice; a filled one must stay."""
+        caches = [kwargs[key] for key in _CACHES if kwargs.get(key) is not None]
+        filled = any(_is_filled(cache, self.module) for cache in caches)
+        drop = self.module.training and not filled
+        if self.module.training:
+            what = "are left out" if drop else "hold values already, so the activations of such blocks are kept"
+            message = f"caches of keys and values cannot be filled twice, and {what}. Pass use_cache=False in training."
+            warnings.warn(message, UserWarning, stacklevel=2)
+        if drop:
+            kwargs.update({key: None for key in _CACHES if key in kwargs})
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
+        return drop
+
+
+class _Run:
+    """The block's call: first with what the caller gave, then, in the backward, with what was kept of it."""
+
+    def __init__(self, inner: Callable[..., Any], args: Any, kwargs: Any, template: Template) -> None:
+        self._inner, self._template = inner, template
+        self._given: tuple[Any, Any] | None = (args, kwargs)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        (args, kwargs), self._given = self._given or self._template.fill(tensors), None
+        return self._inner(*args, **kwargs)
+
+
+def attached_to(model: nn.Module) -> list[Checkpointed]:
+    """The blocks of a model that are under a policy."""
+    found = (_attached.get(module) for module in model.modules())
+    return [block for reference in found if reference is not None and (block := reference()) is not None]
+
+
+def is_switched_on(module: nn.Module) -> bool:
+    """Whether a module has Hugging Face's switch for gradient checkpointing, turned on."""
+    return getattr(module, "gradient_checkpointing", False) is True
+
+
+def _is_inside_checkpoint() -> bool:
+    """Whether a checkpoint around this call saves or recomputes what it computes."""
+    if _top_hooks is None:  # an older torch: then one lies inside the other, which costs time and nothing else
+        return False
+    if torch._C._current_graph_task_id() != -1:
+        return True  # our own recomputation does not come this way: it calls what is inside
+    hooks = _top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def _is_filled(cache: Any, module: nn.Module) -> bool:
+    if not hasattr(cache, "get_seq_length"):
+        return True
+    layer = next((inner.layer_idx for inner in module.modules() if hasattr(inner, "layer_idx")), 0)
+    return int(cache.get_seq_length(layer)) > 0
+
+
+def _no_change(module: nn.Module, args: Any) -> None:
+    return None

@@ -1,0 +1,85 @@
+"""Takes the tensors out of a call's arguments and puts others in their place.
+
+What is left is a template that holds no tensor, so that keeping it keeps no device memory: containers that
+`torch.utils._pytree` knows (tuples, lists, dicts, named tuples, what libraries register there) and dataclasses.
+An object of any other kind is passed on as it is, with whatever it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor was."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A dataclass without its fields, and the templates of those."""
+
+    shell: Any
+    fields: dict[str, Template]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A nest of arguments with its tensors taken out."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """New containers like the old ones, with `tensors` where the old ones were."""
+        return pytree.tree_unflatten([_put(leaf, tensors) for leaf in self.leaves], self.spec)
+
+
+def take_tensors(value: Any) -> tuple[list[torch.Tensor], Template]:
+    """The tensors inside `value`, in order, and what is left of it."""
+    tensors: list[torch.Tensor] = []
+    return tensors, _take(value, tensors)
+
+
+def _take(value: Any, tensors: list[torch.Tensor]) -> Template:
+    leaves, spec = pytree.tree_flatten(value)
+    return Template(tuple(_take_leaf(leaf, tensors) for leaf in leaves), spec)
+
+
+def _take_leaf(leaf: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        tensors.append(leaf)
+        return _Slot(len(tensors) - 1)
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    before, fields = len(tensors), {}
+    for field in dataclasses.fields(leaf):
+        fields[field.name] = _take(getattr(leaf, field.name, None), tensors)
+    if len(tensors) == before:
+        return leaf
+    return _Record(_with_fields(leaf, dict.fromkeys(fields)), fields)
+
+
+def _put(leaf: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(leaf, _Slot):
+        return tensors[leaf.index]
+    if isinstance(leaf, _Record):
+        return _with_fields(leaf.shell, {name: part.fill(tensors) for name, part in leaf.fields.items()})
+    return leaf
+
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    """A copy, also of a frozen dataclass, whose constructor is not called."""
+    changed = copy.copy(value)
+    for name, field in fields.items():
+        object.__setattr__(changed, name, field)
+    return changed

@@ -1,0 +1,79 @@
+"""Host memory that is given out while training runs, within what is left of the budget.
+
+States and buffers are placed before training; activations come with the batch, whose size nobody knows before. A
+room says how much they may still take, and counts it: what is planned is kept free for the states, whether they
+have been allocated yet or not.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from unbounded.errors import BudgetError
+from unbounded.native.memory import available_bytes
+from unbounded.planner.sizes import format_bytes
+from unbounded.tiers.arena import HostArena
+from unbounded.tiers.budget import FREE_PART
+from unbounded.tiers.memory import Tiers
+
+
+class Room(Protocol):
+    """Where host memory for activations comes from."""
+
+    arena: HostArena
+
+    def spare_bytes(self) -> int: ...
+
+    def count(self, num_bytes: int) -> None: ...
+
+    def shortage(self, num_bytes: int) -> BudgetError: ...
+
+
+class TierRoom:
+    """The host tier of a sharded model."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.arena, self._tiers = tiers.arena, tiers
+
+    def spare_bytes(self) -> int:
+        budget = self._tiers.budgets["host"]
+        return 2**62 if budget is None else budget - self._held() - self._tiers.activation_bytes
+
+    def count(self, num_bytes: int) -> None:
+        """Counts bytes as activations'; the arena has counted them as the host's."""
+        self._tiers.activation_bytes += num_bytes
+
+    def shortage(self, num_bytes: int) -> BudgetError:
+        taken, budget = self._tiers.activation_bytes, self._tiers.budgets["host"] or 0
+        return BudgetError(
+            f"activations need {format_bytes(num_bytes)} more of host memory, but of its {format_bytes(budget)} they "
+            f"have {format_bytes(taken)} and states and buffers {format_bytes(self._held())}. Raise host_bytes by "
+            f"{format_bytes(num_bytes - self.spare_bytes())} for each block that is left, run fewer tokens at once, "
+            'or give some blocks the policy "recompute".'
+        )
+
+    def _held(self) -> int:
+        """What others have of the host, or will have."""
+        return max(self._tiers.planned_host_bytes, self.arena.used_bytes - self._tiers.activation_bytes)
+
+
+class FreeRoom:
+    """What the machine has free, for a model that is not sharded."""
+
+    def __init__(self) -> None:
+        self.arena = HostArena(pin=True, num_threads=max(1, (os.cpu_count() or 1) // 2))  # where the caller asks for it
+        self.used_bytes = 0
+
+    def spare_bytes(self) -> int:
+        return int(available_bytes() * FREE_PART)
+
+    def count(self, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+
+    def shortage(self, num_bytes: int) -> BudgetError:
+        return BudgetError(
+            f"activations need {format_bytes(num_bytes)} more of host memory, but {format_bytes(available_bytes())} "
+            f"are free and they have {format_bytes(self.used_bytes)}. Run fewer tokens at once, or give some blocks "
+            'the policy "recompute".'
+        )

@@ -1,0 +1,205 @@
+"""Models whose blocks are called in every way, and the gradients they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 12
+
+
+class Layer(nn.Module):
+    """The common part of all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mix(x)
+
+
+class Stack(nn.Module):
+    """Embedding, blocks, head; `run` says how a block is called."""
+
+    block: type[Layer] = Layer
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 17)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class Masked(Layer):
+    def forward(self, x: Tensor, *, mask: Tensor, rotary: tuple[Tensor, Tensor], scale: float = 1.0) -> Any:
+        cos, sin = rotary
+        return {"x": self.mix(x * cos + x * sin * scale).masked_fill(mask, 0.5), "extra": [x.detach()]}
+
+
+class WithMask(Stack):
+    """Keyword arguments, tensors without gradient shared by all blocks, a dict as the output."""
+
+    block = Masked
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.mask = (torch.arange(WIDTH) % 5 == 0).expand(*tokens.shape, WIDTH)
+        self.rotary = (torch.linspace(0.5, 1.0, WIDTH), torch.linspace(-1.0, 1.0, WIDTH))
+        try:
+            return super().forward(tokens)
+        finally:
+            del self.mask, self.rotary
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x, mask=self.mask, rotary=self.rotary, scale=0.25)["x"]
+
+
+@dataclass
+class State:
+    x: Tensor
+    seen: list[Tensor]
+    note: str = ""
+
+
+class Passing(Layer):
+    def forward(self, state: State) -> Any:
+        total = sum(state.seen, torch.zeros_like(state.x))
+        return State(self.mix(state.x + total), [*state.seen[-1:], state.x * 0.1], state.note + ".")
+
+
+class WithDataclass(Stack):
+    """Dataclasses in and out, several tensors with gradients inside."""
+
+    block = Passing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state = State(self.embedding(tokens), [])
+        for block in self.blocks:
+            state = block(state)
+        assert state.note == "." * len(self.blocks)
+        return nn.functional.cross_entropy(self.head(state.x).flatten(0, 1), tokens.flatten())
+
+
+class Dropping(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return nn.functional.dropout(self.mix(x), 0.3, self.training)
+
+
+class WithDropout(Stack):
+    block = Dropping
+
+
+class Transposing(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return self.mix(x.transpose(0, 1)).transpose(0, 1)[..., :]
+
+
+class Transposed(Stack):
+    """Inputs that are not contiguous, and one that is a slice of a wider tensor."""
+
+    block = Transposing
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(torch.cat([x, x], -1)[..., WIDTH:])
+
+
+class Frozen(Stack):
+    """The first block has nothing to train and an input without gradient; the third is frozen in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[2].requires_grad_(False)
+        self.blocks[3].norm.requires_grad_(False)
+
+
+class Hooked(Stack):
+    """A hook of the user's that changes inputs and one that changes outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+            block.register_forward_hook(lambda _, args, output: output * 0.9)
+
+
+class Looped(Stack):
+    """Every block runs twice."""
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(block(x))
+
+
+class Deep(Layer):
+    def forward(self, x: Tensor) -> Any:
+        def inner(y: Tensor) -> Tensor:
+            return self.mix(y)
+
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+
+
+class CheckpointedInside(Stack):
+    """Blocks with a checkpoint of the user's own inside."""
+
+    block = Deep
+
+
+class CheckpointedAround(Stack):
+    """Blocks with a checkpoint of the user's own around."""
+
+    reentrant = False
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+class CheckpointedAroundReentrant(CheckpointedAround):
+    reentrant = True
+
+
+ALL = (
+    *(Stack, WithMask, WithDataclass, WithDropout, Transposed, Frozen, Hooked, Looped),
+    *(CheckpointedInside, CheckpointedAround, CheckpointedAroundReentrant),
+)
+
+
+def tokens(seed: int = 0, rows: int = 2, length: int = 5) -> Tensor:
+    return torch.randint(17, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make(kind: type[Stack]) -> Stack:
+    torch.manual_seed(1)
+    return kind()
+
+
+def gradients(model: nn.Module, batch: Tensor) -> list[Tensor]:
+    """The loss and every gradient, from the same random numbers each time."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    loss = model(batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Bit by bit."""
+    assert len(found) == len(expected) > 1
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
