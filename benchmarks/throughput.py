@@ -3,7 +3,8 @@
     python benchmarks/throughput.py --size 7b --batches 2,8 --plan device_bytes=24GiB --compile
 
 TFLOP/s = (6 x parameters + 12 x layers x hidden x sequence) x tokens / second: recomputation is not counted.
-`--peer` trains the same model resident in plain PyTorch (fp32 master weights, bf16 autocast, fused AdamW).
+`--engine torch` trains the same model resident in plain PyTorch (fp32 master weights, bf16 autocast, fused AdamW),
+`--engine deepspeed` under DeepSpeed with its optimizer on the host or on NVMe.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep-activations", action="store_true", help="no activation checkpointing")
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--no-stream", action="store_true", help="never update host states on the GPU")
-    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "deepspeed"))
+    parser.add_argument("--stage", type=int, default=3, help="of DeepSpeed")
+    parser.add_argument("--optimizer", default="cpu", choices=("cpu", "nvme"), help="where DeepSpeed keeps its own")
     parser.add_argument("--trace", default=None)
     parser.add_argument("--fixed-batch", action="store_true", help="the same tokens every step: the loss must fall")
     return parser.parse_args()
 
 
-def build(options: argparse.Namespace) -> tuple[Any, Any, int]:
+def make_model(options: argparse.Namespace) -> Any:
     hidden, layers, heads, ffn = SIZES[options.size]
     config = LlamaConfig(
         hidden_size=hidden,
@@ -68,45 +71,86 @@ def build(options: argparse.Namespace) -> tuple[Any, Any, int]:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device if options.peer else "meta"):
-        model = LlamaForCausalLM(config)
-    if not options.peer:
-        model = model.to(torch.bfloat16)
+    return LlamaForCausalLM(config)
+
+
+def prepare(model: Any, options: argparse.Namespace) -> None:
     model.train()
     if not options.keep_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.compile:
         for block in model.model.layers:
             block.compile()
-    fused = {"fused": True} if options.peer else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **fused)
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    if not options.peer:
+
+
+class Unbounded:
+    """The model built on the meta device and sharded by the plan."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.clip = not options.no_clip
+        with torch.device("meta"):
+            model = make_model(options).to(torch.bfloat16)
+        prepare(model, options)
+        self.numel = sum(parameter.numel() for parameter in model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
         if options.no_stream:
             assembly.streamed_part = lambda threads: 0.0
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
         plan |= {key: int(value) for key, value in plan.items() if value.isdigit()}
-        model, optimizer = unbounded.shard(model, optimizer, plan or "auto")
-    return model, optimizer, numel
+        self.model, self.optimizer = unbounded.shard(model, optimizer, plan or "auto")
+
+    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        for tokens in batches:
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+            (loss / len(batches)).backward()
+        if self.clip:
+            self.optimizer.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
 
 
-def step(model: Any, optimizer: Any, options: argparse.Namespace, batch: int, device: torch.device) -> torch.Tensor:
+class Torch:
+    """Plain PyTorch, everything on the device."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.clip, self.device = not options.no_clip, device
+        with device:
+            self.model = make_model(options)
+        prepare(self.model, options)
+        self.numel = sum(parameter.numel() for parameter in self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+
+    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        for tokens in batches:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = self.model(input_ids=tokens, labels=tokens).loss
+            (loss / len(batches)).backward()
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def build(options: argparse.Namespace, device: torch.device) -> Any:
+    if options.engine == "unbounded":
+        return Unbounded(options)
+    if options.engine == "torch":
+        return Torch(options, device)
+    from deepspeed_engine import DeepSpeed, settings
+
+    batch = int(options.batches.split(",")[0])
+    config = settings(stage=options.stage, optimizer=options.optimizer, batch=batch, accumulate=options.accumulate)
+    return DeepSpeed(lambda: make_model(options), lambda model: prepare(model, options), config)
+
+
+def make_batches(options: argparse.Namespace, batch: int, device: torch.device) -> list[torch.Tensor]:
     if options.fixed_batch:
         torch.manual_seed(1)
-    for _ in range(options.accumulate):
-        tokens = torch.randint(0, 32000, (batch, options.sequence), device=device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=options.peer):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        (loss / options.accumulate).backward()
-    if not options.no_clip:
-        if options.peer:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        else:
-            optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return [torch.randint(0, 32000, (batch, options.sequence), device=device) for _ in range(options.accumulate)]
 
 
 def resident_bytes() -> int:
@@ -119,7 +163,7 @@ def main() -> None:
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     began = time.perf_counter()
-    model, optimizer, numel = build(options)
+    engine = build(options, device)
     ready = time.perf_counter() - began
     hidden, layers = SIZES[options.size][:2]
     for batch in map(int, options.batches.split(",")):
@@ -134,28 +178,29 @@ def main() -> None:
             if has_gpu:
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            losses.append(float(step(model, optimizer, options, batch, device)))
+            losses.append(float(engine.step(make_batches(options, batch, device))))
             if has_gpu:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
-            if not losses[1:] and not options.peer:
+            if not losses[1:]:
                 first = time.perf_counter() - began
         if options.trace:
-            if not options.peer:
-                optimizer.wait()
+            if options.engine == "unbounded":
+                engine.optimizer.wait()
             trace.stop()
         tokens = batch * options.sequence * options.accumulate
         median = statistics.median(times[2:] or times)
-        flops = (6 * numel + 12 * layers * hidden * options.sequence) * tokens
+        flops = (6 * engine.numel + 12 * layers * hidden * options.sequence) * tokens
         report = {
-            "engine": "torch" if options.peer else "unbounded",
+            "engine": options.engine,
             "size": options.size,
             "plan": options.plan,
             "compile": options.compile,
             "batch": batch,
             "tokens": tokens,
-            "params": numel,
+            "params": engine.numel,
             "ready_s": round(ready, 1),
+            "first_step_s": round(first, 1),
             "step_s": round(median, 4),
             "times": [round(value, 3) for value in times],
             "tflops": round(flops / median / 1e12, 1),
@@ -164,9 +209,9 @@ def main() -> None:
         }
         if has_gpu:
             report["gpu_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        if not options.peer:
-            report["first_step_s"] = round(first, 1)
-            report["tiers"] = {tier: round(use.used_bytes / 2**30, 2) for tier, use in optimizer.memory().items()}
+        if options.engine == "unbounded":
+            tiers = engine.optimizer.memory()
+            report["tiers"] = {tier: round(use.used_bytes / 2**30, 2) for tier, use in tiers.items()}
         print(json.dumps(report), flush=True)
 
 
