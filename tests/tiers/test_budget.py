@@ -170,7 +170,7 @@ def test_states_that_fit_nowhere_are_an_error_before_anything_is_allocated(tmp_p
 
 
 def test_what_the_error_says_would_fit_does_fit(tmp_path: Path) -> None:
-    budgets = {"device_bytes": "8MiB", "host_bytes": "8MiB"}
+    budgets = {"device_bytes": "8MiB", "host_bytes": "16MiB"}
     with pytest.raises(BudgetError) as caught:
         shard_stack(tmp_path, **budgets, disk_bytes="8MiB")
     short = float(str(caught.value).split("disk is short by ")[1].split(" MiB")[0])
@@ -191,3 +191,36 @@ def test_a_disk_without_the_room_is_an_error_of_the_disk_before_the_model_is_tou
     assert str(tmp_path) in str(caught.value)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not list(tmp_path.iterdir())
+
+
+def test_sums_of_several_backwards_are_counted_and_refused_where_the_host_has_no_room(tmp_path: Path) -> None:
+    """With weights, gradients and optimizer all on the host: 14 bytes a parameter, 16 from the second backward on."""
+    on_host = dict.fromkeys(("weights", "gradients", "optimizer"), "host")
+    batch = torch.randn(2, WIDTH)
+    model, optimizer = shard_stack(tmp_path, **on_host, host_bytes=32 * NUMEL)
+    free = unbounded.sharding.sharded(model).tiers.spare_host_bytes()
+    for number, expected in ((1, 0), (2, 2 * NUMEL), (3, 2 * NUMEL)):
+        model(batch).float().square().mean().backward()
+        for unit in optimizer.engine.units:
+            unit.gradient.wait()
+        taken = free - unbounded.sharding.sharded(model).tiers.spare_host_bytes()
+        assert taken == pytest.approx(expected, rel=0.01), number
+
+    model, optimizer = shard_stack(tmp_path, **on_host, host_bytes=32 * NUMEL)
+    held = unbounded.sharding.sharded(model).tiers
+    held.budgets["host"] -= held.spare_host_bytes() - NUMEL  # room for half of the sums
+    model(batch).float().square().mean().backward()
+    model(batch).float().square().mean().backward()
+    with pytest.raises(BudgetError, match=r'adding up the gradients of several backwards .* accumulate_dtype="bf16"'):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert len(train(model, optimizer)) == 3  # one backward a step still fits
+
+
+def test_a_host_budget_too_small_for_the_buffers_says_how_much_they_take(tmp_path: Path) -> None:
+    with pytest.raises(
+        BudgetError, match=r"host_bytes is 8.0 MiB, but .* buffers take 1\d\.?\d* MiB .* Raise host_bytes to"
+    ):
+        shard_stack(tmp_path, host_bytes="8MiB")
+    model, optimizer = shard_stack(tmp_path, device_bytes="1GiB", host_bytes="8MiB")  # nothing has to be moved
+    assert len(train(model, optimizer)) == 3

@@ -79,7 +79,7 @@ def set_aside(sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, 
     gathered = ring if plan.weights != "device" else 0
     reserve = min(activations + gathered, on_device * 3 // 4)
     offloaded = int(host * HOST_ACTIVATION_PART) if plan.offloads_activations else 0
-    return Budget(on_device, host, disk, reserve, min(buffers.num_bytes + offloaded, host // 2))
+    return Budget(on_device, host, disk, reserve, min(buffers.num_bytes, host) + offloaded)
 
 
 def local_size(world_size: int) -> int:

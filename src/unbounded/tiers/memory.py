@@ -9,7 +9,9 @@ from functools import cached_property
 
 import torch
 
+from unbounded.errors import BudgetError
 from unbounded.native.disk import ExtentStore
+from unbounded.planner.sizes import format_bytes
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import PAGE, Array, DiskArray, MemoryArray
 from unbounded.tiers.pool import BufferPool
@@ -65,9 +67,15 @@ class Tiers:
         *,
         initial: float = 0.0,
         pin: bool | None = None,
+        unplanned_bytes: int = 0,
     ) -> Array:
-        """An array on `tier` filled with `initial`. Fresh disk extents read as zeros without being written."""
+        """An array on `tier` filled with `initial`. Fresh disk extents read as zeros without being written.
+
+        `unplanned_bytes` of it were not foreseen when the states were placed: the host's budget may have no room.
+        """
         num_bytes = numel * dtype.itemsize
+        if tier == "host" and unplanned_bytes:
+            self._plan_more(unplanned_bytes)
         array: Array
         if tier == "device":
             array = MemoryArray(torch.full((numel,), initial, dtype=dtype, device=self.device), tier)
@@ -83,6 +91,27 @@ class Tiers:
         if tier != "host":
             self.count(tier, num_bytes)
         return array
+
+    def spare_host_bytes(self) -> int:
+        """What of the host's budget neither states and buffers nor activations have, or will have."""
+        budget, states = self.budgets["host"], self.held_host_bytes()
+        return 2**62 if budget is None else budget - states - self.activation_bytes
+
+    def held_host_bytes(self) -> int:
+        """What states and buffers have of the host, or will have."""
+        return max(self.planned_host_bytes, self.arena.used_bytes - self.activation_bytes)
+
+    def _plan_more(self, num_bytes: int) -> None:
+        with self._lock:
+            spare = self.spare_host_bytes()
+            if spare < num_bytes:
+                raise BudgetError(
+                    f"adding up the gradients of several backwards takes {format_bytes(num_bytes)} more of "
+                    f"host memory for this unit, but of its {format_bytes(self.budgets['host'] or 0)} only "
+                    f"{format_bytes(max(0, spare))} are left. Raise host_bytes, add up in bf16 with "
+                    'accumulate_dtype="bf16", or place gradients or optimizer states on "disk".'
+                )
+            self.planned_host_bytes += num_bytes
 
     def count(self, tier: str, num_bytes: int) -> None:
         """Counts bytes on a tier that were allocated elsewhere (negative: freed)."""

@@ -37,8 +37,7 @@ class TierRoom:
         self.arena, self._tiers = tiers.arena, tiers
 
     def spare_bytes(self) -> int:
-        budget = self._tiers.budgets["host"]
-        return 2**62 if budget is None else budget - self._held() - self._tiers.activation_bytes
+        return self._tiers.spare_host_bytes()
 
     def count(self, num_bytes: int) -> None:
         """Counts bytes as activations'; the arena has counted them as the host's."""
@@ -46,16 +45,13 @@ class TierRoom:
 
     def shortage(self, num_bytes: int) -> BudgetError:
         taken, budget = self._tiers.activation_bytes, self._tiers.budgets["host"] or 0
+        held = self._tiers.held_host_bytes()
         return BudgetError(
             f"activations need {format_bytes(num_bytes)} more of host memory, but of its {format_bytes(budget)} they "
-            f"have {format_bytes(taken)} and states and buffers {format_bytes(self._held())}. Raise host_bytes by "
+            f"have {format_bytes(taken)} and states and buffers {format_bytes(held)}. Raise host_bytes by "
             f"{format_bytes(num_bytes - self.spare_bytes())} for each block that is left, run fewer tokens at once, "
             'or give some blocks the policy "recompute".'
         )
-
-    def _held(self) -> int:
-        """What others have of the host, or will have."""
-        return max(self._tiers.planned_host_bytes, self.arena.used_bytes - self._tiers.activation_bytes)
 
 
 class FreeRoom:

@@ -15,6 +15,7 @@ from unbounded.errors import BudgetError, PlanError
 from unbounded.optim.rules import UpdateRule
 from unbounded.planner.placement import Budget, UnitBytes, UnitPlace, check_patterns, place, sum_bytes
 from unbounded.planner.plan import Plan
+from unbounded.planner.sizes import format_bytes
 from unbounded.tiers import budget as budgets
 from unbounded.tiers.memory import disk_size
 from unbounded.zero.collectives import Ranks
@@ -121,6 +122,12 @@ def plan_units(specs: Sequence[UnitSpec], plan: Plan, ranks: Ranks, device: torc
     rows = zip(specs, places, sizes, strict=True)
     disk_bytes = sum(spec.disk_bytes(where, unit_bytes, plan.stage) for spec, where, unit_bytes in rows)
     host_bytes = sum_bytes(sizes, places, "host") + buffers.num_bytes
+    if disk_bytes and host_bytes > host:
+        raise BudgetError(
+            f"host_bytes is {format_bytes(host)}, but with states on disk the buffers take "
+            f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
+            f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
+        )
     return Blueprint(tuple(specs), places, closed, disk_bytes, host_bytes, buffers)
 
 
@@ -139,7 +146,7 @@ def _place_within(
     sizes: list[UnitBytes], budget: Budget, plan: Plan, *, ring: int, buffers: budgets.Buffers
 ) -> tuple[UnitPlace, ...]:
     """The placement with the room for activations wished for; with less of it where it would not fit otherwise."""
-    tight = replace(budget, host_reserve=min(budget.host_reserve, buffers.num_bytes))
+    tight = replace(budget, host_reserve=min(buffers.num_bytes, budget.host))
     for part in (2, 4):
         try:
             return place(sizes, budget, plan)

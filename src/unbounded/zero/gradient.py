@@ -7,8 +7,9 @@ that wide, so a job that accumulates pays for it and one that does not keeps hal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -17,8 +18,11 @@ from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.pool import BufferPool
 
-# (dtype, numel) -> an array on the gradient's tier
-Allocate = Callable[[torch.dtype, int], Array]
+
+class Allocate(Protocol):
+    """Makes an array on the gradient's tier."""
+
+    def __call__(self, dtype: torch.dtype, numel: int, *, unplanned_bytes: int = 0) -> Array: ...
 
 
 class Gradient:
@@ -85,8 +89,9 @@ class Gradient:
             self.array = MemoryArray(part.to(dtype), "device")
             return
         if self.array is None or self.array.dtype != dtype:
-            self._reallocate(dtype, allocate)
-        assert self.array is not None
+            if self.array is not None:
+                self.array.free()
+            self.array = self._allocate(dtype, allocate)
         self.array.evict(part.to(dtype)).wait()
 
     def _accumulate(self, part: torch.Tensor, allocate: Allocate, bounce: BufferPool) -> None:
@@ -110,20 +115,18 @@ class Gradient:
         if self.tier == "device":
             self.array = MemoryArray(narrow.direct.to(self.sum_dtype), "device")  # type: ignore[union-attr]
             return
-        self.array = None
-        self._reallocate(self.sum_dtype, allocate)
+        self.array = self._allocate(self.sum_dtype, allocate)
         if narrow.direct is not None:
-            kernels.convert(narrow.direct, self.array.direct)  # type: ignore[attr-defined]
+            kernels.convert(narrow.direct, self.array.direct)  # type: ignore[arg-type]
         else:
             for start, stop in _stretches(self.numel, bounce):
                 with _on_host(narrow, start, stop, bounce, write_back=False) as held:
-                    self.array.evict(held.to(self.sum_dtype), start).wait()  # type: ignore[attr-defined]
+                    self.array.evict(held.to(self.sum_dtype), start).wait()
         narrow.free()
 
-    def _reallocate(self, dtype: torch.dtype, allocate: Allocate) -> None:
-        if self.array is not None:
-            self.array.free()
-        self.array = allocate(dtype, self.numel)
+    def _allocate(self, dtype: torch.dtype, allocate: Allocate) -> Array:
+        """Placements count a gradient as it comes out of the reduction: whoever adds up takes more."""
+        return allocate(dtype, self.numel, unplanned_bytes=self.numel * (dtype.itemsize - self.wire.itemsize))
 
 
 def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
