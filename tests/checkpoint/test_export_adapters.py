@@ -11,14 +11,13 @@ import torch
 
 import unbounded
 from tests.checkpoint.jobs import assert_same
-from tests.checkpoint.test_pretrained import config_of, logits
+from tests.checkpoint.test_pretrained import config_of, logits, reports
 from tests.checkpoint.test_pretrained_adapters import (
     ADAPTERS,
     PRELOAD_IN_RANKS,
     adapted,
     empty,
     optimizer_of,
-    reports,
     save_base,
     steps,
 )

@@ -6,6 +6,8 @@ import ctypes
 import json
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,19 @@ def test_a_checkpoint_is_exported_without_the_model(ranks: Any, tmp_path: Path, 
     assert "verified: every byte" in shown
 
 
+@contextmanager
+def reports() -> Iterator[list[str]]:
+    """What is reported inside."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unbounded").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("unbounded").removeHandler(handler)
+
+
 def other_head(rank: int, world_size: int, folder: str, direction: str) -> tuple[bool, list[str]]:
     """A base model's weights for a model with a head, and the other way."""
     import transformers as hf
@@ -122,17 +137,13 @@ def other_head(rank: int, world_size: int, folder: str, direction: str) -> tuple
     source = headed.model if direction == "base to head" else headed
     if rank == 0:
         source.save_pretrained(folder)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unbounded").addHandler(handler)
     make = hf.AutoModelForCausalLM if direction == "base to head" else hf.AutoModel
     with torch.device("meta"):
         model = make.from_config(config)
     if world_size > 1:
         torch.distributed.barrier()
-    model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=folder)
-    logging.getLogger("unbounded").removeHandler(handler)
+    with reports() as messages:
+        model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=folder)
     inner = model.model if direction == "base to head" else model
     expected, state = headed.model.state_dict(), dict(model.state_dict())
     prefix = "model." if direction == "base to head" else ""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,8 @@ import pytest
 import torch
 
 import unbounded
-from tests.checkpoint.test_pretrained import TOKENS, Peak, assert_same, config_of
+from tests.checkpoint.jobs import assert_same
+from tests.checkpoint.test_pretrained import TOKENS, Peak, config_of, reports
 
 PRELOAD_IN_RANKS = ["transformers.models.llama.modeling_llama", "peft", "unbounded.checkpoint.pretrained"]
 ATTENTION = ["q_proj", "v_proj"]
@@ -106,19 +104,6 @@ def both(
     assert_same(dict(model.state_dict()), expected)
     assert_same(dict(model.named_buffers()), buffers)
     return whole_losses, steps(model, optimizer, rank, count), messages
-
-
-@contextmanager
-def reports() -> Iterator[list[str]]:
-    """What is reported inside."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unbounded").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("unbounded").removeHandler(handler)
 
 
 def save_base(folder: Path, kind: str) -> str:
@@ -230,27 +215,26 @@ def test_a_method_that_cannot_be_made_layer_by_layer_is_refused(tmp_path: Path) 
         unbounded.shard(model, optimizer_of(model), weights=folder)
 
 
-def held(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> tuple[float, float]:
-    """Peak growth of memory while a model streams in, and what stays, in parts of the model's bytes."""
+def held(rank: int, world_size: int, folder: str, settings: dict[str, Any], streams: bool) -> float:
+    """Peak growth of memory until a model in bf16 is sharded, in parts of its bytes; the files are in fp32."""
     # A mapping of its own for every large block: what is asked is what is held, not how malloc's heap fragments.
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
-    model = empty(folder, settings, torch.float32)
-    total = 4 * sum(p.numel() for p in model.parameters())
     peak = Peak()
     peak.start()
-    model, _ = unbounded.shard(model, optimizer_of(model), {"weights": "host"}, weights=folder)
-    stays = (Peak._held() - peak.first) / total
-    return peak.stop() / total, stays
+    make = empty if streams else loaded
+    model = make(folder, settings, torch.bfloat16, autocast_adapter_dtype=False)
+    plan = {"stage": 3, "weights": "disk", "optimizer": "host"}
+    unbounded.shard(model, optimizer_of(model), plan, weights=folder if streams else None)
+    return peak.stop() / (2 * sum(p.numel() for p in model.parameters()))
 
 
 def test_no_rank_holds_the_base_model_while_it_streams_in(ranks: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        vocab_size=256, hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=4
-    )  # 16 units of 16 MiB
+        vocab_size=256, hidden_size=512, intermediate_size=2048, num_hidden_layers=24, num_attention_heads=4
+    )  # 24 units of 8 MiB in bf16
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    settings = {"target_modules": "all-linear"}
-    for peak, stays in ranks(4, held, str(tmp_path), settings):
-        assert stays == pytest.approx(1 / 4, abs=0.08)
-        assert peak < 0.55  # its shard, a few units on their way, and adapters with their states
+    settings = {"target_modules": "all-linear", "r": 1}
+    assert min(ranks(2, held, str(tmp_path), settings, False)) > 0.9
+    assert max(ranks(2, held, str(tmp_path), settings, True)) < 0.5  # a few units on their way, buffers of the tiers
