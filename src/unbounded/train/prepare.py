@@ -21,6 +21,8 @@ from unbounded.train.world import World
 
 _SHOWN_SHARES = {"device_bytes": 0.35, "host_bytes": 0.7, "disk_bytes": 1.0}
 """Budgets of the job that shows the tiers at work, in parts of its states: neither device nor host holds them all."""
+_LEAST_BUFFERS = 16 << 20
+"""What buffers take of the host's budget however small the model is."""
 
 
 def open_data(settings: Settings, tokenizer: Tokenizer) -> tuple[Corpus, Corpus | None]:
@@ -70,6 +72,7 @@ def plan_of(subject: Subject, settings: Settings) -> dict[str, Any]:
     if settings.model is None and settings.from_config is None and set(plan) <= {"precision"}:
         states = subject.num_parameters * (16 if settings.precision == "fp32" else 14)
         plan |= {key: int(share * states) for key, share in _SHOWN_SHARES.items()}
+        plan["host_bytes"] += _LEAST_BUFFERS
     return plan
 
 
