@@ -133,37 +133,62 @@ class Small:
         return BudgetError(f"short of {num_bytes}")
 
 
+def address(buffer: Any) -> int:
+    return buffer.tensor(torch.uint8, 1).data_ptr()
+
+
 def test_host_buffers_are_given_back_by_dropping_them_and_used_again() -> None:
     room = Small(8 * PAGE)
     buffers = HostBuffers(room)
     first = buffers.take(3 * PAGE - 5)
-    address = first.raw.data_ptr()
+    home = address(first)
     del first
-    second = buffers.take(2 * PAGE)  # up to twice as large is used
-    assert second.raw.data_ptr() == address
-    third = buffers.take(PAGE)
+    second, third = buffers.take(2 * PAGE), buffers.take(1)  # two parts of what the first one had
+    assert (address(second), address(third)) == (home, home + 2 * PAGE)
+    assert room.used == room.arena.used_bytes == 3 * PAGE
+    fourth = buffers.take(PAGE)
     assert room.used == room.arena.used_bytes == 4 * PAGE
-    del second, third
-    small = buffers.take(1)  # three pages would be too many for one byte
-    assert small.raw.numel() == PAGE
+    del third, second  # in any order they grow together again
+    assert address(buffers.take(3 * PAGE)) == home
+    del fourth
+    assert address(buffers.take(PAGE)) != home  # the smallest that fits
     assert room.used == 4 * PAGE
+    buffers.trim()
+    assert room.used == room.arena.used_bytes == 0
+
+
+def test_buffers_in_use_never_overlap() -> None:
+    room = Small(64 * PAGE)
+    buffers, held, generator = HostBuffers(room), {}, torch.Generator().manual_seed(1)
+    for turn in range(400):
+        size = int(torch.randint(1, 9, (), generator=generator))
+        if len(held) > 6:
+            gone = list(held)[int(torch.randint(len(held), (), generator=generator))]
+            buffer, size, value = held.pop(gone)
+            assert (buffer.tensor(torch.int32, size * PAGE // 4) == value).all()
+            del buffer
+        else:
+            buffer = buffers.take(size * PAGE)
+            buffer.tensor(torch.int32, size * PAGE // 4).fill_(turn)
+            held[turn] = (buffer, size, turn)
+            del buffer
+    assert room.used == room.arena.used_bytes <= room.total
+    held.clear()
+    buffers.trim()
+    assert room.used == 0
 
 
 def test_unused_host_buffers_of_the_wrong_size_make_room() -> None:
     room = Small(6 * PAGE)
     buffers = HostBuffers(room)
-    held = buffers.take(2 * PAGE)
-    del held
+    buffers.take(2 * PAGE)
     large = buffers.take(5 * PAGE)  # takes the place of the two pages
     assert room.used == room.arena.used_bytes == 5 * PAGE
     with pytest.raises(BudgetError, match=f"short of {2 * PAGE}"):
         buffers.take(PAGE + 1)
     assert room.arena.used_bytes == 5 * PAGE
     del large
-    assert buffers.take(PAGE).raw.numel() == PAGE
-    room.total = 0
-    assert buffers.take(PAGE).raw.numel() >= PAGE  # a large one, where no new one may be made
-    buffers.trim()
+    buffers.take(PAGE + 1)
 
 
 def test_the_first_pattern_that_matches_a_block_counts() -> None:

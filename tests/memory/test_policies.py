@@ -17,6 +17,7 @@ from tests.memory.models import ALL, Hooked, Layer, Stack, WithDropout, assert_s
 from unbounded.errors import PlanError, StateError
 from unbounded.sharding import _shelves
 
+INSIDE = "ignore:blocks that run inside a checkpoint of the caller"
 POLICIES = ["keep", "recompute", "host", (("blocks.1", "recompute"), ("blocks.[23]", "host"))]
 
 
@@ -28,6 +29,7 @@ def state_of(model: nn.Module) -> list[Any]:
     ]
 
 
+@pytest.mark.filterwarnings(INSIDE)
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_every_policy_gives_the_bits_of_the_plain_model(kind: type[Stack], policy: Any) -> None:
@@ -61,8 +63,12 @@ def test_blocks_that_the_user_checkpoints_are_not_recomputed_twice(kind: str, po
     for block in model.blocks:
         block.up.register_forward_hook(lambda *_: runs.append(1))
     unbounded.checkpoint_activations(model, policy)
-    gradients(model, tokens())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradients(model, tokens())
     assert len(runs) == 2 * len(model.blocks)
+    told = "are left to it, their inputs on the device" in " ".join(str(warning.message) for warning in caught)
+    assert told == (policy == "host")
 
 
 @pytest.mark.parametrize("policy", ["recompute", "host"])

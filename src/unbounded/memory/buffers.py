@@ -1,37 +1,89 @@
-"""Host buffers for activations: taken, given back when the last reference dies, and used again.
+"""Host buffers for activations: cut from chunks of host memory that stay, given back when the last reference dies.
 
-Sizes repeat from block to block and from step to step, so a steady step allocates and pins nothing. A buffer up to
-twice as large as asked for is used as well; with sequences of varying length the buffers settle at the longest.
-Where the budget allows no new one, unused ones of the wrong size are freed first.
+Sizes repeat from block to block and from step to step, so a steady step allocates and pins nothing. A shorter sequence
+takes parts of the chunks that a longer one needed; parts grow together again when they are given back. Where the
+budget allows no new chunk, those that are not in use are freed first.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass, field
 
 import torch
 
 from unbounded.tiers.room import Room
 
 PAGE = 4096
-Returned = tuple[torch.Tensor, torch.cuda.Event | None]
+
+
+@dataclass(eq=False)
+class _Part:
+    """A run of a chunk that is not in use; what it is used for next comes behind the events of its last uses."""
+
+    start: int
+    size: int
+    after: tuple[torch.cuda.Event, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Memory that was allocated at once, and its free parts in order."""
+
+    raw: torch.Tensor
+    free: list[_Part] = field(default_factory=list)
+
+    @property
+    def is_unused(self) -> bool:
+        return len(self.free) == 1 and self.free[0].size == self.raw.numel()
+
+    def cut(self, part: _Part, size: int) -> _Part:
+        """Takes `size` bytes off the front of a free part."""
+        taken = _Part(part.start, size, part.after)
+        self.free.remove(part)
+        if part.size > size:
+            self._insert(_Part(part.start + size, part.size - size, part.after))
+        return taken
+
+    def give_back(self, part: _Part) -> None:
+        """Joins a part with the free ones beside it."""
+        for other in [other for other in self.free if other.stop == part.start or part.stop == other.start]:
+            self.free.remove(other)
+            events = tuple(dict.fromkeys((*part.after, *(event for event in other.after if not event.query()))))
+            part = _Part(min(part.start, other.start), part.size + other.size, events)
+        self._insert(part)
+
+    def _insert(self, part: _Part) -> None:
+        self.free = sorted([*self.free, part], key=lambda one: one.start)
 
 
 class Buffer:
-    """A run of host memory. Dropping it gives it back, to be written again behind `after`."""
+    """A run of host memory. Dropping it gives it back, to be written again behind the events in `after`."""
 
-    __slots__ = ("_home", "after", "raw")
+    __slots__ = ("_chunk", "_home", "_part")
 
-    def __init__(self, raw: torch.Tensor, after: torch.cuda.Event | None, home: deque[Returned]) -> None:
-        self.raw, self.after, self._home = raw, after, home
+    def __init__(self, chunk: _Chunk, part: _Part, home: deque[tuple[_Chunk, _Part]]) -> None:
+        self._chunk, self._part, self._home = chunk, part, home
 
     def __del__(self) -> None:
-        self._home.append((self.raw, self.after))  # no lock: this may run wherever memory is collected
+        self._home.append((self._chunk, self._part))  # no lock: this may run wherever memory is collected
+
+    @property
+    def after(self) -> tuple[torch.cuda.Event, ...]:
+        return self._part.after
+
+    @after.setter
+    def after(self, events: tuple[torch.cuda.Event, ...]) -> None:
+        self._part.after = events
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        return self.raw[: numel * dtype.itemsize].view(dtype)
+        start = self._part.start
+        return self._chunk.raw[start : start + numel * dtype.itemsize].view(dtype)
 
 
 class HostBuffers:
@@ -39,57 +91,45 @@ class HostBuffers:
 
     def __init__(self, room: Room) -> None:
         self.room = room
-        self._returned: deque[Returned] = deque()
-        self._free: list[Returned] = []  # by size
+        self._chunks: list[_Chunk] = []
+        self._returned: deque[tuple[_Chunk, _Part]] = deque()
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, *, pin: bool = False) -> Buffer:
         """A buffer of at least `num_bytes`; BudgetError, before anything is allocated, where there is no room."""
         size = -(-num_bytes // PAGE) * PAGE
         with self._lock:
-            self._sort_returned()
-            fit = self._find(size)
-            if fit is None or fit[0].numel() > 2 * size:
-                if self.room.spare_bytes() < size and fit is None:
-                    self._free_unused()
-                fit = self._allocate(size, pin=pin, instead=fit)
-            else:
-                self._free.remove(fit)
-            return Buffer(*fit, self._returned)
+            self._collect()
+            fits = ((chunk, part) for chunk in self._chunks for part in chunk.free if part.size >= size)
+            best = min(fits, key=lambda fit: fit[1].size, default=None)
+            chunk, part = best or self._allocate(size, pin=pin)
+            return Buffer(chunk, chunk.cut(part, size), self._returned)
 
     def trim(self) -> None:
-        """Frees what is not in use."""
+        """Frees the chunks that are not in use."""
         with self._lock:
-            self._sort_returned()
+            self._collect()
             self._free_unused()
 
-    def _sort_returned(self) -> None:
+    def _collect(self) -> None:
         while self._returned:
-            self._free.append(self._returned.popleft())
-        self._free.sort(key=_size)
+            chunk, part = self._returned.popleft()
+            chunk.give_back(part)
 
-    def _find(self, size: int) -> Returned | None:
-        index = bisect_left(self._free, size, key=_size)
-        return self._free[index] if index < len(self._free) else None
-
-    def _allocate(self, size: int, *, pin: bool, instead: Returned | None) -> Returned:
-        if self.room.spare_bytes() >= size:
-            raw = self.room.arena.allocate(torch.uint8, size, pin=pin)
-            self.room.count(size)
-            return raw, None
-        if instead is None:
+    def _allocate(self, size: int, *, pin: bool) -> tuple[_Chunk, _Part]:
+        if self.room.spare_bytes() < size:
+            self._free_unused()
+        if self.room.spare_bytes() < size:
             raise self.room.shortage(size)
-        self._free.remove(instead)
-        return instead
+        chunk = _Chunk(self.room.arena.allocate(torch.uint8, size, pin=pin), [_Part(0, size)])
+        self.room.count(size)
+        self._chunks.append(chunk)
+        return chunk, chunk.free[0]
 
     def _free_unused(self) -> None:
-        for raw, after in self._free:
-            if after is not None:
-                after.synchronize()
-            self.room.arena.release(raw)
-            self.room.count(-raw.numel())
-        self._free.clear()
-
-
-def _size(entry: Returned) -> int:
-    return entry[0].numel()
+        for chunk in [chunk for chunk in self._chunks if chunk.is_unused]:
+            for event in chunk.free[0].after:
+                event.synchronize()
+            self._chunks.remove(chunk)
+            self.room.arena.release(chunk.raw)
+            self.room.count(-chunk.raw.numel())

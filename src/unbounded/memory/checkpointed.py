@@ -69,9 +69,7 @@ class Checkpointed:
         return self.module.__dict__.get("_compiled_call_impl") is self._outer
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _is_inside_checkpoint():
-            return self._inner(*args, **kwargs)
-        if self._is_checkpointed_by_model():
+        if not torch.is_grad_enabled() or self._is_checkpointed_already():
             return self._inner(*args, **kwargs)
         if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
             return self._inner(*args, **kwargs)
@@ -88,16 +86,19 @@ class Checkpointed:
             inputs.leave()
         return outputs
 
-    def _is_checkpointed_by_model(self) -> bool:
-        """Whether Hugging Face's own switch was turned on since."""
-        if not (self.module.training and is_switched_on(self.module)):
-            return False
-        if self.policy == "host":
+    def _is_checkpointed_already(self) -> bool:
+        """Whether the model itself or its caller recomputes the block. With the policy "host" that is told."""
+        is_switched = self.module.training and is_switched_on(self.module)
+        if is_switched and self.policy == "host":
             raise StateError(
                 f'block {self.name!r} has the activation policy "host", but the gradient checkpointing of the model '
                 "itself was turned on, which keeps inputs on the device. Call model.gradient_checkpointing_disable()."
             )
-        return True
+        is_inside = is_switched or _is_inside_checkpoint()
+        if is_inside and self.policy == "host":
+            message = "blocks that run inside a checkpoint of the caller are left to it, their inputs on the device."
+            warnings.warn(message, UserWarning, stacklevel=2)
+        return is_inside
 
     def _leave_out_cache(self, kwargs: dict[str, Any]) -> bool:
         """Drops an empty cache of keys and values, which running twice would fill twice; a filled one must stay."""

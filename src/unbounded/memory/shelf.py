@@ -63,8 +63,8 @@ class Parcel:
         assert self._flat is not None
         self._check_unchanged(block)
         self._buffer = buffers.take(self._flat.nbytes, pin=self._flat.is_cuda)
-        self._sent = self._mover.send(self._flat, self._stored(), behind=(ready, self._buffer.after))
-        self._buffer.after = self._sent
+        self._sent = self._mover.send(self._flat, self._stored(), behind=(ready, *self._buffer.after))
+        self._buffer.after = (self._sent,) if self._sent is not None else ()
         self.place = Place.LEAVING
         if self._sent is None:
             self.give_up(block)
@@ -81,7 +81,7 @@ class Parcel:
         if self._flat is None and self._arrival is None and self._alive() is None:
             assert self._buffer is not None
             self._arrival = self._mover.bring(self._stored(), behind=self._sent)
-            self._buffer.after = self._arrival.event
+            self._buffer.after = (self._arrival.event,) if self._arrival.event is not None else ()
 
     def fetch(self) -> torch.Tensor:
         """The tensor on its device, for one of its users; the last of them takes the device's copy with it."""
