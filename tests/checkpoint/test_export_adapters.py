@@ -139,3 +139,36 @@ def test_prompts_that_peft_computes_are_refused_with_what_to_call(tmp_path: Path
     with unbounded.full_params(model):
         model.save_pretrained(tmp_path / "out")
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["magnitudes", "head in full", "some tokens", "tied, embedding"])
+def test_an_exported_adapter_is_streamed_in_again_upon_its_base_model(tmp_path: Path, name: str) -> None:
+    kind, settings = ADAPTERS[name]
+    base = save_base(tmp_path / "base", kind)
+    assert trained(0, 1, str(tmp_path), base, settings)
+    expected = logits(read(f"{tmp_path}/live", base))
+    model = empty(base, settings, torch.float32)
+    with reports() as messages:
+        model, _ = unbounded.shard(model, optimizer_of(model), weights=tmp_path / "live")
+    assert messages == []
+    assert torch.equal(logits(model), expected)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama")
+    trained(0, 1, str(tmp_path), base, {"target_modules": ["q_proj"]})
+    for settings, match in (
+        (
+            {"target_modules": ["q_proj"], "r": 2},
+            r"lora_A.default.weight has the shape \[2, 32\] and the file's \[4,",
+        ),
+        ({"target_modules": ["v_proj"]}, r"it lacks .*v_proj.lora_A.weight.* and has .*q_proj.lora_A.weight.* more"),
+    ):
+        model = empty(base, settings, torch.float32)
+        with pytest.raises(unbounded.CheckpointError, match=match):
+            unbounded.shard(model, optimizer_of(model), weights=tmp_path / "live")
+    config = tmp_path / "live" / "adapter_config.json"
+    config.write_text(config.read_text().replace(base, "someone/model"))
+    model = empty(base, {"target_modules": ["q_proj"]}, torch.float32)
+    with pytest.raises(unbounded.CheckpointError, match="for the base model 'someone/model', which is not a folder"):
+        unbounded.shard(model, optimizer_of(model), weights=tmp_path / "live")

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from unbounded.checkpoint.snapshot import persistent_buffers
+from unbounded.checkpoint.weightfiles import ADAPTER_WEIGHTS, Recipe, WeightFolder
 from unbounded.errors import CheckpointError
+from unbounded.zero.meta import shown
 from unbounded.zero.units import find_members
 
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def describe_adapters(model: nn.Module) -> dict[str, Any]:
@@ -45,7 +47,9 @@ def _find_tensors(model: nn.Module, adapter: str, config: Any) -> dict[str, str]
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
     stand_ins = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
     names = {id(stand_in): first.get(name, name) for name, stand_in in stand_ins.items()}
-    saved = get_peft_model_state_dict(model, stand_ins, adapter, save_embedding_layers=False)
+    parameters = {id(p): stand_ins[n] for n, p in model.named_parameters()}
+    with shown(list(model.modules()), parameters):  # peft also asks modules of their own what they hold
+        saved = get_peft_model_state_dict(model, stand_ins, adapter, save_embedding_layers=False)
     if any(id(value) not in names for value in saved.values()):
         return None
     prefix = "" if isinstance(model, PeftModel) else "base_model.model."
@@ -82,6 +86,43 @@ def file_names(adapter: str, about: Mapping[str, Any]) -> dict[str, list[str]]:
     for key, name in about["tensors"].items():
         found.setdefault(name, []).append(key)
     return found
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder itself; of one that holds adapters alone, the folder of the base model that they are for."""
+    config = folder / ADAPTER_CONFIG
+    if not config.is_file() or any(path.name != ADAPTER_WEIGHTS for path in folder.glob("*.safetensors")):
+        return folder
+    name = json.loads(config.read_text()).get("base_model_name_or_path")
+    if not name or not Path(name).is_dir():
+        raise CheckpointError(
+            f"{folder} holds adapters for the base model {name!r}, which is not a folder here. "
+            f"Write its folder into {config}, or give the base model's folder."
+        )
+    return Path(name)
+
+
+def read_adapters(folder: Path, model: nn.Module) -> dict[str, Recipe]:
+    """The recipes of the adapters' tensors that a folder of adapters holds, by the model's names for them."""
+    found: dict[str, Recipe] = {}
+    for adapter, about in describe_adapters(model).items():
+        place = adapter_folder(folder, adapter)
+        if (place / ADAPTER_WEIGHTS).is_file():
+            weights = WeightFolder(place, only=ADAPTER_WEIGHTS)
+            names = file_names(adapter, about)
+            found |= {n: weights.recipe(keys[0]) for n, keys in names.items() if keys[0] in weights.places}
+            lacking = [keys[0] for keys in names.values() if keys[0] not in weights.places]
+            more = sorted(set(weights.places) - set(about["tensors"]))
+            if lacking or more:
+                raise CheckpointError(
+                    f"the adapter in {place} is not the model's {adapter!r}: it lacks {_shown(lacking)} and has "
+                    f"{_shown(more)} more. Build the model with the configuration beside it."
+                )
+    return found
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "") if names else "nothing"
 
 
 def write_config(folder: Path, about: Mapping[str, Any]) -> None:

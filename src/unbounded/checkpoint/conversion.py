@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from unbounded.checkpoint import folder as folders
-from unbounded.checkpoint.adapters import ADAPTER_WEIGHTS, adapter_folder, file_names, write_config
+from unbounded.checkpoint.adapters import adapter_folder, file_names, write_config
 from unbounded.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from unbounded.checkpoint.reading import Files
 from unbounded.checkpoint.snapshot import BUFFER, WEIGHT
 from unbounded.checkpoint.tensorfile import Planned, ShardWriter, plan_file, plan_shards
+from unbounded.checkpoint.weightfiles import ADAPTER_WEIGHTS
 from unbounded.errors import CheckpointError
 from unbounded.planner.sizes import parse_bytes
 

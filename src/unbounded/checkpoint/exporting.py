@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded.checkpoint.adapters import ADAPTER_WEIGHTS, adapter_folder, describe_adapters, file_names, write_config
+from unbounded.checkpoint.adapters import adapter_folder, describe_adapters, file_names, write_config
 from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.saving import settle
 from unbounded.checkpoint.snapshot import persistent_buffers
 from unbounded.checkpoint.tensorfile import Planned, ShardWriter, plan_file, plan_shards
+from unbounded.checkpoint.weightfiles import ADAPTER_WEIGHTS
 from unbounded.planner.sizes import parse_bytes
 from unbounded.sharding import Sharded, sharded
 from unbounded.zero.unit import Unit

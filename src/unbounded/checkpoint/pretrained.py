@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from unbounded.checkpoint.adapters import base_folder, read_adapters
 from unbounded.checkpoint.snapshot import persistent_buffers
 from unbounded.checkpoint.weightfiles import Recipe, Recipes, WeightFolder, ignored
 from unbounded.errors import CheckpointError
@@ -29,10 +31,17 @@ logger = logging.getLogger("unbounded")
 def install_weights(
     model: nn.Module, entries: Entries, installer: Installer, folder: str | os.PathLike[str], device: torch.device
 ) -> None:
-    """All ranks of the axis must call this. Fills the units from a folder of safetensors."""
-    weights = WeightFolder(folder)
+    """All ranks of the axis must call this. Fills the units from a folder of safetensors.
+
+    A folder of adapters alone stands for its base model's folder, with the adapters of the same name from here.
+    """
+    given = Path(folder).expanduser()
+    base = base_folder(given)
+    adapters = read_adapters(given, model) if base != given else {}
+    weights = WeightFolder(base)
     try:
-        PretrainedModel(model, device, weights, entries, reads=installer.ranks.rank == 0).install(entries, installer)
+        reads = installer.ranks.rank == 0
+        PretrainedModel(model, device, weights, entries, adapters, reads=reads).install(entries, installer)
     finally:
         weights.close()
 
@@ -41,7 +50,14 @@ class PretrainedModel(MetaModel):
     """A model whose modules are filled from files, and initialised where the files have nothing for them."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, weights: WeightFolder, entries: Entries, *, reads: bool
+        self,
+        model: nn.Module,
+        device: torch.device,
+        weights: WeightFolder,
+        entries: Entries,
+        adapters: Mapping[str, Recipe],
+        *,
+        reads: bool,
     ) -> None:
         super().__init__(model, device)
         self.reads, self.folder = reads, weights.folder
@@ -59,7 +75,7 @@ class PretrainedModel(MetaModel):
             for base in [next((n for n in self._base_names(names) if n in recipes.found), None)]
             if base is not None
             for name in names
-        }
+        } | dict(adapters)
         self._check_shapes(tensors)
         if reads:
             self._report(tensors, recipes.unexpected)
@@ -120,11 +136,20 @@ class PretrainedModel(MetaModel):
         return gather_values(unit, parameters, members[0].parameter.dtype)
 
     def _fill(self, module: nn.Module) -> None:
-        prefix = self._prefixes[id(module)]
-        lacking = self._lacking(prefix.removesuffix("."), module)
+        lacking = self._lacking(self._prefixes[id(module)].removesuffix("."), module)
         self._materialise_buffers(module)
         if lacking:
             self._reset(module)
+        self._read(module)
+
+    def _fill_step(self, graft: nn.Module | None, modules: Sequence[nn.Module]) -> None:
+        super()._fill_step(graft, modules)
+        for module in modules:
+            if self.grafts.is_grafted(module):
+                self._read(module)
+
+    def _read(self, module: nn.Module) -> None:
+        prefix = self._prefixes[id(module)]
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             recipe = self._recipes.get(prefix + key)
             # Buffers stay whole on every rank; parameters come to the others by a broadcast.

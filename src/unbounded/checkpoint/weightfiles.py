@@ -22,15 +22,20 @@ from unbounded.checkpoint.manifest import MissingCheckpointError
 from unbounded.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightFolder:
     """The tensors of a folder of safetensors, by name."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, only: str | None = None) -> None:
         self.folder = Path(folder).expanduser()
         self._files: dict[str, Any] = {}
-        self.places = self._find()
+        self.places = self._find() if only is None else self._list([only])
+
+    def recipe(self, key: str) -> Recipe:
+        """A tensor of the model that is this one."""
+        return Recipe(lambda: self.read(key), self.shape(key), [key])
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._open(self.places[key]).get_slice(key).get_shape())
@@ -62,10 +67,13 @@ class WeightFolder:
             raise MissingCheckpointError(
                 f"{self.folder} has no .safetensors files. Give one written by save_pretrained or unbounded.export."
             )
-        return {key: name for name in found for key in self._open(name).keys()}  # noqa: SIM118
+        return self._list(found)
+
+    def _list(self, names: Iterable[str]) -> dict[str, str]:
+        return {key: name for name in names for key in self._open(name).keys()}  # noqa: SIM118
 
     def _all(self) -> Iterable[Path]:
-        return self.folder.glob("*.safetensors")
+        return (path for path in self.folder.glob("*.safetensors") if path.name != ADAPTER_WEIGHTS)
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -109,7 +117,7 @@ class Recipes:
         self.unexpected.append(key)
 
     def _add(self, name: str, key: str) -> None:
-        self.found[name] = Recipe(lambda: self.weights.read(key), self.weights.shape(key), [key])
+        self.found[name] = self.weights.recipe(key)
 
     def _match_with_transforms(self, model: nn.Module, transforms: list[Any]) -> None:
         from transformers import core_model_loading as loading

@@ -44,7 +44,7 @@ class MetaModel:
                     values[key] = self._open(unit, members)
                     slots = unit.slot_views(values[key])
                     views |= {id(m.parameter): slots[m.parameter._index] for m in members}  # type: ignore[attr-defined]
-            with _shown(modules, views):
+            with shown(modules, views):
                 self._fill_step(graft, modules)
             for key, (unit, members, places) in touched.items():
                 waiting[key].difference_update(id(module) for module in modules)
@@ -108,22 +108,22 @@ class MetaModel:
 
 
 @contextmanager
-def _shown(modules: Sequence[nn.Module], views: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Inside, modules hold views of the open units in place of their managed parameters; what is written is kept."""
+def shown(modules: Sequence[nn.Module], views: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Inside, modules hold these tensors in place of their parameters; what is written is kept in them."""
     managed = [(module, dict(module._parameters)) for module in modules]
-    shown: list[tuple[nn.Parameter, torch.Tensor]] = []
+    placed: list[tuple[nn.Parameter, torch.Tensor]] = []
     for module, own in managed:
         for key, parameter in own.items():
             if parameter is not None and id(parameter) in views:
                 value = nn.Parameter(views[id(parameter)], requires_grad=parameter.requires_grad)
                 module._parameters[key] = value
-                shown.append((value, views[id(parameter)]))
+                placed.append((value, views[id(parameter)]))
     try:
         yield
     finally:
         for module, own in managed:
             module._parameters.update(own)
-    for value, view in shown:
+    for value, view in placed:
         if value.data_ptr() != view.data_ptr():  # given other data instead of being written to
             view.copy_(value.detach())
 
