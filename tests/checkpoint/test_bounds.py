@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,23 +16,28 @@ from unbounded.checkpoint.manifest import read_manifest
 from unbounded.checkpoint.reading import Files
 from unbounded.native.disk import DiskFile
 from unbounded.sharding import sharded
+from unbounded.tiers.budget import size_buffers
+from unbounded.tiers.staging import size_staging
 
 MIB = 1 << 20
 
 
-def build(tier: str, seed: int = 0) -> Any:
+def build(tier: str, seed: int = 0, **fields: Any) -> Any:
     """48 MiB of states in four units."""
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = unbounded.shard(
-        model, optimizer, {"precision": "bf16", "weights": tier, "optimizer": tier, "gradients": "host"}
-    )
+    plan = {"precision": "bf16", "weights": tier, "optimizer": tier, "gradients": "device", **fields}
+    model, optimizer = unbounded.shard(model, optimizer, plan)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
     model(torch.randn(2, 1024)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     optimizer.wait()
-    return model, optimizer
 
 
 def test_a_save_writes_and_a_load_reads_every_byte_once(tmp_path: Path, monkeypatch: Any) -> None:
@@ -39,9 +45,11 @@ def test_a_save_writes_and_a_load_reads_every_byte_once(tmp_path: Path, monkeypa
     for name in moved:
         move = getattr(DiskFile, name)
 
-        def counted(self: Any, offset: int, tensor: torch.Tensor, name: str = name, move: Any = move) -> Any:
+        def counted(
+            self: Any, offset: int, tensor: torch.Tensor, *sums: Any, name: str = name, move: Any = move
+        ) -> Any:
             moved[name] += tensor.numel() * tensor.element_size()
-            return move(self, offset, tensor)
+            return move(self, offset, tensor, *sums)
 
         monkeypatch.setattr(DiskFile, name, counted)
     monkeypatch.setattr(loading, "STAGED_BYTES", 0)
@@ -57,8 +65,8 @@ def test_a_save_writes_and_a_load_reads_every_byte_once(tmp_path: Path, monkeypa
 def test_states_in_host_memory_are_written_and_read_without_a_copy(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(loading, "STAGED_BYTES", 0)
     staged: list[int] = []
-    stage = stream.Writer._buffer
-    monkeypatch.setattr(stream.Writer, "_buffer", lambda self: (staged.append(1), stage(self))[1])
+    lease = stream.Writer._lease
+    monkeypatch.setattr(stream.Writer, "_lease", lambda self: (staged.append(1), lease(self))[1])
     model, optimizer = build("host")
     unbounded.save(tmp_path / "c", model, optimizer)
     assert len(staged) == 1  # what is small: the random states
@@ -80,30 +88,103 @@ def test_states_in_host_memory_are_written_and_read_without_a_copy(tmp_path: Pat
     assert sum(inside) > 0.9 * 48 * MIB
 
 
-def test_states_on_disk_pass_through_bounded_buffers(tmp_path: Path, monkeypatch: Any) -> None:
-    from unbounded.checkpoint import reading, targets, transfer
+class Peak:
+    """The most that a model's host tier has counted since `reset`."""
 
+    def __init__(self, model: nn.Module, monkeypatch: Any) -> None:
+        self.arena = sharded(model).tiers.arena
+        self.reset()
+        allocate = type(self.arena).allocate
+
+        def watched(arena: Any, *arguments: Any, **options: Any) -> Any:
+            made = allocate(arena, *arguments, **options)
+            if arena is self.arena:
+                self.bytes = max(self.bytes, arena.used_bytes)
+            return made
+
+        monkeypatch.setattr(type(self.arena), "allocate", watched)
+
+    def reset(self) -> None:
+        self.bytes = self.arena.used_bytes
+
+
+def test_states_on_disk_pass_through_a_few_buffers_that_stay(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(loading, "STAGED_BYTES", 0)
-    for module in (stream, reading, targets, transfer):
-        monkeypatch.setattr(module, "CHUNK_BYTES", MIB)
-    model, optimizer = build("disk")
-    arena = sharded(model).tiers.arena
-    before, peak = arena.used_bytes, [0]
-    allocate = type(arena).allocate
-
-    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
-        made = allocate(self, *arguments, **options)
-        peak[0] = max(peak[0], self.used_bytes - before)
-        return made
-
-    monkeypatch.setattr(type(arena), "allocate", watched)
+    model, optimizer = build("disk", host_bytes=96 * MIB)
+    peak, pool = Peak(model, monkeypatch), sharded(model).tiers.staging
+    assert (pool.count, pool.buffer_bytes) == (4, MIB)  # of a sixteenth of 96 MiB
+    before = peak.bytes
     unbounded.save(tmp_path / "c", model, optimizer)
-    assert 0 < peak[0] <= (stream.NUM_BUFFERS + 1) * MIB
-    other, optimizer = build("disk", seed=1)
-    arena = sharded(other).tiers.arena
-    before, peak[0] = arena.used_bytes, 0
+    assert 0 < peak.bytes - before <= 4 * MIB
+    made = peak.arena.used_bytes
+    for _ in range(2):
+        unbounded.save(tmp_path / "c", model, optimizer)
+        unbounded.load(tmp_path / "c", model, optimizer)
+    assert peak.bytes == peak.arena.used_bytes == made
+    other, optimizer = build("disk", seed=1, host_bytes=96 * MIB)
     unbounded.load(tmp_path / "c", other, optimizer)
-    assert 0 < peak[0] <= (2 * transfer.DEPTH + 2) * MIB
-    assert arena.used_bytes == before
     unbounded.save(tmp_path / "again", other, optimizer)
+    assert_same(whole(tmp_path / "again"), whole(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_checkpoints_keep_within_the_hosts_budget(tmp_path: Path, monkeypatch: Any, tier: str) -> None:
+    budget = (48 + 24) * MIB if tier == "host" else 24 * MIB  # the states, and what their buffers need
+    model, optimizer = build(tier, host_bytes=budget)
+    peak = Peak(model, monkeypatch)
+    unbounded.save(tmp_path / "c", model, optimizer)
+    handle = unbounded.save(tmp_path / "c", model, optimizer, wait=False)
+    step(model, optimizer)
+    handle.wait()
+    transfers: list[bool] = []
+    transfer = loading.Transfer
+    monkeypatch.setattr(
+        loading, "Transfer", lambda *args, staged: (transfers.append(staged), transfer(*args, staged=staged))[1]
+    )
+    unbounded.load(tmp_path / "c", model, optimizer)
+    assert transfers == [False]  # 48 MiB would wait in memory, as they do where the budget has room
+    assert peak.bytes <= budget
+    other, optimizer = build(tier)
+    unbounded.load(tmp_path / "c", other, optimizer)
+    assert transfers == [False, True]
+
+
+def test_a_plan_sets_the_staging_buffers_aside() -> None:
+    assert size_staging(None) == size_staging(64 << 30) == (8, 16 * MIB)
+    assert size_staging(1 << 30) == (8, 8 * MIB)
+    assert size_staging(0) == (2, MIB)
+    for host in (16 * MIB, 1 << 30, 64 << 30):
+        count, buffer_bytes = size_staging(host)
+        with_staging = size_buffers(host, 20)
+        alone = (with_staging.num_update + with_staging.num_bounce) * with_staging.buffer_bytes
+        assert with_staging.num_bytes == alone + count * buffer_bytes
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_failure_in_the_middle_gives_every_buffer_back(
+    tmp_path: Path, monkeypatch: Any, tier: str, operation: str
+) -> None:
+    monkeypatch.setattr(loading, "STAGED_BYTES", 0)
+    model, optimizer = build(tier, host_bytes=96 * MIB)
+    unbounded.save(tmp_path / "c", model, optimizer)
+    pool, move, calls = sharded(model).tiers.staging, getattr(DiskFile, operation), [0]
+
+    class Failed:
+        def wait(self) -> None:
+            raise unbounded.errors.DiskError(5, "the disk failed")
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        calls[0] += 1
+        return Failed() if calls[0] % 7 == 0 else move(self, *arguments)
+
+    work = unbounded.save if operation == "write" else unbounded.load
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskFile, operation, failing)
+        with pytest.raises(unbounded.errors.DiskError, match="the disk failed"):
+            work(tmp_path / "c", model, optimizer)
+    assert calls[0] >= 7
+    assert len(pool._free) == pool._made > 0
+    unbounded.load(tmp_path / "c", model, optimizer)
+    unbounded.save(tmp_path / "again", model, optimizer)
     assert_same(whole(tmp_path / "again"), whole(tmp_path / "c"))

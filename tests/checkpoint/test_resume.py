@@ -248,7 +248,7 @@ def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]
     from unbounded.checkpoint import stream
 
     events: list[str] = []
-    take = stream.Writer._check_and_write
+    take = stream.Writer._write
     stream.CHUNK_BYTES = stream.BLOCK_BYTES = stream.LARGE_BYTES = 4096  # many chunks of a small file
 
     def slow(self: Any, chunk: Any) -> Any:
@@ -256,7 +256,7 @@ def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]
         events.append("read")
         return take(self, chunk)
 
-    stream.Writer._check_and_write = slow
+    stream.Writer._write = slow
     try:
         model, optimizer = build({"weights": "host", "optimizer": "host"})
         train(model, optimizer, 0, 2, rank)
@@ -269,7 +269,7 @@ def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]
         events.append("stepped")
         handle.wait()
     finally:
-        stream.Writer._check_and_write = take
+        stream.Writer._write = take
         stream.CHUNK_BYTES, stream.BLOCK_BYTES, stream.LARGE_BYTES = 16 << 20, 1 << 20, 1 << 20
     other, optimizer = build({}, seed=99)
     unbounded.load(f"{folder}/behind", other, optimizer)

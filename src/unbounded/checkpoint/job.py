@@ -194,8 +194,8 @@ class SaveJob:
     def _write_file(self) -> FileEntry:
         name = folders.data_name(self.peers.rank)
         size = max(1, lay_out(self.snapshot.segments).nbytes)
-        with disk_engine().open(self.staging / name, create=True, size_bytes=size) as file:
-            entry = Writer(file, self.state.tiers.arena).write(name, self.snapshot.segments)
+        with disk_engine(behind=self.copy).open(self.staging / name, create=True, size_bytes=size) as file:
+            entry = Writer(file, self.state.tiers.staging).write(name, self.snapshot.segments)
             file.truncate(entry.nbytes)
             file.sync()
         folders.sync_folder(self.staging)

@@ -5,10 +5,10 @@
     all   states in one pass; every block is verified before it is used
     all   agree; counts, hyper-parameters, random states; gathered copies made stale
 
-Nothing half-loaded can be used. A rank's share up to STAGED_BYTES is verified whole before anything is changed, so
-the model is as it was before. A larger one is put in place as it is read, because reading twice would halve the
-speed and a second copy would double the memory; should a block then turn out to be damaged, every unit is marked,
-on all ranks, and refuses to be trained, read or saved until a load succeeds.
+Nothing half-loaded can be used. A rank's share up to STAGED_BYTES, and no more than the host's budget has left, is
+verified whole before anything is changed, so the model is as it was before. A larger one is put in place as it is
+read, because reading twice would halve the speed and a second copy would double the memory; should a block then turn
+out to be damaged, every unit is marked, on all ranks, and refuses to be trained, read or saved until a load succeeds.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ class _Loading:
         self.folder = Path(found[0])
         self.peers.agree(self._open)
         needs = self.peers.agree(self._prepare)
-        staged = max(needs) <= STAGED_BYTES
-        transfer = Transfer(self.files, self.source, self.state.rules, self.state.tiers.arena, staged=staged)  # type: ignore[arg-type]
+        rooms = self.peers.agree(self._room)
+        staged = all(need <= room for need, room in zip(needs, rooms, strict=True))
+        transfer = Transfer(self.files, self.source, self.state.rules, self.state.tiers.staging, staged=staged)  # type: ignore[arg-type]
         try:
             self.peers.agree(lambda: self._transfer(transfer))
             self.peers.agree(transfer.install)
@@ -176,6 +177,14 @@ class _Loading:
         gradients = self.gradients.num_bytes if self.gradients is not None else 0
         converted = sum((c.stop - c.start) * 4 for c in self.conversions)
         return sum(copy.nbytes for copy in self.copies) + converted + gradients
+
+    def _room(self) -> int:
+        """How much this rank may hold in memory until all of it is verified."""
+        tiers = self.state.tiers
+        budget, pool = tiers.budgets["host"], tiers.staging
+        if budget is None:
+            return STAGED_BYTES
+        return min(STAGED_BYTES, budget - tiers.arena.used_bytes - pool.count * pool.buffer_bytes)
 
     def _getter(self, rank: int) -> values.Get:
         def get(name: str) -> torch.Tensor:

@@ -1,34 +1,69 @@
-"""Reading data files: large asynchronous reads of whole checksum blocks, each verified before anyone uses it."""
+"""Reading data files: large asynchronous reads of whole checksum blocks, each verified before anyone uses it.
+
+The threads of the disk engine verify what they have read, beside the reads that follow; a wait for a read ends only
+when its bytes are the ones that were written.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from unbounded.checkpoint.manifest import Manifest, TensorEntry
+from unbounded.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.slices import plan_extents
-from unbounded.errors import CheckpointError
-from unbounded.native.disk import DiskEngine, DiskFile, DiskHandle, crc32c
+from unbounded.errors import CheckpointError, DiskError
+from unbounded.native.disk import Checksums, DiskEngine, DiskFile, DiskHandle, crc32c
 from unbounded.native.memory import host_buffer
 
 CHUNK_BYTES = 16 << 20
+PAGE = 4096
 
 
-def disk_engine() -> DiskEngine:
-    """The process's engine for checkpoints, kept: it finds out while working how much a disk likes in flight."""
-    return _engine_of(os.getpid())
+# Of the threads that save beside training: they take the cores' idle moments, and a tenth of a core that has none.
+NICENESS = 10
 
 
-@lru_cache(maxsize=1)
-def _engine_of(pid: int) -> DiskEngine:
+def disk_engine(*, behind: bool = False) -> DiskEngine:
+    """The process's engine for checkpoints, kept: it finds out while working how much a disk likes in flight.
+
+    The one for work `behind` training has threads that give way to those of the training.
+    """
+    return _engine_of(os.getpid(), behind)
+
+
+@lru_cache(maxsize=2)
+def _engine_of(pid: int, behind: bool) -> DiskEngine:
     # For transfers of megabytes threads and io_uring are level, and measuring costs half a second of a first save.
-    return DiskEngine(backend="threads")
+    return DiskEngine(backend="threads", niceness=NICENESS if behind else 0)
+
+
+class Read:
+    """Whole blocks of a file on their way into memory. `wait` ends when they have arrived and are verified."""
+
+    def __init__(self, files: Files, number: int, offset: int, target: torch.Tensor) -> None:
+        self._files, self._place = files, (number, offset, target)
+        self._sums = files.expected(number, offset, target.numel())
+        self._handle: DiskHandle = files.opened(number).read(offset, target, self._sums)
+
+    def wait(self) -> None:
+        try:
+            self._handle.wait()
+        except DiskError as error:
+            if error.errno == errno.EBADMSG:
+                self._files.verify(*self._place)  # tells which block it is and what lies there
+            raise
+        if self._sums is None:
+            self._files.verify(*self._place)
+
+    def span_ns(self) -> tuple[int, int]:
+        return self._handle.span_ns()
 
 
 class Files:
@@ -54,12 +89,25 @@ class Files:
                 f"the checkpoint in {self.folder} is incomplete: {'; '.join(wrong)}. Copy it again, or load another."
             )
 
-    def read(self, number: int, offset: int, target: torch.Tensor) -> DiskHandle:
-        """Starts filling `target` from byte `offset` of file `number`."""
+    def read(self, number: int, offset: int, target: torch.Tensor) -> Read:
+        """Starts filling `target` with whole blocks of file `number` from byte `offset` on."""
+        return Read(self, number, offset, target)
+
+    def opened(self, number: int) -> DiskFile:
         if number not in self._open:
             path = self.folder / self.manifest.files[number].name
             self._open[number] = disk_engine().open(path, read_only=True)
-        return self._open[number].read(offset, target)
+        return self._open[number]
+
+    def expected(self, number: int, offset: int, nbytes: int) -> Checksums | None:
+        """The checksums of whole blocks at `offset`, or None where a shorter block lies between others."""
+        file = self.manifest.files[number]
+        first, last = bisect_left(file.edges, offset), bisect_left(file.edges, offset + nbytes)
+        if first == last or file.edges[last - 1] != offset + (last - first - 1) * file.block_bytes:
+            return None
+        if disk_engine().block_bytes % file.block_bytes or nbytes % PAGE:
+            return None
+        return Checksums(file.block_bytes, file.crc32c[first:last])
 
     def verify(self, number: int, offset: int, data: torch.Tensor) -> None:
         """Raises unless `data`, whole blocks read at `offset`, has the checksums it was written with."""
@@ -91,7 +139,6 @@ class Files:
             (extent,) = plan_extents([(run.offset, run.offset + nbytes)], self.manifest.files[run.file].edges, 0)
             buffer = host_buffer(extent.stop - extent.start)
             self.read(run.file, extent.start, buffer).wait()
-            self.verify(run.file, extent.start, buffer)
             position = (run.start - start) * itemsize
             inside = run.offset - extent.start
             raw[position : position + nbytes].copy_(buffer[inside : inside + nbytes])
@@ -99,22 +146,15 @@ class Files:
     def verify_all(self) -> None:
         """Reads every file once, a few chunks ahead, and verifies every block."""
         buffers: deque[torch.Tensor] = deque(host_buffer(CHUNK_BYTES) for _ in range(4))
-        pending: deque[tuple[int, int, torch.Tensor, DiskHandle]] = deque()
-
-        def finish() -> None:
-            number, offset, data, read = pending.popleft()
-            read.wait()
-            self.verify(number, offset, data)
-
+        pending: deque[Read] = deque()
         for number, file in enumerate(self.manifest.files):
-            for start, stop in _chunks(file.edges):
+            for start, stop in _chunks(file):
                 if len(pending) == len(buffers):
-                    finish()
+                    pending.popleft().wait()
                 buffers.rotate()
-                data = buffers[0][: stop - start]
-                pending.append((number, start, data, self.read(number, start, data)))
+                pending.append(self.read(number, start, buffers[0][: stop - start]))
         while pending:
-            finish()
+            pending.popleft().wait()
 
     def _names(self, number: int, start: int, stop: int) -> str:
         """The tensors that lie in these bytes, for the message."""
@@ -139,13 +179,8 @@ class Files:
         self.close()
 
 
-def _chunks(edges: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive blocks, as many as a buffer holds at a time."""
-    start, stop = 0, 0
-    for edge in edges[1:]:
-        if edge - start > CHUNK_BYTES:
-            yield start, stop
-            start = stop
-        stop = edge
-    if stop > start:
-        yield start, stop
+def _chunks(file: FileEntry) -> Iterator[tuple[int, int]]:
+    """The file in stretches of whole blocks, each as much as a buffer holds and from one start on."""
+    for first, last in zip(file.starts, [*file.starts[1:], file.nbytes], strict=True):
+        for start in range(first, last, CHUNK_BYTES):
+            yield start, min(start + CHUNK_BYTES, last)

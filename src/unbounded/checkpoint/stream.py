@@ -1,12 +1,12 @@
 """One rank's data file as a stream: arrays of any tier go through bounded buffers into large aligned writes.
 
     read     | c2 | c3 |              states on disk or on a GPU into staging buffers
-    check         | c1 |              CRC32C of every block
-    write              | c0 |         asynchronous, straight from host memory where it holds a whole chunk
+    write         | c0 | c1 |         CRC32C of every block, then the write, on the threads of the disk engine
 
 A large segment has chunks of its own, which are written straight from its array where that is in host memory;
 small ones are put together in staging buffers, many to a chunk. Segments start on pages, so transfers from the disk
-tier are aligned, and the padding between them is zero and checksummed like everything else.
+tier are aligned, and the padding between them is zero and checksummed like everything else. This thread touches no
+byte of what is large: it may be beside a training loop, whose interpreter it shares.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from unbounded.checkpoint.manifest import BLOCK_BYTES, FileEntry
 from unbounded.checkpoint.reading import CHUNK_BYTES
-from unbounded.native.disk import DiskFile, DiskHandle, crc32c
+from unbounded.native.disk import Checksums, DiskFile, DiskHandle
 from unbounded.observe import trace
-from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import Array, Waitable
 from unbounded.tiers.lane import Handle
+from unbounded.tiers.pool import BufferPool, Lease
 
-# Half of them read ahead, half being written: enough that the disk stays busy while this thread waits for a core.
-NUM_BUFFERS = 16
+# Chunks being written: enough that the disk stays busy while this thread waits for a core.
+DEPTH = 8
 PAGE = 4096
 LARGE_BYTES = BLOCK_BYTES
 
@@ -65,9 +65,10 @@ class Chunk:
     nbytes: int
     parts: list[Part]
     bytes: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    staged: torch.Tensor | None = None
+    lease: Lease | None = None
     waits: list[Waitable] = field(default_factory=list)
     writing: DiskHandle | None = None
+    sums: Checksums | None = None
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,12 @@ def lay_out(segments: Sequence[Segment]) -> FileLayout:
     return FileLayout(tuple(starts), offset)
 
 
-def cut_chunks(segments: Sequence[Segment], layout: FileLayout) -> Iterator[Chunk]:
+def cut_chunks(segments: Sequence[Segment], layout: FileLayout, chunk_bytes: int) -> Iterator[Chunk]:
     """The chunks of the file in order, each with the parts of segments inside it."""
     index = 0
     for first, last in zip(layout.starts, [*layout.starts[1:], layout.nbytes], strict=True):
-        for offset in range(first, last, CHUNK_BYTES):
-            stop = min(offset + CHUNK_BYTES, last)
+        for offset in range(first, last, chunk_bytes):
+            stop = min(offset + chunk_bytes, last)
             parts = []
             while index < len(segments) and segments[index].offset < stop:
                 segment = segments[index]
@@ -110,49 +111,54 @@ def cut_chunks(segments: Sequence[Segment], layout: FileLayout) -> Iterator[Chun
 
 
 class Writer:
-    """Carries the chunks of one file, and completes the readers of segments as their last bytes are read."""
+    """Writes segments into one file. `staging` must be free; all of it is given back, also after a failure."""
 
-    def __init__(self, file: DiskFile, arena: HostArena) -> None:
-        self.file, self.arena = file, arena
-        self._free: list[torch.Tensor] = []
-        self._num_buffers = 0
+    def __init__(self, file: DiskFile, staging: BufferPool) -> None:
+        self.file, self.staging = file, staging
         self._ahead: deque[Chunk] = deque()
         self._behind: deque[Chunk] = deque()
+        self._num_leased = 0
         self._pending: dict[int, int] = {}
 
     def write(self, name: str, segments: Sequence[Segment]) -> FileEntry:
         """Writes all segments, waits for them and syncs the file."""
         layout = lay_out(segments)
-        self._count(segments, layout)
-        sums: list[int] = []
+        chunks = list(cut_chunks(segments, layout, min(CHUNK_BYTES, self.staging.buffer_bytes)))
+        self._count(chunks)
         try:
-            for chunk in cut_chunks(segments, layout):
-                self._read(chunk)
-                self._ahead.append(chunk)
-                if len(self._ahead) > NUM_BUFFERS // 2:
-                    sums += self._check_and_write(self._ahead.popleft())
+            for chunk in chunks:
+                self._begin(chunk)
             while self._ahead:
-                sums += self._check_and_write(self._ahead.popleft())
+                self._write(self._ahead.popleft())
             while self._behind:
                 self._finish(self._behind.popleft())
         finally:
-            self._abandon()
+            self._abandon(chunks)
         self.file.sync()
+        sums = [value for chunk in chunks if chunk.sums is not None for value in chunk.sums.values()]
         return FileEntry(name, layout.nbytes, BLOCK_BYTES, layout.starts, tuple(sums))
 
-    def _count(self, segments: Sequence[Segment], layout: FileLayout) -> None:
+    def _count(self, chunks: Sequence[Chunk]) -> None:
         """Counts the chunks that every reader's segments are in."""
-        for chunk in cut_chunks(segments, layout):
+        for chunk in chunks:
             for reader in _readers(chunk):
                 self._pending[id(reader)] = self._pending.get(id(reader), 0) + 1
 
-    def _read(self, chunk: Chunk) -> None:
+    def _begin(self, chunk: Chunk) -> None:
+        """Writes a chunk that lies in host memory; starts bringing any other into a buffer."""
         direct = _whole_part(chunk)
         if direct is not None:
             chunk.bytes = direct
+            self._write(chunk)
             return
-        chunk.staged = self._buffer()
-        chunk.bytes = chunk.staged[: chunk.nbytes]
+        self._stage(chunk)
+        self._ahead.append(chunk)
+        if len(self._ahead) > self.staging.count // 2:
+            self._write(self._ahead.popleft())
+
+    def _stage(self, chunk: Chunk) -> None:
+        chunk.lease = self._lease()
+        chunk.bytes = chunk.lease.tensor(torch.uint8, chunk.nbytes)
         position = 0
         for part in chunk.parts:
             chunk.bytes[position : part.position].zero_()
@@ -162,28 +168,26 @@ class Writer:
             chunk.waits.append(segment.array.fetch(target, segment.start + part.start // dtype.itemsize))
         chunk.bytes[position:].zero_()
 
-    def _check_and_write(self, chunk: Chunk) -> list[int]:
+    def _write(self, chunk: Chunk) -> None:
         for wait in chunk.waits:
             wait.wait()
         chunk.waits.clear()
-        if chunk.staged is not None:
+        if chunk.lease is not None:
             self._tell(chunk)
-        sums = [crc32c(block) for block in chunk.bytes.split(BLOCK_BYTES)]
-        chunk.writing = self.file.write(chunk.offset, chunk.bytes)
+        chunk.sums = Checksums.empty(BLOCK_BYTES, chunk.nbytes)
+        chunk.writing = self.file.write(chunk.offset, chunk.bytes, chunk.sums)
         self._behind.append(chunk)
-        while len(self._behind) > NUM_BUFFERS // 2:
+        while len(self._behind) > DEPTH:
             self._finish(self._behind.popleft())
-        return sums
 
     def _finish(self, chunk: Chunk) -> None:
         assert chunk.writing is not None
         chunk.writing.wait()
         start, stop = chunk.writing.span_ns()
         trace.record("disk write", "checkpoint", start, stop, bytes=chunk.nbytes)
-        if chunk.staged is None:
+        if chunk.lease is None:
             self._tell(chunk)
-        else:
-            self._free.append(chunk.staged)
+        self._let_go(chunk)
 
     def _tell(self, chunk: Chunk) -> None:
         """The chunk's bytes are safe from changes now: readers with nothing left to read are over."""
@@ -192,28 +196,33 @@ class Writer:
             if not self._pending[id(reader)]:
                 reader.complete()
 
-    def _buffer(self) -> torch.Tensor:
-        while not self._free and self._num_buffers >= NUM_BUFFERS + 1 and self._behind:
-            self._finish(self._behind.popleft())
-        if self._free:
-            return self._free.pop()
-        self._num_buffers += 1
-        return self.arena.allocate(torch.uint8, CHUNK_BYTES)
+    def _lease(self) -> Lease:
+        """A staging buffer. All that are out are this writer's own, so it goes on with them rather than wait."""
+        while self._num_leased == self.staging.count:
+            if self._behind:
+                self._finish(self._behind.popleft())
+            else:
+                self._write(self._ahead.popleft())
+        self._num_leased += 1
+        return self.staging.lease()
 
-    def _abandon(self) -> None:
+    def _let_go(self, chunk: Chunk) -> None:
+        chunk.writing, chunk.bytes = None, chunk.bytes[:0]
+        if chunk.lease is not None:
+            chunk.lease.release()
+            chunk.lease = None
+            self._num_leased -= 1
+
+    def _abandon(self, chunks: Sequence[Chunk]) -> None:
         """Waits for whatever is still in flight after a failure, and gives the buffers back."""
-        for chunk in [*self._ahead, *self._behind]:
-            for wait in [*chunk.waits, *([chunk.writing] if chunk.writing else [])]:
-                with contextlib.suppress(OSError):  # the first failure is the one that is told
-                    wait.wait()
-            if chunk.staged is not None:
-                self._free.append(chunk.staged)
         self._ahead.clear()
         self._behind.clear()
-        for buffer in self._free:
-            self.arena.release(buffer)
-        self._free.clear()
-        self._num_buffers = 0
+        for chunk in chunks:
+            for wait in [*chunk.waits, *([chunk.writing] if chunk.writing else [])]:
+                with contextlib.suppress(Exception):  # the first failure is the one that is told
+                    wait.wait()
+            chunk.waits.clear()
+            self._let_go(chunk)
 
 
 def _readers(chunk: Chunk) -> list[Handle]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unbounded.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from unbounded.checkpoint.reading import CHUNK_BYTES
 from unbounded.checkpoint.slices import GRAIN, RunMap
 from unbounded.checkpoint.snapshot import COMPLETING, WEIGHT
 from unbounded.optim import formats
@@ -165,16 +164,18 @@ def _align(copy: Copy, source: Source) -> Copy | None:
     return Copy(copy.file, offset, nbytes, copy.array, copy.position - front, tuple(gaps))
 
 
-def cut_copies(copies: Sequence[Copy], files: Sequence[FileEntry]) -> Iterator[tuple[int, int, list[Copy]]]:
+def cut_copies(
+    copies: Sequence[Copy], files: Sequence[FileEntry], chunk_bytes: int
+) -> Iterator[tuple[int, int, list[Copy]]]:
     """Copies in the order of the files, cut where chunks begin: (file, start of the chunk, copies inside it)."""
     pending: dict[tuple[int, int], list[Copy]] = {}
     for copy in copies:
         starts, position = files[copy.file].starts, copy.offset
         while position < copy.offset + copy.nbytes:
             index = bisect_right(starts, position) - 1
-            chunk = starts[index] + (position - starts[index]) // CHUNK_BYTES * CHUNK_BYTES
+            chunk = starts[index] + (position - starts[index]) // chunk_bytes * chunk_bytes
             following = starts[index + 1] if index + 1 < len(starts) else files[copy.file].nbytes
-            stop = min(chunk + CHUNK_BYTES, following, copy.offset + copy.nbytes)
+            stop = min(chunk + chunk_bytes, following, copy.offset + copy.nbytes)
             pending.setdefault((copy.file, chunk), []).append(_clip(copy, position, stop))
             position = stop
     for (file, chunk), parts in sorted(pending.items(), key=lambda entry: entry[0]):

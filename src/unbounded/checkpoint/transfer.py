@@ -1,8 +1,7 @@
 """From verified bytes of a checkpoint to arrays on their tiers, in one pass over the files.
 
-    read      | c3 | c4 |              whole blocks, asynchronous, several chunks ahead
-    verify         | c2 |              CRC32C of every block
-    put                 | c1 | c0 |    into memory, onto the device, into the disk tier
+    read      | c2 | c3 |              whole blocks, several chunks ahead, each verified by the thread that read it
+    put            | c1 | c0 |         into memory, onto the device, into the disk tier
 
 Copies go in the order of the files, so every block is read once. A chunk that fills part of one array in host
 memory is read straight into it. With `staged` nothing is put before `install`, so that a checkpoint that turns out
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from unbounded.checkpoint.reading import CHUNK_BYTES, Files
+from unbounded.checkpoint.reading import CHUNK_BYTES, Files, Read
 from unbounded.checkpoint.slices import Extent, plan_extents
 from unbounded.checkpoint.snapshot import WEIGHT
 from unbounded.checkpoint.targets import Conversion, Copy, Source, array_of, cut_copies
@@ -28,8 +27,8 @@ from unbounded.native.memory import host_buffer
 from unbounded.observe import trace
 from unbounded.optim import formats
 from unbounded.optim.rules import UpdateRule
-from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import Array, Waitable
+from unbounded.tiers.pool import BufferPool, Lease
 from unbounded.zero.layout import Slot, clip_range
 
 # Chunks read ahead, and put in place behind: enough that the disk stays busy while this thread waits for a core.
@@ -45,8 +44,8 @@ class _Chunk:
     copies: list[Copy]
     extents: list[Extent]
     buffer: torch.Tensor
-    direct: bool
-    reads: list[Any] = field(default_factory=list)
+    lease: Lease | None
+    reads: list[Read] = field(default_factory=list)
     puts: list[Waitable] = field(default_factory=list)
 
 
@@ -54,10 +53,13 @@ class Transfer:
     """Carries out copies and conversions for one rank."""
 
     def __init__(
-        self, files: Files, source: Source, rules: Mapping[torch.dtype, UpdateRule], arena: HostArena, *, staged: bool
+        self, files: Files, source: Source, rules: Mapping[torch.dtype, UpdateRule], pool: BufferPool, *, staged: bool
     ) -> None:
-        self.files, self.source, self.rules, self.arena, self.staged = files, source, rules, arena, staged
-        self._free: list[torch.Tensor] = []
+        """`pool` must be free; all of it is given back, also after a failure."""
+        self.files, self.source, self.rules, self.pool, self.staged = files, source, rules, pool, staged
+        self._ahead: deque[_Chunk] = deque()
+        self._behind: deque[_Chunk] = deque()
+        self._num_leased = 0
         self._waiting: list[Callable[[], Waitable | None]] = []
 
     def install(self) -> None:
@@ -78,52 +80,53 @@ class Transfer:
     # -- copies ----------------------------------------------------------------------------------------------------
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        ahead: deque[_Chunk] = deque()
-        behind: deque[_Chunk] = deque()
+        chunk_bytes = min(CHUNK_BYTES, self.pool.buffer_bytes)
+        started: list[_Chunk] = []
         try:
-            for file, start, parts in cut_copies(copies, self.files.manifest.files):
-                ahead.append(self._read(file, start, parts))
-                if len(ahead) > DEPTH:
-                    behind.append(self._take(ahead.popleft()))
-                while len(behind) > DEPTH:
-                    self._finish(behind.popleft())
-            while ahead:
-                behind.append(self._take(ahead.popleft()))
-            while behind:
-                self._finish(behind.popleft())
+            for file, start, parts in cut_copies(copies, self.files.manifest.files, chunk_bytes):
+                started.append(self._begin(file, start, parts))
+                if len(self._ahead) > DEPTH:
+                    self._take()
+            while self._ahead:
+                self._take()
+            while self._behind:
+                self._finish()
         finally:
-            self._abandon([*ahead, *behind])
+            self._abandon(started)
 
-    def _read(self, file: int, start: int, copies: list[Copy]) -> _Chunk:
+    def _begin(self, file: int, start: int, copies: list[Copy]) -> _Chunk:
+        """Starts reading a chunk, into the array it belongs to where it fills memory of its own."""
         entry = self.files.manifest.files[file]
         ranges = [(copy.offset, copy.offset + copy.nbytes) for copy in copies]
         extents = plan_extents(ranges, entry.edges, entry.block_bytes)
-        direct = None if self.staged else _whole_target(copies, extents)
-        chunk = _Chunk(
-            file, start, copies, extents, direct if direct is not None else self._buffer(), direct is not None
-        )
+        buffer, lease = (None if self.staged else _whole_target(copies, extents)), None
+        if buffer is None:
+            lease = self._lease()
+            buffer = lease.tensor(torch.uint8, self.pool.buffer_bytes)
+        chunk = _Chunk(file, start, copies, extents, buffer, lease)
+        self._ahead.append(chunk)
         for extent in extents:
-            base = 0 if chunk.direct else extent.start - start
-            chunk.reads.append(
-                self.files.read(file, extent.start, chunk.buffer[base : base + extent.stop - extent.start])
-            )
+            base = extent.start - start if lease is not None else 0
+            chunk.reads.append(self.files.read(file, extent.start, buffer[base : base + extent.stop - extent.start]))
         return chunk
 
-    def _take(self, chunk: _Chunk) -> _Chunk:
+    def _take(self) -> None:
+        """Waits for the chunk that was begun first and puts it where it belongs."""
+        chunk = self._ahead.popleft()
         for extent, read in zip(chunk.extents, chunk.reads, strict=True):
             read.wait()
             begun, ended = read.span_ns()
             trace.record("disk read", "checkpoint", begun, ended, bytes=extent.stop - extent.start)
-            base = 0 if chunk.direct else extent.start - chunk.start
-            self.files.verify(chunk.file, extent.start, chunk.buffer[base : base + extent.stop - extent.start])
         for copy in chunk.copies:
-            base = 0 if chunk.direct else copy.offset - chunk.start
+            base = copy.offset - chunk.start if chunk.lease is not None else 0
             data = chunk.buffer[base : base + copy.nbytes]
             for first, last in copy.gaps:
                 data[first:last].zero_()
-            if not chunk.direct:
+            if chunk.lease is not None:
                 self._put(copy.array, copy.position, data, chunk.puts)
-        return chunk
+        self._behind.append(chunk)
+        while len(self._behind) > DEPTH:
+            self._finish()
 
     def _put(self, array: Array, position: int, data: torch.Tensor, waits: list[Waitable]) -> None:
         """Bytes to byte `position` of an array; `data` may be reused once `waits` are over."""
@@ -135,27 +138,39 @@ class Transfer:
         if wait is not None:
             waits.append(wait)
 
-    def _finish(self, chunk: _Chunk) -> None:
+    def _finish(self) -> None:
+        chunk = self._behind.popleft()
         for put in chunk.puts:
             put.wait()
-        chunk.puts.clear()
-        if not chunk.direct:
-            self._free.append(chunk.buffer)
+        self._let_go(chunk)
 
-    def _buffer(self) -> torch.Tensor:
-        return self._free.pop() if self._free else self.arena.allocate(torch.uint8, CHUNK_BYTES)
+    def _lease(self) -> Lease:
+        """A buffer. All that are out are this transfer's own, so it goes on with them rather than wait."""
+        while self._num_leased == self.pool.count:
+            if self._behind:
+                self._finish()
+            else:
+                self._take()
+        self._num_leased += 1
+        return self.pool.lease()
+
+    def _let_go(self, chunk: _Chunk) -> None:
+        chunk.reads.clear()
+        chunk.puts.clear()
+        if chunk.lease is not None:
+            chunk.lease.release()
+            chunk.lease = None
+            self._num_leased -= 1
 
     def _abandon(self, chunks: Iterable[_Chunk]) -> None:
         """Waits for what a failure left in flight, then gives the buffers back."""
+        self._ahead.clear()
+        self._behind.clear()
         for chunk in chunks:
             for wait in [*chunk.reads, *chunk.puts]:
-                with contextlib.suppress(OSError):  # the first failure is the one that is told
+                with contextlib.suppress(Exception):  # the first failure is the one that is told
                     wait.wait()
-            if not chunk.direct:
-                self._free.append(chunk.buffer)
-        for buffer in self._free:
-            self.arena.release(buffer)
-        self._free.clear()
+            self._let_go(chunk)
 
     # -- conversions -----------------------------------------------------------------------------------------------
 
