@@ -1,7 +1,8 @@
-"""The engine's Python runs per unit: a block of 64 parameters costs the same lines of it as a block of 4."""
+"""What a steady step costs: Python by the unit and not by the parameter, and no memory that was not there before."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from tests.zero.counting import watched_lines
 from tests.zero.training import shard
+from unbounded.native.disk.extents import ExtentStore
+from unbounded.tiers.arena import HostArena
 
 
 class Many(nn.Module):
@@ -50,3 +53,45 @@ def test_lines_of_python_do_not_grow_with_the_number_of_parameters(ranks: Any, w
         assert sum(few.values()) > 20  # the trace sees the engine at all
         grown = {name: (few.get(name, 0), count) for name, count in many.items() if count > few.get(name, 0) + 16}
         assert not grown
+
+
+def allocations_of_steps(rank: int, world_size: int, folder: str, plan: dict[str, Any]) -> list[int]:
+    """How often each step asked the system for host memory or the store for an extent."""
+    asked, counts = [0], []
+
+    def counting(real: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            asked[0] += 1
+            return real(*arguments, **keywords)
+
+        return call
+
+    real = HostArena.allocate, ExtentStore.allocate
+    HostArena.allocate, ExtentStore.allocate = map(counting, real)  # type: ignore[method-assign]
+    try:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {**plan, "disk_path": folder})
+        for _ in range(5):
+            asked[0] = 0
+            for _ in range(2):
+                model(torch.ones(2, 64)).square().mean().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.wait()
+            counts.append(asked[0])
+    finally:
+        HostArena.allocate, ExtentStore.allocate = real  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("activations", [None, "host"])
+def test_a_steady_step_takes_no_new_memory(
+    ranks: Any, tmp_path: Path, world_size: int, tier: str, activations: str | None
+) -> None:
+    plan = {**dict.fromkeys(("weights", "gradients", "optimizer"), tier), "activations": activations}
+    for counts in ranks(world_size, allocations_of_steps, str(tmp_path), plan):
+        assert counts[0] > 0  # the first makes its buffers
+        assert counts[2:] == [0, 0, 0]
