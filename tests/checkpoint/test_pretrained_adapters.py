@@ -186,20 +186,58 @@ def test_adapters_on_a_model_without_weights_begin_as_nothing(inside: bool) -> N
             assert bool(value.any()) == ("lora_A" in name), name
 
 
-@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "LoKrConfig", "OFTConfig"])
+METHODS: dict[str, dict[str, Any]] = {
+    "IA3Config": {"target_modules": ATTENTION, "feedforward_modules": []},
+    "LoHaConfig": {"target_modules": ATTENTION},
+    "LoKrConfig": {"target_modules": ATTENTION},
+    "OFTConfig": {"target_modules": ATTENTION},
+    "PromptTuningConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3},
+    "PromptEncoderConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "encoder_hidden_size": 16},
+}
+
+
+@pytest.mark.parametrize("kind", METHODS)
 def test_other_methods_of_peft_stream_in_too(tmp_path: Path, kind: str) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
     folder = save_base(tmp_path, "llama")
-    given = {"feedforward_modules": []} if kind == "IA3Config" else {}
-    config = getattr(peft, kind)(target_modules=ATTENTION, **given)
+    config = getattr(peft, kind)(**METHODS[kind])
+    base = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(5)
-    expected = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).state_dict()
+    expected = peft.get_peft_model(base, config).state_dict()
     with torch.device("meta"):
-        model = peft.get_peft_model(AutoModelForCausalLM.from_config(config_of("llama")), config)
+        base = AutoModelForCausalLM.from_config(config_of("llama"))
+    model = peft.get_peft_model(base, config)
     torch.manual_seed(5)
     model, _ = unbounded.shard(model, optimizer_of(model), weights=folder)
+    assert_same(dict(model.state_dict()), dict(expected))
+
+
+class Picture(torch.nn.Module):
+    """No Hugging Face model: a convolution, buffers in the file, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3)
+        self.norm = torch.nn.BatchNorm2d(8)
+        self.head = torch.nn.Linear(8, 4)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_plain_model_with_a_convolution_streams_in_too(tmp_path: Path, use_dora: bool) -> None:
+    from safetensors.torch import save_file
+
+    settings = {"target_modules": ["conv", "head"], "use_dora": use_dora}
+    whole = Picture()
+    whole.norm.running_mean.fill_(3.0)
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    torch.manual_seed(5)
+    expected = adapted(whole, settings).state_dict()
+    with torch.device("meta"):
+        model = adapted(Picture(), settings)
+    torch.manual_seed(5)
+    model, _ = unbounded.shard(model, optimizer_of(model), weights=tmp_path)
     assert_same(dict(model.state_dict()), dict(expected))
 
 
