@@ -49,11 +49,8 @@ class Installer:
             self.tiers.count("device", unit.num_bytes)
             unit.fill.copy_(values)
             unit.owned_part().copy_(arrays["weight"])
-            if narrowed and self.ranks.size > 1:
-                self.ranks.gather(unit.fill, unit.owned_part().clone(), unit.name) if unit.owned != (
-                    0,
-                    unit.layout.numel,
-                ) else None
+            if narrowed and unit.owned != (0, unit.layout.numel):
+                self.ranks.gather(unit.fill, unit.owned_part().clone(), unit.name)
             unit.weights = MemoryArray(unit.owned_part(), "device")
             unit.state = WeightState.GATHERED
             unit.show_values()
