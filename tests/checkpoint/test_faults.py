@@ -83,8 +83,11 @@ def save_for_ever(rank: int, world_size: int, folder: str, first: int, store: st
 
 
 def kill_at_random(folder: Path, world_size: int, times: int, seed: int, *, all_ranks: bool) -> list[int]:
-    """Kills saving jobs one after another; the numbers that were found in the folder after each."""
+    """Kills saving jobs one after another, within about three saves; the numbers found in the folder after each."""
     generator, found = random.Random(seed), []
+    began = time.monotonic()
+    unbounded.save(folder, *marked(0), number=0)
+    longest = 3 * (time.monotonic() - began) + 0.1
     for attempt in range(times):
         store = folder.parent / f"store{world_size}{attempt}"
         jobs = [
@@ -94,7 +97,7 @@ def kill_at_random(folder: Path, world_size: int, times: int, seed: int, *, all_
         deadline = time.monotonic() + 60
         while not Path(f"{store}.ready0").exists() and time.monotonic() < deadline:
             time.sleep(0.002)
-        time.sleep(generator.uniform(0, 0.12))
+        time.sleep(generator.uniform(0, longest))
         for child in jobs if all_ranks else [generator.choice(jobs)]:
             child.kill()
         for child in jobs:
