@@ -72,10 +72,18 @@ def test_accumulating_small_parts_gives_the_loss_of_the_whole_batch(tmp_path: Pa
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-def test_recomputing_activations_changes_no_loss(tmp_path: Path, texts: Path) -> None:
-    train(tiny(tmp_path / "kept", texts, recompute=False))
-    train(tiny(tmp_path / "recomputed", texts, recompute=True))
-    assert losses(tmp_path / "recomputed") == losses(tmp_path / "kept")
+def test_what_happens_to_activations_changes_no_loss(tmp_path: Path, texts: Path) -> None:
+    found = {}
+    for policy in ("keep", "recompute", "host"):
+        found[policy] = train(tiny(tmp_path / policy, texts, activations=policy)).tiers["host"].activation_bytes
+        assert losses(tmp_path / policy) == losses(tmp_path / "keep")
+    assert found == {"keep": 0, "recompute": 0, "host": 2 * 8 * 32 * 32 * 4}  # blocks, rows, length, width, fp32
+
+
+def test_activations_beyond_the_hosts_budget_end_the_run_with_what_would_help(tmp_path: Path, texts: Path) -> None:
+    config = tiny(tmp_path / "out", texts, host_bytes="20MiB", sequence_length=512, batch_tokens=2**16, micro_batch=128)
+    with pytest.raises(TrainingError, match=r"activations need 8.0 MiB more of host memory, but of its 20.0 MiB they"):
+        train(config)
 
 
 @pytest.mark.parametrize("kind", ["texts", "chats"])
@@ -216,7 +224,7 @@ def test_a_full_disk_is_reported_with_the_last_checkpoint(
 
 
 def test_a_trace_has_the_first_steps_in_their_lanes(tmp_path: Path, texts: Path) -> None:
-    summary = train(tiny(tmp_path / "out", texts, trace=str(tmp_path / "t.json"), trace_steps=2))
+    summary = train(tiny(tmp_path / "out", texts, activations="keep", trace=str(tmp_path / "t.json"), trace_steps=2))
     assert summary.trace == tmp_path / "t.json"
     spans = [event for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
     # forward through the blocks and back, for each of the two steps

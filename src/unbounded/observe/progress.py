@@ -14,10 +14,11 @@ _WIDTH = 24  # of bars, so that the panel fits 80 columns
 
 @dataclass(frozen=True)
 class Tier:
-    """Bytes in use of a tier, and its budget where it has one."""
+    """Bytes in use of a tier, its budget where it has one, and how many of those bytes are activations."""
 
     used_bytes: int
     budget_bytes: int | None
+    activation_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,11 @@ class Config:
     precision: str | None = _setting(
         _PLACE, "number format of the weights (bf16 on a GPU, else fp32)", choices=("bf16", "fp16", "fp32")
     )
-    recompute: bool | None = _setting(
-        _PLACE, "recompute activations in the backward pass instead of keeping them (on a GPU)"
+    activations: str | None = _setting(
+        _PLACE,
+        "between a block's forward and backward: keep them, recompute them, or have its input on the host too "
+        "(host for the built-in GPT, else recompute on a GPU)",
+        choices=("keep", "recompute", "host"),
     )
     device: str | None = _setting(_PLACE, "where to compute (a GPU if there is one)", choices=("cpu", "cuda"))
     device_bytes: str | None = _setting(_PLACE, 'device memory to use, as "24GiB" (what is free)', metavar="SIZE")

@@ -118,7 +118,7 @@ def check(config: Config) -> None:
         raise InputError("--lora-alpha and --lora-targets mean nothing without --lora-rank. Give it too.")
     if not ours and config.data is None:
         raise InputError("a Hugging Face model needs data to train on. Give --data.")
-    for key in ("precision", "device_bytes", "host_bytes", "disk_bytes", "disk_path"):
+    for key in ("precision", "activations", "device_bytes", "host_bytes", "disk_bytes", "disk_path"):
         if getattr(config, key) is not None and key in dict(config.plan):
             raise InputError(f"{_flag(key)} and --plan {key}=... contradict each other. Give one of them.")
     _check_numbers(config)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of the next token out; with `recompute`, of a block only its input is kept for the backward."""
+    """Tokens in, logits of the next token out."""
 
-    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.shape, self.recompute = shape, recompute
+        self.shape = shape
         self.tokens = Embedding(shape.vocabulary, shape.width)
         self.positions = Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -98,5 +97,5 @@ class GPT(nn.Module):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.tokens(input_ids) + self.positions(positions)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
+            x = block(x)
         return self.head(self.norm(x))

@@ -6,6 +6,7 @@ import errno
 
 import torch
 
+from unbounded.errors import BudgetError
 from unbounded.observe.progress import Progress
 from unbounded.train.data.loader import Batch
 from unbounded.train.errors import TrainingError
@@ -63,6 +64,8 @@ def name_shortage(error: BaseException) -> str | None:
         return f"the disk is full: {_one_line(error)}. Free some of it, or choose --output or --disk-path elsewhere."
     if isinstance(error, torch.OutOfMemoryError):
         return f"the device is out of memory: {_one_line(error)} Lower --micro-batch or --device-bytes."
+    if isinstance(error, BudgetError):  # says itself what would help
+        return " ".join(str(error).split())
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"the host is out of memory: {_one_line(error)}. Lower --micro-batch or --host-bytes."
     return None

@@ -81,4 +81,6 @@ class Meter:
 
 def tiers_of(optimizer: Any) -> dict[str, Tier]:
     """What each tier holds, as the optimizer says."""
-    return {name: Tier(use.used_bytes, use.budget_bytes) for name, use in optimizer.memory().items()}
+    return {
+        name: Tier(use.used_bytes, use.budget_bytes, use.activation_bytes) for name, use in optimizer.memory().items()
+    }

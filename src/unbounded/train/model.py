@@ -60,5 +60,5 @@ def _build_gpt(settings: Settings) -> Subject:
     tokenizer = ByteTokenizer()
     shape = Shape(settings.layers, settings.width, settings.heads, settings.sequence_length, tokenizer.vocabulary_size)
     with torch.device("meta"):
-        model = GPT(shape, recompute=settings.recompute).to(DTYPES[settings.precision])
+        model = GPT(shape).to(DTYPES[settings.precision])
     return Subject(model, tokenizer, None, settings.layers, settings.width)

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import unbounded
+from unbounded.tiers.budget import HOST_ACTIVATION_PART
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.source import open_source
 from unbounded.train.data.stream import Corpus, count_tokens
 from unbounded.train.data.tokenizer import Tokenizer
 from unbounded.train.errors import DataError
-from unbounded.train.model import Subject
+from unbounded.train.model import DTYPES, Subject
 from unbounded.train.schedule import lr_factor, make_scheduler, weight_decay_groups
 from unbounded.train.settings import Settings
 from unbounded.train.world import World
@@ -69,11 +70,20 @@ def shard_subject(subject: Subject, settings: Settings) -> tuple[nn.Module, Any,
 def plan_of(subject: Subject, settings: Settings) -> dict[str, Any]:
     """The plan to ask for. The built-in model without budgets gets some that its states do not fit in."""
     plan = settings.shard_plan
-    if settings.model is None and settings.from_config is None and set(plan) <= {"precision"}:
+    if settings.model is None and settings.from_config is None and set(plan) <= {"precision", "activations"}:
         states = subject.num_parameters * (16 if settings.precision == "fp32" else 14)
         plan |= {key: int(share * states) for key, share in _SHOWN_SHARES.items()}
         plan["host_bytes"] += _LEAST_BUFFERS
+        if settings.activations == "host":  # beside the states, and within the part that a plan keeps for them
+            inputs = _input_bytes(subject, settings)
+            plan["host_bytes"] = max(plan["host_bytes"] + inputs, int(inputs / HOST_ACTIVATION_PART))
     return plan
+
+
+def _input_bytes(subject: Subject, settings: Settings) -> int:
+    """What the inputs of all blocks take for the sequences that a rank runs at once."""
+    tokens = settings.micro_batch * settings.sequence_length
+    return subject.layers * tokens * subject.width * DTYPES[settings.precision].itemsize
 
 
 def set_schedule(scheduler: Any, optimizer: Any, num_updates: int) -> None:

@@ -30,8 +30,6 @@ def build_pretrained(
         model = _adapt(settings, settings.lora_rank, model)
     _check_vocabulary(tokenizer, model)
     model.train()
-    if settings.recompute:
-        _recompute(model)
     weights = str(path) if settings.model is not None else None
     text = config.get_text_config()
     return model, tokenizer, weights, (int(text.num_hidden_layers), int(text.hidden_size))
@@ -89,12 +87,6 @@ def _adapt(settings: Settings, rank: int, model: nn.Module) -> nn.Module:
         return get_peft_model(model, adapters, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     except ValueError as error:
         raise InputError(f"the adapters do not fit this model: {_first_line(error)}") from None
-
-
-def _recompute(model: Any) -> None:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if inner.supports_gradient_checkpointing:
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _check_length(settings: Settings, config: Any) -> None:

@@ -42,7 +42,7 @@ class Settings(Config):
     warmup: int = 0
     final_lr: float = 0.0
     precision: str = ""
-    recompute: bool = False
+    activations: str = ""
     device: str = ""
     output: str = ""
     checkpoint_every: int = 0
@@ -56,7 +56,7 @@ class Settings(Config):
     @property
     def shard_plan(self) -> dict[str, Any]:
         """The plan that the settings ask of `unbounded.shard`; what they leave open is left to "auto"."""
-        keys = ("precision", "device_bytes", "host_bytes", "disk_bytes", "disk_path")
+        keys = ("precision", "activations", "device_bytes", "host_bytes", "disk_bytes", "disk_path")
         return {key: getattr(self, key) for key in keys if getattr(self, key) is not None} | dict(self.plan)
 
 
@@ -73,7 +73,8 @@ def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
     elif config.steps is None and not ours:
         defaults |= {"steps": 0, "epochs": 1.0}
     defaults["precision"] = dict(config.plan).get("precision", "bf16" if kind == "cuda" else "fp32")
-    defaults |= {"output": DEFAULT_OUTPUT, "device": kind, "recompute": kind == "cuda", "eval_fraction": 0.0}
+    defaults["activations"] = "host" if ours else "recompute" if kind == "cuda" else "keep"
+    defaults |= {"output": DEFAULT_OUTPUT, "device": kind, "eval_fraction": 0.0}
     if config.eval_data is None:
         defaults["eval_fraction"] = 0.05 if config.data is None else 0.01  # of few documents, more
     defaults["sample"] = ("def " if config.data is None else "The ") if ours else ""

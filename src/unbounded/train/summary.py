@@ -69,7 +69,8 @@ def _perplexity(loss: float) -> str:
 
 def _describe_tier(tier: Tier) -> str:
     of = f" of {show_bytes(tier.budget_bytes)}" if tier.budget_bytes is not None else ""
-    return f"{show_bytes(tier.used_bytes):>10}{of}"
+    activations = f", {show_bytes(tier.activation_bytes)} of it activations" if tier.activation_bytes else ""
+    return f"{show_bytes(tier.used_bytes):>10}{of}{activations}"
 
 
 def _describe_lane(total: LaneTotal, seconds: float) -> str:
