@@ -57,7 +57,31 @@ class LoraRecomputed(Lora):
         return model
 
 
-@pytest.mark.parametrize("task", [Lora(), LoraWithHead(), LoraRecomputed()], ids=lambda task: type(task).__name__)
+class LoraOnExperts(Lora):
+    """Adapters on parameters that hold all experts, which peft registers anew as parametrizations in every forward."""
+
+    def model(self) -> nn.Module:
+        import peft
+        import transformers
+
+        config = transformers.MixtralConfig(
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=3,
+        )
+        names = ["experts.gate_up_proj", "experts.down_proj"]
+        adapters = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=names)
+        return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
+
+
+TASKS = [Lora(), LoraWithHead(), LoraRecomputed(), LoraOnExperts()]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2), (2, 3)])
 def test_adapters_train_as_in_plain_pytorch(ranks: Any, task: Task, world_size: int, stage: int) -> None:
     assert_parity(ranks(world_size, train_both, task, {"stage": stage}))

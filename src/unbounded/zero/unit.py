@@ -138,7 +138,9 @@ class Unit:
         if torch.is_inference_mode_enabled():  # such views could not be saved for a backward later
             return _unflatten(self._flat, self._templates)
         if self._plain_views is None:
-            self._plain_views = _unflatten(self._flat, self._templates)
+            self._plain_views = _cut(self._flat, self._templates)
+            for view in self._plain_views:  # what registers them anew inside a forward must take them for parameters
+                view._is_param = True  # type: ignore[attr-defined]
         return self._plain_views
 
     def forget_views(self) -> None:
@@ -208,7 +210,7 @@ class _Views(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        return tuple(_unflatten(unit._flat, unit._templates))
+        return tuple(_cut(unit._flat, unit._templates))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
@@ -225,6 +227,11 @@ def _anchor(device: torch.device) -> torch.Tensor:
     if device not in _anchors:
         _anchors[device] = torch.empty(0, device=device, requires_grad=True)
     return _anchors[device]
+
+
+def _cut(flat: torch.Tensor, templates: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Views with version counters of their own: a change of one parameter in place is not one of all the others."""
+    return list(map(operator.attrgetter("data"), _unflatten(flat, templates)))
 
 
 def _alias(storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> torch.Tensor:
