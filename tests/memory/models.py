@@ -60,8 +60,9 @@ class WithMask(Stack):
     block = Masked
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.mask = (torch.arange(WIDTH) % 5 == 0).expand(*tokens.shape, WIDTH)
-        self.rotary = (torch.linspace(0.5, 1.0, WIDTH), torch.linspace(-1.0, 1.0, WIDTH))
+        where = {"device": tokens.device}
+        self.mask = (torch.arange(WIDTH, **where) % 5 == 0).expand(*tokens.shape, WIDTH)
+        self.rotary = (torch.linspace(0.5, 1.0, WIDTH, **where), torch.linspace(-1.0, 1.0, WIDTH, **where))
         try:
             return super().forward(tokens)
         finally:

@@ -81,8 +81,7 @@ class Checkpointed:
         # `checkpoint` saves its inputs under these hooks, and what the block saves under its own.
         with saved_tensors_hooks(inputs.pack, inputs.unpack):
             outputs = checkpoint(run, *tensors, use_reentrant=False)
-        found, _ = take_tensors(outputs)
-        if not found or any(tensor.requires_grad for tensor in found):
+        if _may_run_again(outputs):
             inputs.leave()
         return outputs
 
@@ -147,6 +146,14 @@ def _is_inside_checkpoint() -> bool:
         return True  # our own recomputation does not come this way: it calls what is inside
     hooks = _top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def _may_run_again(outputs: Any) -> bool:
+    """Whether a backward can reach the block: through a tensor that it returned, or through what we cannot see."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.requires_grad
+    tensors, _ = take_tensors(outputs)
+    return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
 def _is_filled(cache: Any, module: nn.Module) -> bool:
