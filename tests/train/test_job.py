@@ -22,6 +22,7 @@ from tests.train.jobs import losses, tiny, train, train_on_rank
 from unbounded.observe.metrics import read_metrics
 from unbounded.train import loop
 from unbounded.train.errors import DataError, InputError, TrainingError
+from unbounded.train.summary import describe_summary
 
 PRELOAD_IN_RANKS = ["unbounded.train.job", "unbounded.sharding"]
 
@@ -75,8 +76,10 @@ def test_accumulating_small_parts_gives_the_loss_of_the_whole_batch(tmp_path: Pa
 def test_what_happens_to_activations_changes_no_loss(tmp_path: Path, texts: Path) -> None:
     found = {}
     for policy in ("keep", "recompute", "host"):
-        found[policy] = train(tiny(tmp_path / policy, texts, activations=policy)).tiers["host"].activation_bytes
+        summary = train(tiny(tmp_path / policy, texts, activations=policy))
+        found[policy] = summary.tiers["host"].activation_bytes
         assert losses(tmp_path / policy) == losses(tmp_path / "keep")
+        assert ("64.0 KiB of it activations" in "\n".join(describe_summary(summary))) == (policy == "host")
     assert found == {"keep": 0, "recompute": 0, "host": 2 * 8 * 32 * 32 * 4}  # blocks, rows, length, width, fp32
 
 
