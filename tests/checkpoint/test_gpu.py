@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +66,42 @@ def test_training_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, tier: str, precis
     assert train(model, optimizer, 2, 5) == expected
 
 
-def test_states_pass_between_gpu_and_cpu_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_states_pass_between_the_tiers_of_a_gpu_bit_for_bit(tmp_path: Path, tier: str) -> None:
     model, optimizer = build("device", 1)
     train(model, optimizer, 0, 2)
     unbounded.save(tmp_path / "gpu", model, optimizer)
-    for number, (tier, device) in enumerate([("host", "cuda"), ("disk", "cuda"), ("device", "cuda")]):
-        model, optimizer = build(tier, 2, device)
-        unbounded.load(tmp_path / "gpu", model, optimizer)
-        unbounded.save(tmp_path / str(number), model, optimizer)
-        assert_same(whole(tmp_path / str(number)), whole(tmp_path / "gpu"))
+    model, optimizer = build(tier, 2)
+    unbounded.load(tmp_path / "gpu", model, optimizer)
+    unbounded.save(tmp_path / "again", model, optimizer)
+    assert_same(whole(tmp_path / "again"), whole(tmp_path / "gpu"))
+
+
+CHILD = """
+import sys, torch, unbounded
+from tests.checkpoint import test_gpu as case
+
+assert not torch.cuda.is_available()
+model, optimizer = case.build("host", 2, "cpu")
+unbounded.load(sys.argv[1], model, optimizer)
+unbounded.save(sys.argv[2], model, optimizer)
+"""
+
+
+def test_states_pass_from_a_gpu_to_a_machine_without_one_and_back(tmp_path: Path) -> None:
+    model, optimizer = build("device", 1)
+    train(model, optimizer, 0, 2)
+    unbounded.save(tmp_path / "gpu", model, optimizer)
+    expected = train(model, optimizer, 2, 4)
+    random = torch.cuda.get_rng_state()
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "gpu"), str(tmp_path / "cpu")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_same(whole(tmp_path / "cpu"), whole(tmp_path / "gpu"))
+    other, optimizer = build("host", 2)
+    unbounded.load(tmp_path / "gpu", other, optimizer)  # for the GPU's random state, which the other had no use for
+    unbounded.load(tmp_path / "cpu", other, optimizer)
+    resumed = train(other, optimizer, 2, 4)
+    assert resumed == pytest.approx(expected, rel=1e-2)  # the host updates what the device did, in another rounding
+    assert torch.equal(torch.cuda.get_rng_state(), random)
