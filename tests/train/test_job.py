@@ -227,7 +227,7 @@ def test_a_full_disk_is_reported_with_the_last_checkpoint(
 
 
 def test_a_trace_has_the_first_steps_in_their_lanes(tmp_path: Path, texts: Path) -> None:
-    summary = train(tiny(tmp_path / "out", texts, activations="keep", trace=str(tmp_path / "t.json"), trace_steps=2))
+    summary = train(tiny(tmp_path / "out", texts, trace=str(tmp_path / "t.json"), trace_steps=2))
     assert summary.trace == tmp_path / "t.json"
     spans = [event for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
     # forward through the blocks and back, for each of the two steps

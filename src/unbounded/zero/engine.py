@@ -103,9 +103,9 @@ class Engine:
             if not self._evaluating:
                 for unit in stop.units:
                     unit.calls += 1
+            self._mark_compute(stop)
         for unit in stop.units:
             unit.swap_in()
-        self._mark_compute(stop)
 
     def after_forward(self, site: int, outputs: Any) -> None:
         """A site's forward is over: placeholders return, and the backward's start is marked on the outputs."""
