@@ -14,8 +14,12 @@ from tests.checkpoint.jobs import assert_same, whole
 from unbounded.checkpoint import loading, stream
 from unbounded.checkpoint.manifest import read_manifest
 from unbounded.checkpoint.reading import Files
+from unbounded.checkpoint.targets import Copy, direct_target
+from unbounded.checkpoint.transfer import Transfer
 from unbounded.native.disk import DiskFile
 from unbounded.sharding import sharded
+from unbounded.tiers.arena import HostArena
+from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.budget import size_buffers
 from unbounded.tiers.staging import size_staging
 
@@ -186,5 +190,44 @@ def test_a_failure_in_the_middle_gives_every_buffer_back(
     assert calls[0] >= 7
     assert len(pool._free) == pool._made > 0
     unbounded.load(tmp_path / "c", model, optimizer)
+    unbounded.save(tmp_path / "again", model, optimizer)
+    assert_same(whole(tmp_path / "again"), whole(tmp_path / "c"))
+
+
+def test_the_padding_behind_a_copy_is_read_only_into_what_is_behind_its_array() -> None:
+    arena = HostArena(pin=False, num_threads=1)
+    held = arena.allocate(torch.float32, 1500)  # 6000 bytes of two pages
+    array = MemoryArray(held, "host")
+    last = direct_target(Copy(0, 0, 6000, array, 0), 0, 8192)
+    assert last is not None
+    assert (last.data_ptr(), last.numel()) == (held.data_ptr(), 8192)
+    assert direct_target(Copy(0, 0, 5000, array, 0), 0, 8192) is None  # elements of the array follow
+    assert direct_target(Copy(0, 0, 6000, array, 0), 0, 12288) is None  # more than the rest of a page
+    assert direct_target(Copy(0, 512, 5488, array, 512), 0, 8192) is None  # bytes before the copy
+    exact = MemoryArray(torch.zeros(1500), "device")  # torch's own memory ends with the tensor
+    assert direct_target(Copy(0, 0, 6000, exact, 0), 0, 8192) is None
+    middle = direct_target(Copy(0, 8192, 4096, exact, 1024), 8192, 12288)
+    assert middle is not None
+    assert middle.data_ptr() == exact.tensor.data_ptr() + 1024
+
+
+def test_arrays_of_odd_sizes_are_loaded_into_place_in_few_reads(tmp_path: Path, monkeypatch: Any) -> None:
+    """An array is one read: what is over a chunk and a page does not become reads of its own."""
+    monkeypatch.setattr(loading, "STAGED_BYTES", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1500, 1499) if i % 2 else nn.Linear(1499, 1500) for i in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = {"precision": "bf16", "weights": "host", "optimizer": "host", "host_bytes": 256 * MIB}
+    model, optimizer = unbounded.shard(model, optimizer, plan)
+    model(torch.randn(2, 1499)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    unbounded.save(tmp_path / "c", model, optimizer)
+    starts: list[int] = []
+    begin = Transfer._begin
+    monkeypatch.setattr(Transfer, "_begin", lambda self, *a: (starts.append(a[1]), begin(self, *a))[1])
+    unbounded.load(tmp_path / "c", model, optimizer)
+    arrays = [a for unit in sharded(model).engine.units for a in (unit.weights, *unit.states.values())]
+    assert len(starts) == len(arrays) == 16
     unbounded.save(tmp_path / "again", model, optimizer)
     assert_same(whole(tmp_path / "again"), whole(tmp_path / "c"))

@@ -7,9 +7,11 @@ is decided here; carrying them out is `transfer`'s job.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from unbounded.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.slices import GRAIN, RunMap
@@ -21,6 +23,8 @@ from unbounded.zero.layout import Slot, clip_range
 from unbounded.zero.unit import Unit
 
 PAGE = 4096
+# What is read straight into its place needs no buffer: the most that one read brings.
+DIRECT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def _plan_copies(unit: Unit, kind: str, source: Source, every: int) -> list[Copy
             nbytes = (run.stop - run.start) * itemsize
             _join(joined, Copy(run.file, run.offset, nbytes, array, (base + run.start) * itemsize))
     if array.tier != "disk":
-        return joined
+        return [*joined[:-1], *(_fill(copy, source) for copy in joined[-1:])]
     aligned = [_align(copy, source) for copy in joined]
     return [copy for copy in aligned if copy is not None] if all(aligned) else None
 
@@ -146,6 +150,16 @@ def _join(joined: list[Copy], copy: Copy) -> None:
     joined.append(copy)
 
 
+def _fill(copy: Copy, source: Source) -> Copy:
+    """An array's last copy widened by the padding behind the last slot, where that lies in the same block."""
+    end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
+    edges, stop = source.manifest.files[copy.file].edges, copy.offset + copy.nbytes
+    if not 0 < total - end < PAGE or stop + total - end > edges[bisect_left(edges, stop)]:
+        return copy
+    gaps = (*copy.gaps, (copy.nbytes, copy.nbytes + total - end))
+    return replace(copy, nbytes=copy.nbytes + total - end, gaps=gaps)
+
+
 def _align(copy: Copy, source: Source) -> Copy | None:
     """A copy into a disk array widened by padding to whole pages, or None where the pages do not agree."""
     front = copy.position % PAGE
@@ -165,21 +179,48 @@ def _align(copy: Copy, source: Source) -> Copy | None:
 
 
 def cut_copies(
-    copies: Sequence[Copy], files: Sequence[FileEntry], chunk_bytes: int
+    copies: Sequence[Copy], files: Sequence[FileEntry], chunk_bytes: int, *, direct: bool
 ) -> Iterator[tuple[int, int, list[Copy]]]:
-    """Copies in the order of the files, cut where chunks begin: (file, start of the chunk, copies inside it)."""
-    pending: dict[tuple[int, int], list[Copy]] = {}
+    """Copies in the order of the files, cut where chunks begin: (file, start of the chunk, copies inside it).
+
+    With `direct` a copy that is whole blocks into host memory is a chunk of its own, and a larger one.
+    """
+    pending: dict[tuple[int, int, bool], list[Copy]] = {}
     for copy in copies:
+        whole = direct and direct_target(copy, *_blocks(copy, files[copy.file])) is not None
+        step = DIRECT_BYTES if whole else chunk_bytes
         starts, position = files[copy.file].starts, copy.offset
         while position < copy.offset + copy.nbytes:
             index = bisect_right(starts, position) - 1
-            chunk = starts[index] + (position - starts[index]) // chunk_bytes * chunk_bytes
+            chunk = starts[index] + (position - starts[index]) // step * step
             following = starts[index + 1] if index + 1 < len(starts) else files[copy.file].nbytes
-            stop = min(chunk + chunk_bytes, following, copy.offset + copy.nbytes)
-            pending.setdefault((copy.file, chunk), []).append(_clip(copy, position, stop))
+            stop = min(chunk + step, following, copy.offset + copy.nbytes)
+            pending.setdefault((copy.file, chunk, whole), []).append(_clip(copy, position, stop))
             position = stop
-    for (file, chunk), parts in sorted(pending.items(), key=lambda entry: entry[0]):
+    for (file, chunk, _), parts in sorted(pending.items(), key=lambda entry: entry[0]):
         yield file, chunk, parts
+
+
+def direct_target(copy: Copy, start: int, stop: int) -> torch.Tensor | None:
+    """The host memory into which bytes [start, stop) of the file can be read to carry out the copy, if there is such.
+
+    Up to a page of padding behind the copy may go where nothing is: to the rest of the last page of the array.
+    """
+    held, excess = copy.array.direct, stop - copy.offset - copy.nbytes
+    if held is None or held.device.type != "cpu" or start != copy.offset or not 0 <= excess < PAGE:
+        return None
+    end = copy.position + copy.nbytes
+    if excess and end != copy.array.numel * copy.array.dtype.itemsize:
+        return None
+    memory = torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage())
+    base = held.storage_offset() * held.element_size() + copy.position
+    return memory[base : base + stop - start] if base + stop - start <= memory.numel() else None
+
+
+def _blocks(copy: Copy, file: FileEntry) -> tuple[int, int]:
+    """The whole blocks that a copy lies in."""
+    first = bisect_right(file.edges, copy.offset) - 1
+    return file.edges[first], file.edges[bisect_left(file.edges, copy.offset + copy.nbytes)]
 
 
 def _clip(copy: Copy, start: int, stop: int) -> Copy:

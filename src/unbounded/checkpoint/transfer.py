@@ -22,7 +22,7 @@ import torch
 from unbounded.checkpoint.reading import CHUNK_BYTES, Files, Read
 from unbounded.checkpoint.slices import Extent, plan_extents
 from unbounded.checkpoint.snapshot import WEIGHT
-from unbounded.checkpoint.targets import Conversion, Copy, Source, array_of, cut_copies
+from unbounded.checkpoint.targets import Conversion, Copy, Source, array_of, cut_copies, direct_target
 from unbounded.native.memory import host_buffer
 from unbounded.observe import trace
 from unbounded.optim import formats
@@ -83,8 +83,9 @@ class Transfer:
         chunk_bytes = min(CHUNK_BYTES, self.pool.buffer_bytes)
         started: list[_Chunk] = []
         try:
-            for file, start, parts in cut_copies(copies, self.files.manifest.files, chunk_bytes):
-                started.append(self._begin(file, start, parts))
+            parts = cut_copies(copies, self.files.manifest.files, chunk_bytes, direct=not self.staged)
+            for file, start, inside in parts:
+                started.append(self._begin(file, start, inside))
                 if len(self._ahead) > DEPTH:
                     self._take()
             while self._ahead:
@@ -257,13 +258,7 @@ def _whole_target(copies: Sequence[Copy], extents: Sequence[Extent]) -> torch.Te
     """The memory of an array that takes exactly what is read, where there is such a one."""
     if len(copies) != 1 or len(extents) != 1:
         return None
-    copy, extent = copies[0], extents[0]
-    direct = copy.array.direct
-    if direct is None or direct.device.type != "cpu":
-        return None
-    if (copy.offset, copy.offset + copy.nbytes) != (extent.start, extent.stop):
-        return None
-    return _as_bytes(direct)[copy.position : copy.position + copy.nbytes]
+    return direct_target(copies[0], extents[0].start, extents[0].stop)
 
 
 def _store(array: Array, position: int, data: torch.Tensor) -> Waitable | None:

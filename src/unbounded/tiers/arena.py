@@ -29,9 +29,12 @@ class HostArena:
         self._close = weakref.finalize(self, _unregister, self._pinned)
 
     def allocate(self, dtype: torch.dtype, numel: int, *, pin: bool | None = None) -> torch.Tensor:
-        """A zeroed 1-D tensor on a page boundary; pinned unless the arena or the caller says otherwise."""
+        """A zeroed 1-D tensor on a page boundary; pinned unless the arena or the caller says otherwise.
+
+        Its storage is whole pages, as its memory is, so that whole pages can be read into it.
+        """
         num_bytes = max(1, numel * dtype.itemsize)
-        raw = memory.host_buffer(num_bytes)
+        raw = memory.host_buffer(-(-num_bytes // memory.PAGE_BYTES) * memory.PAGE_BYTES)
         with self._lock:
             self.used_bytes += num_bytes
         if self.pin if pin is None else (pin and self.pin):
