@@ -7,6 +7,9 @@
 namespace unbounded {
 namespace {
 
+template <class T> inline T* at(void* p, size_t i) { return static_cast<T*>(p) + i; }
+template <class T> inline const T* at(const void* p, size_t i) { return static_cast<const T*>(p) + i; }
+
 // Calls body(pointer) with `p` as a pointer to its type.
 template <class Body> inline void typed(const void* p, DType type, Body body) {
   switch (type) {

@@ -12,9 +12,9 @@
 //
 // Rounding is stochastic in training. A second moment moves by a thousandth a step, far less than the distance of
 // two codes, and rounding to nearest would leave it where it is for ever; rounded up with the probability of its
-// fraction it is right on average, and so are the first moment and the weight. The noise of an
-// array is the low bits of another's new value, salted by the place in the block and by the step, so that it does not
-// depend on threads or on how a buffer is cut.
+// fraction it is right on average, and so are the first moment and the weight. The noise is the low bits of another
+// value of the same element (for the moments the direction of the step, or the new weight; for the weight a moment),
+// salted by the place in the block and by the step, so that it does not depend on threads or on how a buffer is cut.
 // Conversions round to nearest.
 #pragma once
 
@@ -23,7 +23,7 @@
 namespace unbounded {
 namespace {
 
-// Random bits below `mask`, from the bits of another array's new value and the salt of the place and the step.
+// Random bits below `mask`, from the bits of another value and the salt of the place and the step.
 template <class W> inline typename W::I noise_of(typename W::F other, const int32_t* salt, int32_t mask) {
   return W::mix(W::bits(other), W::load_int(salt), W::all(mask));
 }
@@ -36,11 +36,10 @@ struct First {
   using Code = int8_t;  // sign and magnitude
   static constexpr uint32_t headroom = 0xa0000, base = 0x780;
   static constexpr float offset = 0x1p-7f;
-  template <class W> static typename W::I encode(typename W::F x, float inverse, typename W::I noise) {
-    const auto sign = W::all(0x80000000u);
-    const auto signed_offset = W::floats(W::pick(sign, W::bits(x), W::bits(W::all(offset))));
-    const auto z = W::bits(W::fma(x, W::all(inverse), signed_offset)) + noise;
-    return W::pick(sign, z, W::template left<5>(z));
+  template <class W>
+  static typename W::I encode(typename W::F x, typename W::F magnitude, float inverse, typename W::I noise) {
+    const auto z = W::bits(W::fma(magnitude, W::all(inverse), W::all(offset))) + noise;
+    return W::pick(W::all(0x80000000u), W::bits(x), W::template left<5>(z));
   }
   template <class W> static typename W::F decode(typename W::I code, float scale) {
     const auto high = W::template left<19>(code);
@@ -54,8 +53,9 @@ struct Second {
   using Code = uint8_t;
   static constexpr uint32_t headroom = 0x80200, base = 0x700;
   static constexpr float offset = 0x1p-15f;
-  template <class W> static typename W::I encode(typename W::F x, float inverse, typename W::I noise) {
-    const auto z = W::bits(W::fma(x, W::all(inverse), W::all(offset))) + noise;
+  template <class W>
+  static typename W::I encode(typename W::F, typename W::F magnitude, float inverse, typename W::I noise) {
+    const auto z = W::bits(W::fma(magnitude, W::all(inverse), W::all(offset))) + noise;
     return W::template left<5>(W::max(z, W::all((base + 1) << 19)));
   }
   template <class W> static typename W::F decode(typename W::I code, float scale) {
@@ -64,17 +64,17 @@ struct Second {
   }
 };
 
-// The scale of a block whose largest magnitude has these bits. A block of zeros has scale 0; one with an infinity, a
+// The bits of the scale of a block whose largest magnitude has these bits. A block of zeros has scale 0; one with an infinity, a
 // NaN or more than 2^127 has a NaN and decodes to NaN throughout.
-inline float block_scale(uint32_t highest, uint32_t headroom) {
-  if (highest == 0) return 0.0f;
-  if (highest + headroom >= 254u << 23) return float_of(0x7fc00000);
-  const uint32_t exponent = (highest + headroom) >> 23;
-  return float_of((exponent < 1 ? 1 : exponent) << 23);
+inline uint32_t block_scale(uint32_t highest, uint32_t headroom) {
+  const uint32_t raised = highest + headroom;
+  const uint32_t bits = raised < 1u << 23 ? 1u << 23 : raised & 0xff800000;
+  return highest == 0 ? 0 : raised >= 254u << 23 ? 0x7fc00000 : bits;
 }
 
-inline float inverse_scale(float scale) {
-  return scale > 0.0f ? float_of((254u << 23) - bits_of(scale)) : 0.0f;
+// 0 where the scale is 0 or NaN.
+inline float inverse_scale(uint32_t scale) {
+  return float_of(scale - 1 < 0x7f800000 - 1 ? (254u << 23) - scale : 0);
 }
 
 template <class W> inline typename W::F decode_at(const Bf16* weight, const int8_t* low) {
@@ -138,11 +138,12 @@ inline uint32_t highest_magnitude(const float* x, size_t n) {
 template <class V, class M> inline void encode_moment(const float* x, typename M::Code* codes, float* scales, size_t n) {
   for (size_t begin = 0; begin < n; begin += BLOCK) {
     const size_t count = n - begin < BLOCK ? n - begin : BLOCK;
-    const float scale = block_scale(highest_magnitude(x + begin, count), M::headroom);
+    const uint32_t scale = block_scale(highest_magnitude(x + begin, count), M::headroom);
     const float inverse = inverse_scale(scale);
-    scales[begin / BLOCK] = scale;
+    scales[begin / BLOCK] = float_of(scale);
     sweep<V>(count, [=]<class W>(size_t i) {
-      const auto code = M::template encode<W>(W::load(x + begin + i), inverse, W::all(HALF_CODE));
+      const auto value = W::load(x + begin + i), magnitude = W::floats(W::bits(value) & W::all(0x7fffffff));
+      const auto code = M::template encode<W>(value, magnitude, inverse, W::all(HALF_CODE));
       W::template store_byte<3>(codes + begin + i, code);
     });
   }

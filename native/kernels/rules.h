@@ -26,38 +26,45 @@ struct Step {
 
 namespace {
 
-// A rule steps one vector of fp32 values: weight, gradient, first moment (exp_avg, momentum_buffer) and second moment
-// (exp_avg_sq, sum); `first` and `second` say which moments it keeps.
+// A rule steps one vector of fp32 values in parts, so that a kernel can let other work pass between them:
+//   advance   the moments, from the gradient; returns the direction, or its numerator where the rule divides
+//   (root, quotient: below, the same for all rules that divide)
+//   apply     the direction to the weight
+// `first` (exp_avg, momentum_buffer) and `second` (exp_avg_sq, sum) say which moments it keeps, `couples` whether
+// advance looks at the weight.
+
+template <class W, class F> inline F coupled(const Step& s, F w, F g) {
+  return s.decay != 0 ? W::fma(W::all(s.decay), w, g) : g;
+}
 
 // Of the bias-corrected quotient, (m / c1) / (sqrt(v) / sqrt(c2) + eps), the corrections are in step_size and eps.
 template <bool decoupled> struct Adam {
-  static constexpr bool first = true, second = true;
-  template <class W, class F> static void step(const Step& s, F& w, F g, F& m, F& v) {
-    if (decoupled)
-      w = w * W::all(s.keep);
-    else if (s.decay != 0)
-      g = W::fma(W::all(s.decay), w, g);
+  static constexpr bool first = true, second = true, divides = true, couples = !decoupled;
+  template <class W, class F> static F advance(const Step& s, F w, F g, F& m, F& v) {
+    if (!decoupled) g = coupled<W>(s, w, g);
     m = W::fma(W::all(s.rest1), g - m, m);
     v = W::fma(W::all(s.rest2) * g, g, W::all(s.beta2) * v);
-    w = W::fnma(W::all(s.step_size), m / (W::sqrt(v) + W::all(s.eps)), w);
+    return m;
+  }
+  template <class W, class F> static F apply(const Step& s, F w, F direction) {
+    return W::fnma(W::all(s.step_size), direction, decoupled ? w * W::all(s.keep) : w);
   }
 };
 
 struct Sgd {
-  static constexpr bool first = false, second = false;
-  template <class W, class F> static void step(const Step& s, F& w, F g, F&, F&) {
-    if (s.decay != 0) g = W::fma(W::all(s.decay), w, g);
-    w = W::fnma(W::all(s.lr), g, w);
-  }
+  static constexpr bool first = false, second = false, divides = false, couples = true;
+  template <class W, class F> static F advance(const Step& s, F w, F g, F&, F&) { return coupled<W>(s, w, g); }
+  template <class W, class F> static F apply(const Step& s, F w, F g) { return W::fnma(W::all(s.lr), g, w); }
 };
 
 struct SgdMomentum {
-  static constexpr bool first = true, second = false;
-  template <class W, class F> static void step(const Step& s, F& w, F g, F& m, F&) {
-    if (s.decay != 0) g = W::fma(W::all(s.decay), w, g);
+  static constexpr bool first = true, second = false, divides = false, couples = true;
+  template <class W, class F> static F advance(const Step& s, F w, F g, F& m, F&) {
+    g = coupled<W>(s, w, g);
     m = s.first_step ? g : W::fma(W::all(s.undamped), g, W::all(s.momentum) * m);
-    w = W::fnma(W::all(s.lr), s.nesterov ? W::fma(W::all(s.momentum), m, g) : m, w);
+    return s.nesterov ? W::fma(W::all(s.momentum), m, g) : m;
   }
+  template <class W, class F> static F apply(const Step& s, F w, F m) { return W::fnma(W::all(s.lr), m, w); }
 };
 
 // -1, 0 or 1; a NaN stays one.
@@ -69,22 +76,37 @@ template <class W, class F> inline F sign(F a) {
 }
 
 struct Lion {
-  static constexpr bool first = true, second = false;
-  template <class W, class F> static void step(const Step& s, F& w, F g, F& m, F&) {
+  static constexpr bool first = true, second = false, divides = false, couples = false;
+  template <class W, class F> static F advance(const Step& s, F, F g, F& m, F&) {
     const auto c = W::fma(W::all(s.rest1), g, W::all(s.beta1) * m);
-    w = W::fnma(W::all(s.lr), sign<W>(c), w * W::all(s.keep));
     m = W::fma(W::all(s.rest2), g, W::all(s.beta2) * m);
+    return sign<W>(c);
+  }
+  template <class W, class F> static F apply(const Step& s, F w, F direction) {
+    return W::fnma(W::all(s.lr), direction, w * W::all(s.keep));
   }
 };
 
 struct Adagrad {
-  static constexpr bool first = false, second = true;
-  template <class W, class F> static void step(const Step& s, F& w, F g, F&, F& v) {
-    if (s.decay != 0) g = W::fma(W::all(s.decay), w, g);
+  static constexpr bool first = false, second = true, divides = true, couples = true;
+  template <class W, class F> static F advance(const Step& s, F w, F g, F&, F& v) {
+    g = coupled<W>(s, w, g);
     v = W::fma(g, g, v);
-    w = W::fnma(W::all(s.lr), g / (W::sqrt(v) + W::all(s.eps)), w);
+    return g;
+  }
+  template <class W, class F> static F apply(const Step& s, F w, F direction) {
+    return W::fnma(W::all(s.lr), direction, w);
   }
 };
+
+// What a rule that divides divides by.
+template <class W, class F> inline F root(const Step& s, F v) { return W::sqrt(v) + W::all(s.eps); }
+
+// All parts together; returns the new weight.
+template <class W, class R, class F> inline F step(const Step& s, F w, F g, F& m, F& v) {
+  const auto numerator = R::template advance<W>(s, w, g, m, v);
+  return R::template apply<W>(s, w, R::divides ? numerator / root<W>(s, v) : numerator);
+}
 
 // Calls body(rule) with the rule of the step as a type.
 template <class Body> inline void with_rule(const Step& s, Body body) {

@@ -50,6 +50,7 @@ struct Avx2 {
   static M greater(I a, I b) { return {_mm256_cmpgt_epi32(a.x, b.x)}; }
   static I select(M m, I yes, I no) { return {_mm256_blendv_epi8(no.x, yes.x, m.x)}; }
   static I pick(I mask, I yes, I no) { return (mask & yes) | I{_mm256_andnot_si256(mask.x, no.x)}; }
+  static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) { of_a = highest(a), of_b = highest(b); }
   static I mix(I a, I b, I mask) { return (a ^ b) & mask; }
   static I quiet(F a) {
     return select({_mm256_castps_si256(_mm256_cmp_ps(a.x, a.x, _CMP_UNORD_Q))}, all(0xffc00000u), bits(a));

@@ -49,6 +49,14 @@ struct Avx512 {
   static I select(M m, I yes, I no) { return {_mm512_mask_mov_epi32(no.x, m, yes.x)}; }
   static I pick(I mask, I yes, I no) { return {_mm512_ternarylogic_epi32(yes.x, no.x, mask.x, 0xe4)}; }
   static uint32_t highest(I a) { return _mm512_reduce_max_epu32(a.x); }
+  static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) {  // both at once: a in the lower half, b in the upper
+    I x = max({_mm512_shuffle_i64x2(a.x, b.x, 0x44)}, {_mm512_shuffle_i64x2(a.x, b.x, 0xee)});
+    x = max(x, {_mm512_shuffle_i64x2(x.x, x.x, 0xb1)});
+    x = max(x, {_mm512_shuffle_epi32(x.x, _MM_PERM_ENUM(0x4e))});
+    x = max(x, {_mm512_shuffle_epi32(x.x, _MM_PERM_ENUM(0xb1))});
+    of_a = uint32_t(_mm_cvtsi128_si32(_mm512_castsi512_si128(x.x)));
+    of_b = uint32_t(_mm_cvtsi128_si32(_mm512_extracti32x4_epi32(x.x, 2)));
+  }
   static I mix(I a, I b, I mask) { return {_mm512_ternarylogic_epi32(a.x, b.x, mask.x, 0x28)}; }
   static I quiet(F a) { return bits({_mm512_fixupimm_ps(a.x, a.x, _mm512_set1_epi32(0x33), 0)}); }
 
@@ -65,8 +73,8 @@ struct Avx512 {
 
   static F load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static F load(const Bf16* p) {  // one shuffle into the upper halves: a widening load would need a shift too
-    const __m512i halves = _mm512_castsi256_si512(load256(p));
-    return floats({_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, place<int16_t>([](int j) { return j / 2; }), halves)});
+    const __m512i upper = place<int16_t>([](int j) { return j % 2 ? j / 2 : 16; });  // 16: beyond what is loaded, 0
+    return floats({_mm512_permutexvar_epi16(upper, _mm512_zextsi256_si512(load256(p)))});
   }
   static F load(const Fp16* p) { return {_mm512_cvtph_ps(load256(p))}; }
   static void store(float* p, F a) { _mm512_storeu_ps(p, a.x); }

@@ -54,6 +54,7 @@ struct Neon {
   static I select(M m, I yes, I no) { return {vbslq_s32(m.x, yes.x, no.x)}; }
   static I pick(I mask, I yes, I no) { return {vbslq_s32(natural(mask), yes.x, no.x)}; }
   static uint32_t highest(I a) { return vmaxvq_u32(natural(a)); }
+  static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) { of_a = highest(a), of_b = highest(b); }
   static I mix(I a, I b, I mask) { return (a ^ b) & mask; }
   static I quiet(F a) { return {vbslq_s32(vceqq_f32(a.x, a.x), bits(a).x, all(0xffc00000u).x)}; }
 

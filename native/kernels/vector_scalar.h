@@ -52,6 +52,7 @@ struct Scalar {
   static I select(M m, I yes, I no) { return m ? yes : no; }
   static I pick(I mask, I yes, I no) { return {(mask.x & yes.x) | (~mask.x & no.x)}; }  // bit by bit
   static uint32_t highest(I a) { return a.x; }
+  static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) { of_a = highest(a), of_b = highest(b); }
   static I mix(I a, I b, I mask) { return {(a.x ^ b.x) & mask.x}; }
   static I quiet(F a) { return {a.x == a.x ? bits_of(a.x) : 0xffc00000}; }  // the bits, of every NaN the same
 
