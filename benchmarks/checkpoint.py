@@ -13,9 +13,9 @@ fills as much memory as the load does: on a virtual machine a pass over gigabyte
 1.6 and 3.1 GB/s, a pass into one buffer of 256 MiB always at 3.1. For states elsewhere the buffer is one of that size,
 as they pass through buffers too. Both find their memory touched.
 
-The cost of a save in the background is the time of the steps it overlaps against the steps around it, with steps
-half as long again as a save. On a machine without a GPU these steps want the cores that the save takes; "CPU of a
-save" is how much it takes of them.
+The cost of a save in the background is the time of the step it overlaps against the steps before and after, with
+`--tokens` a step. On a machine without a GPU that step wants the cores that the save takes; "CPU of a save" is how
+much it takes of them, so the shorter the step, the larger the part.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def build(gigabytes: float, tier: str, precision: str) -> tuple[nn.Module, Any, 
     return model, optimizer, sum(p.numel() for p in model.parameters()) * 12
 
 
-def take_step(model: nn.Module, optimizer: Any, rows: int) -> float:
+def take_step(model: nn.Module, optimizer: Any, tokens: int) -> float:
     start = time.perf_counter()
     device = next(model.parameters()).device
-    loss = model(torch.randn(rows, 1024, device=device)).float().square().mean()
+    loss = model(torch.randn(tokens, 1024, device=device)).float().square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -234,35 +234,31 @@ def measure_memory(folder: Path, model: nn.Module, optimizer: Any) -> dict[str, 
     return peaks
 
 
-def measure_behind(
-    folder: Path, model: nn.Module, optimizer: Any, save_seconds: float, rounds: int
-) -> tuple[float, int]:
-    """Time of steps beside a save in the background, as a ratio to steps without one, and the rows of a step."""
-    rows = 256
-    while (alone := min(take_step(model, optimizer, rows) for _ in range(2))) < 1.5 * save_seconds and rows < 65536:
-        rows = min(65536, max(rows + 1, int(rows * min(4.0, 1.6 * save_seconds / alone))))
-    ratios = []
+def measure_behind(folder: Path, model: nn.Module, optimizer: Any, tokens: int, rounds: int) -> tuple[float, float]:
+    """The step beside a save in the background, as a ratio to steps without one, and how long such a step takes."""
+    ratios, alone = [], []
     for _ in range(2 * rounds):
         clear(folder)
-        before = _step_and_settle(model, optimizer, rows)
+        before = _step_and_settle(model, optimizer, tokens)
         start = time.perf_counter()
         handle = unbounded.save(folder / "ours", model, optimizer, wait=False)
-        _step_and_settle(model, optimizer, rows)
+        _step_and_settle(model, optimizer, tokens)
         beside = time.perf_counter() - start
         handle.wait()
-        after = _step_and_settle(model, optimizer, rows)
+        after = _step_and_settle(model, optimizer, tokens)
         ratios.append(beside / ((before + after) / 2))
-    return statistics.median(ratios), rows
+        alone += [before, after]
+    return statistics.median(ratios), statistics.median(alone)
 
 
-def _step_and_settle(model: nn.Module, optimizer: Any, rows: int) -> float:
+def _step_and_settle(model: nn.Module, optimizer: Any, tokens: int) -> float:
     start = time.perf_counter()
-    take_step(model, optimizer, rows)
+    take_step(model, optimizer, tokens)
     optimizer.wait()
     return time.perf_counter() - start
 
 
-def show(nbytes: int, seconds: dict[str, float], memory: dict[str, int], behind: tuple[float, int]) -> None:
+def show(nbytes: int, seconds: dict[str, float], memory: dict[str, int], behind: tuple[float, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -279,7 +275,7 @@ def show(nbytes: int, seconds: dict[str, float], memory: dict[str, int], behind:
             ratio = f"{seconds[other] / seconds[name]:.2f}" if other else ""
             table.add_row(name, f"{nbytes / seconds[name] / 1e9:.2f}", other or "", ratio, goal)
     table.add_row("CPU of a save", "", "", f"{seconds['CPU of a save'] / nbytes * 1e9:.3f} s/GB", "")
-    table.add_row("steps beside a save", "", f"steps alone ({behind[1]} rows)", f"{behind[0]:.3f}", "<= 1.05")
+    table.add_row("steps beside a save", "", f"steps alone ({behind[1]:.1f} s)", f"{behind[0]:.3f}", "<= 1.05")
     for name, growth in memory.items():
         table.add_row(f"memory of {name}", "", "", f"{growth / 2**20:.0f} MiB", "< 1 GiB")
     Console().print(table)
@@ -291,6 +287,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="bytes of states")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tier", default="host", choices=["device", "host", "disk"])
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step beside a save")
     parser.add_argument("--no-peers", action="store_true", help="leave torch's own out")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="unbounded-bench-", dir=args.path))
@@ -301,7 +298,7 @@ def main() -> None:
         raw = Raw(folder, nbytes, nbytes + (16 << 20)) if args.tier == "host" else Raw(folder, nbytes)
         seconds = measure(folder, model, optimizer, raw, args.rounds, not args.no_peers)
         memory = measure_memory(folder, model, optimizer)
-        behind = measure_behind(folder, model, optimizer, seconds["save"], args.rounds)
+        behind = measure_behind(folder, model, optimizer, args.tokens, args.rounds)
         show(nbytes, seconds, memory, behind)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
