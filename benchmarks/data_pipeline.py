@@ -1,5 +1,7 @@
 """What the data pipeline takes from a training step at 100,000 tokens a second.
 
+    python -m benchmarks.data_pipeline
+
 A step that takes its time on the main thread, as one on a device does, is run with ready-made batches and with the
 pipeline behind it: the ratio of the two is the cost. `--kind` chooses bytes or a BPE tokenizer trained on the spot.
 """
