@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "deepspeed"))
     parser.add_argument("--stage", type=int, default=3, help="of DeepSpeed")
     parser.add_argument("--optimizer", default="cpu", choices=("cpu", "nvme"), help="where DeepSpeed keeps its own")
-    parser.add_argument("--trace", default=None)
+    parser.add_argument("--trace", default=None, help="record the last two steps here")
     parser.add_argument("--fixed-batch", action="store_true", help="the same tokens every step: the loss must fall")
     return parser.parse_args()
 
@@ -171,7 +171,7 @@ def main() -> None:
         if has_gpu:
             torch.cuda.reset_peak_memory_stats()
         for index in range(options.steps):
-            if options.trace and index == options.steps - 1:
+            if options.trace and index == max(0, options.steps - 2):
                 from unbounded.observe import trace
 
                 trace.start(options.trace)

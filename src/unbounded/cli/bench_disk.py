@@ -7,13 +7,14 @@ loop and engine take turns, so that what else the machine does hits both, and th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,6 +148,23 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
+@contextlib.contextmanager
+def opened(folder: Path, size_bytes: int, backend: str = "auto") -> Iterator[Bench]:
+    """An anonymous file of twice `size_bytes`, written once all over; nothing is left in the folder."""
+    place.check_folder(folder)
+    buffers = (host_buffer(BUFFER_BYTES), host_buffer(BUFFER_BYTES))
+    for buffer in buffers:
+        touch(buffer, 2)
+    with DiskEngine(backend=backend) as engine:
+        files = place.open_anonymous(folder)
+        place.reserve(files.fd, 2 * size_bytes, str(folder))
+        chosen = engine.backend_for(folder)
+        with DiskFile(engine, str(folder), files.fd, files.direct_fd, chosen) as file:
+            for offset in range(0, 2 * size_bytes, BUFFER_BYTES):  # blocks never written would read as nothing
+                file.write(offset, buffers[1]).wait()
+            yield Bench(file, files.fd, size_bytes, buffers)
+
+
 def disk(
     path: str | os.PathLike[str],
     *,
@@ -155,23 +173,10 @@ def disk(
     repetitions: int = 7,
     backend: str = "auto",
 ) -> list[Result]:
-    """Measures the engine on `path` with an anonymous file of twice `size_bytes`; nothing is left there."""
-    folder = Path(path)
-    place.check_folder(folder)
+    """Measures the engine on `path` against the raw loop, for every size of transfer."""
     step = max(BUFFER_BYTES, *transfers)
-    size_bytes = max(step, size_bytes // step * step)
-    buffers = (host_buffer(BUFFER_BYTES), host_buffer(BUFFER_BYTES))
-    for buffer in buffers:
-        touch(buffer, 2)
-    with DiskEngine(backend=backend) as engine:
-        opened = place.open_anonymous(folder)
-        place.reserve(opened.fd, 2 * size_bytes, str(folder))
-        chosen = engine.backend_for(folder)
-        with DiskFile(engine, str(folder), opened.fd, opened.direct_fd, chosen) as file:
-            bench = Bench(file, opened.fd, size_bytes, buffers)
-            for offset in range(0, 2 * size_bytes, BUFFER_BYTES):  # blocks never written would read as nothing
-                file.write(offset, buffers[1]).wait()
-            return [line for size in transfers for line in measure(bench, transfer_bytes=size, repetitions=repetitions)]
+    with opened(Path(path), max(step, size_bytes // step * step), backend) as bench:
+        return [line for size in transfers for line in measure(bench, transfer_bytes=size, repetitions=repetitions)]
 
 
 def show(results: list[Result], title: str) -> None:

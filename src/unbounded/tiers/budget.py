@@ -15,7 +15,7 @@ from unbounded.planner.plan import Plan
 from unbounded.tiers.staging import size_staging
 
 # Of a device's budget, kept for activations, and at most so much.
-ACTIVATION_PART, ACTIVATION_BYTES = 0.6, 24 * 2**30
+ACTIVATION_PART, ACTIVATION_BYTES = 0.5, 24 * 2**30
 # Of a host's budget, kept for activations where the plan puts any there.
 HOST_ACTIVATION_PART = 0.25
 # Of the host's free memory, what is taken unless the plan says more.
