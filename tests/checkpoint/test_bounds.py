@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,85 @@ def test_states_on_disk_pass_through_a_few_buffers_that_stay(tmp_path: Path, mon
     unbounded.load(tmp_path / "c", other, optimizer)
     unbounded.save(tmp_path / "again", other, optimizer)
     assert_same(whole(tmp_path / "again"), whole(tmp_path / "c"))
+
+
+@pytest.fixture
+def gate(monkeypatch: Any) -> Iterator[threading.Event]:
+    """While it is not set, a save reads nothing of what is large."""
+    gate, begin = threading.Event(), stream.Writer._begin
+
+    def held(self: Any, chunk: Any) -> None:
+        gate.wait()
+        begin(self, chunk)
+
+    monkeypatch.setattr(stream.Writer, "_begin", held)
+    yield gate
+    gate.set()
+
+
+def test_a_step_beside_a_save_that_stands_still_goes_on_with_its_states_copied_aside(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    model, optimizer = build("host")
+    tiers = sharded(model).tiers
+    gate.set()
+    unbounded.save(tmp_path / "now", model, optimizer)
+    gate.clear()
+    before = tiers.arena.used_bytes, tiers.planned_host_bytes
+    handle = unbounded.save(tmp_path / "behind", model, optimizer, wait=False)
+    training = threading.Thread(target=step, args=(model, optimizer))
+    training.start()
+    training.join(60)
+    assert not training.is_alive()
+    assert not handle.done()
+    assert tiers.arena.used_bytes - before[0] >= 48 * MIB
+    step(model, optimizer)  # what is aside already is not copied again
+    assert tiers.arena.used_bytes - before[0] < 49 * MIB
+    gate.set()
+    handle.wait()
+    assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
+    assert (tiers.arena.used_bytes, tiers.planned_host_bytes) == before
+
+
+def test_a_step_waits_for_a_save_where_the_budget_has_no_room_for_copies(
+    tmp_path: Path, monkeypatch: Any, gate: threading.Event
+) -> None:
+    model, optimizer = build("host", host_bytes=(48 + 24) * MIB)
+    peak = Peak(model, monkeypatch)
+    gate.set()
+    unbounded.save(tmp_path / "now", model, optimizer)
+    gate.clear()
+    handle = unbounded.save(tmp_path / "behind", model, optimizer, wait=False)
+    training = threading.Thread(target=step, args=(model, optimizer))
+    training.start()
+    training.join(0.5)
+    assert training.is_alive()
+    gate.set()
+    training.join()
+    handle.wait()
+    assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
+    assert peak.bytes <= (48 + 24) * MIB
+
+
+def test_what_a_save_is_reading_is_not_overwritten_before_it_was_read(tmp_path: Path, monkeypatch: Any) -> None:
+    gate, finish = threading.Event(), stream.Writer._finish
+
+    def held(self: Any, chunk: Any) -> None:
+        gate.wait()
+        finish(self, chunk)
+
+    model, optimizer = build("host")
+    unbounded.save(tmp_path / "now", model, optimizer)
+    monkeypatch.setattr(stream.Writer, "_finish", held)
+    handle = unbounded.save(tmp_path / "behind", model, optimizer, wait=False)
+    training = threading.Thread(target=step, args=(model, optimizer))
+    training.start()
+    training.join(0.5)
+    assert training.is_alive()  # the first chunks are on their way to the disk from where they are
+    gate.set()
+    training.join()
+    handle.wait()
+    assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -19,12 +19,12 @@ from unbounded.checkpoint import values
 from unbounded.checkpoint.adapters import describe_adapters
 from unbounded.checkpoint.manifest import FileEntry, Manifest, TensorEntry, join_slices, write_text
 from unbounded.checkpoint.peers import Peers, peers_of
+from unbounded.checkpoint.readers import Readers
 from unbounded.checkpoint.reading import disk_engine
 from unbounded.checkpoint.snapshot import BUFFER, COMPLETING, Snapshot
 from unbounded.checkpoint.stream import Writer, lay_out
 from unbounded.errors import CheckpointError
 from unbounded.sharding import Sharded
-from unbounded.tiers.lane import Handle
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class SaveJob:
         self.with_optimizer = with_optimizer and state.optimizer is not None
         self.peers: Peers = peers_of(model, state.engine.ranks)
         self.snapshot = Snapshot(self.peers.rank, self.peers.size)
-        self.readers: list[Handle] = []
-        self.gradients = Handle()
+        self.readers = Readers(state.tiers)
+        self.gradients = self.readers.new(may_copy=False)
         self.claim: folders.Claim | None = None
         self.ready: torch.cuda.Event | None = None
 
@@ -120,12 +120,9 @@ class SaveJob:
 
     def _take_units(self, backwards: list[bool]) -> None:
         units = list(enumerate(self.state.engine.units))
-        before = len(self.snapshot.segments)
         for number, unit in units:
             if backwards[number]:
                 self.snapshot.add_gradient(unit, number, self.gradients)
-        if len(self.snapshot.segments) == before:
-            self.gradients.complete()
         order = {site: place for place, site in reversed(list(enumerate(self.state.engine.forward.expected)))}
         ranked = {id(u): order.get(s.index, len(order)) for s in self.state.engine.stops for u in s.units}
         copy = self.copy and self._has_room_to_copy()
@@ -133,12 +130,9 @@ class SaveJob:
             rule = self.state.rules.get(unit.dtype)
             every = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
             kinds = [kind for kind in unit.states if self.with_optimizer or kind in COMPLETING]
-            reader = Handle()
-            self.readers.append(reader)
-            arrays = [unit.weights, *(unit.states[kind] for kind in kinds)]
-            if not (copy and all(array.tier == "device" for array in arrays)):
-                unit.reader = reader
-            self.snapshot.add_unit(unit, number, every, kinds, reader, copy=copy)
+            unit.reader = self.readers.new(may_copy=self.copy)
+            self.snapshot.add_unit(unit, number, every, kinds, unit.reader, copy=copy)
+        self.readers.watch(self.snapshot.segments)
         if self.state.engine.device.type == "cuda":
             self.ready = torch.cuda.Event()
             self.ready.record()
@@ -195,7 +189,7 @@ class SaveJob:
         name = folders.data_name(self.peers.rank)
         size = max(1, lay_out(self.snapshot.segments).nbytes)
         with disk_engine(behind=self.copy).open(self.staging / name, create=True, size_bytes=size) as file:
-            entry = Writer(file, self.state.tiers.staging).write(name, self.snapshot.segments)
+            entry = Writer(file, self.state.tiers.staging, self.readers).write(name, self.snapshot.segments)
             file.truncate(entry.nbytes)
             file.sync()
         folders.sync_folder(self.staging)
@@ -220,8 +214,6 @@ class SaveJob:
 
     def _let_go(self) -> None:
         """Whatever happened, updates may go on and the folder is free."""
-        for reader in [*self.readers, self.gradients]:
-            if not reader.launched():
-                reader.complete()
+        self.readers.close()
         if self.claim is not None:
             self.claim.release()

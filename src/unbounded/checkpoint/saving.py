@@ -5,8 +5,8 @@
     all     write and sync the data files                                           (in the background: wait=False)
     rank 0  manifest, commit
 
-In the background the arrays are read while training goes on: every unit carries a reader handle until its states
-have been read, and the update that would overwrite them waits for it.
+In the background the arrays are read while training goes on: every unit carries a reader until its states have been
+read. The update that would overwrite them asks it for way (`readers`).
 """
 
 from __future__ import annotations

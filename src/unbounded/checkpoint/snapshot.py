@@ -20,7 +20,7 @@ from unbounded.checkpoint.slices import Slice, deal
 from unbounded.checkpoint.stream import Segment
 from unbounded.native.disk import crc32c
 from unbounded.tiers.array import Array, MemoryArray
-from unbounded.tiers.lane import Handle
+from unbounded.tiers.reader import Reader
 from unbounded.zero.layout import clip_range
 from unbounded.zero.unit import Unit
 from unbounded.zero.units import find_members
@@ -43,7 +43,7 @@ class Stored:
     rank: int | None = None
 
     def entry(self, file: int) -> TensorEntry:
-        dtype = self.segment.array.dtype
+        dtype = self.segment.dtype
         nbytes = (self.range[1] - self.range[0]) * dtype.itemsize
         piece = Slice(file, self.segment.offset + self.start * dtype.itemsize, nbytes, (self.range,))
         return TensorEntry(self.name, self.kind, self.shape, dtype, (piece,), self.every, self.rank)
@@ -65,7 +65,7 @@ class Snapshot:
         number: int,
         every: Mapping[str, int],
         kinds: Iterable[str],
-        reader: Handle,
+        reader: Reader,
         *,
         copy: bool = False,
     ) -> None:
@@ -75,13 +75,10 @@ class Snapshot:
         """
         start, stop = self._part(unit, number)
         arrays: dict[str, Array] = {WEIGHT: unit.weights, **{kind: unit.states[kind] for kind in kinds}}
-        if copy:
-            arrays = {kind: _copied(array) for kind, array in arrays.items()}
-        if start < stop:
-            for kind, array in arrays.items():
-                self._add_flat(unit, kind, array, (start, stop), every.get(kind, 1), reader)
-        else:
-            reader.complete()
+        for kind, array in arrays.items() if start < stop else ():
+            kept = _copied(array) if copy else array
+            waits = reader if kept is array else None
+            self._add_flat(unit, kind, kept, (start, stop), every.get(kind, 1), waits)
 
     def _part(self, unit: Unit, number: int) -> tuple[int, int]:
         """What this rank writes of a unit's flat buffer."""
@@ -89,7 +86,7 @@ class Snapshot:
             return deal(unit.layout.numel, number, self.rank, self.size)
         return unit.owned
 
-    def add_gradient(self, unit: Unit, number: int, reader: Handle) -> None:
+    def add_gradient(self, unit: Unit, number: int, reader: Reader) -> None:
         """The gradient added up so far: reduced, and what waits for its reduction on this rank."""
         array = unit.gradient.array
         if unit.gradient.present and not unit.gradient.consumed and array is not None:
@@ -107,13 +104,14 @@ class Snapshot:
         array: Array,
         part: tuple[int, int],
         every: int,
-        reader: Handle,
+        reader: Reader | None,
         *,
         own: bool = False,
     ) -> None:
         """Elements `part` of a unit's flat buffer, which `array` holds from the first owned one on."""
         base = 0 if own else unit.owned[0]
-        segment = Segment(array, (part[0] - base) // every, -(-(part[1] - base) // every), reader)
+        start, stop = (part[0] - base) // every, -(-(part[1] - base) // every)
+        segment = Segment((array, start), stop - start, reader)
         self.segments.append(segment)
         for slot in unit.layout.slots:
             clipped = clip_range(slot.start, slot.stop, *part)
@@ -128,7 +126,7 @@ class Snapshot:
     def add_tensor(self, name: str, kind: str, tensor: torch.Tensor, rank: int | None) -> None:
         """A small tensor of this rank's own, whole."""
         flat = tensor.detach().reshape(-1).contiguous().cpu()
-        segment = Segment(MemoryArray(flat, "host"), 0, flat.numel())
+        segment = Segment((MemoryArray(flat, "host"), 0), flat.numel())
         self.segments.append(segment)
         if flat.numel():
             self.stored.append(Stored(segment, 0, name, kind, tuple(tensor.shape), (0, flat.numel()), 1, rank))

@@ -15,6 +15,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,8 +24,11 @@ from unbounded.checkpoint.reading import CHUNK_BYTES
 from unbounded.native.disk import Checksums, DiskFile, DiskHandle
 from unbounded.observe import trace
 from unbounded.tiers.array import Array, Waitable
-from unbounded.tiers.lane import Handle
 from unbounded.tiers.pool import BufferPool, Lease
+from unbounded.tiers.reader import Reader
+
+if TYPE_CHECKING:
+    from unbounded.checkpoint.readers import Readers
 
 # Chunks being written: enough that the disk stays busy while this thread waits for a core.
 DEPTH = 8
@@ -34,17 +38,28 @@ LARGE_BYTES = BLOCK_BYTES
 
 @dataclass(eq=False)
 class Segment:
-    """Elements [start, stop) of an array, to lie at `offset` of the file; `reader` is over when they were read."""
+    """`numel` elements, to lie at `offset` of the file; `reader` is over when they were read.
 
-    array: Array
-    start: int
-    stop: int
-    reader: Handle | None = None
+    `place` is the array that holds them and where in it they begin, and may change to a copy's while a save runs.
+    """
+
+    place: tuple[Array, int]
+    numel: int
+    reader: Reader | None = None
     offset: int = 0
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.place[0].dtype
+
+    @property
     def nbytes(self) -> int:
-        return (self.stop - self.start) * self.array.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        direct = self.place[0].direct
+        return direct is not None and direct.device.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -113,18 +128,17 @@ def cut_chunks(segments: Sequence[Segment], layout: FileLayout, chunk_bytes: int
 class Writer:
     """Writes segments into one file. `staging` must be free; all of it is given back, also after a failure."""
 
-    def __init__(self, file: DiskFile, staging: BufferPool) -> None:
-        self.file, self.staging = file, staging
+    def __init__(self, file: DiskFile, staging: BufferPool, readers: Readers) -> None:
+        self.file, self.staging, self.readers = file, staging, readers
         self._ahead: deque[Chunk] = deque()
         self._behind: deque[Chunk] = deque()
         self._num_leased = 0
-        self._pending: dict[int, int] = {}
 
     def write(self, name: str, segments: Sequence[Segment]) -> FileEntry:
         """Writes all segments, waits for them and syncs the file."""
         layout = lay_out(segments)
         chunks = list(cut_chunks(segments, layout, min(CHUNK_BYTES, self.staging.buffer_bytes)))
-        self._count(chunks)
+        self.readers.expect(chunks)
         try:
             for chunk in chunks:
                 self._begin(chunk)
@@ -138,14 +152,9 @@ class Writer:
         sums = [value for chunk in chunks if chunk.sums is not None for value in chunk.sums.values()]
         return FileEntry(name, layout.nbytes, BLOCK_BYTES, layout.starts, tuple(sums))
 
-    def _count(self, chunks: Sequence[Chunk]) -> None:
-        """Counts the chunks that every reader's segments are in."""
-        for chunk in chunks:
-            for reader in _readers(chunk):
-                self._pending[id(reader)] = self._pending.get(id(reader), 0) + 1
-
     def _begin(self, chunk: Chunk) -> None:
         """Writes a chunk that lies in host memory; starts bringing any other into a buffer."""
+        self.readers.begin(chunk)
         direct = _whole_part(chunk)
         if direct is not None:
             chunk.bytes = direct
@@ -163,9 +172,9 @@ class Writer:
         for part in chunk.parts:
             chunk.bytes[position : part.position].zero_()
             position = part.position + part.stop - part.start
-            segment, dtype = part.segment, part.segment.array.dtype
-            target = chunk.bytes[part.position : position].view(dtype)
-            chunk.waits.append(segment.array.fetch(target, segment.start + part.start // dtype.itemsize))
+            array, start = part.segment.place
+            target = chunk.bytes[part.position : position].view(array.dtype)
+            chunk.waits.append(array.fetch(target, start + part.start // array.dtype.itemsize))
         chunk.bytes[position:].zero_()
 
     def _write(self, chunk: Chunk) -> None:
@@ -173,7 +182,7 @@ class Writer:
             wait.wait()
         chunk.waits.clear()
         if chunk.lease is not None:
-            self._tell(chunk)
+            self.readers.end(chunk)
         chunk.sums = Checksums.empty(BLOCK_BYTES, chunk.nbytes)
         chunk.writing = self.file.write(chunk.offset, chunk.bytes, chunk.sums)
         self._behind.append(chunk)
@@ -186,15 +195,8 @@ class Writer:
         start, stop = chunk.writing.span_ns()
         trace.record("disk write", "checkpoint", start, stop, bytes=chunk.nbytes)
         if chunk.lease is None:
-            self._tell(chunk)
+            self.readers.end(chunk)
         self._let_go(chunk)
-
-    def _tell(self, chunk: Chunk) -> None:
-        """The chunk's bytes are safe from changes now: readers with nothing left to read are over."""
-        for reader in _readers(chunk):
-            self._pending[id(reader)] -= 1
-            if not self._pending[id(reader)]:
-                reader.complete()
 
     def _lease(self) -> Lease:
         """A staging buffer. All that are out are this writer's own, so it goes on with them rather than wait."""
@@ -225,19 +227,13 @@ class Writer:
             self._let_go(chunk)
 
 
-def _readers(chunk: Chunk) -> list[Handle]:
-    """The readers of a chunk's segments, each once."""
-    found = {id(part.segment.reader): part.segment.reader for part in chunk.parts}
-    return [reader for reader in found.values() if reader is not None]
-
-
 def _whole_part(chunk: Chunk) -> torch.Tensor | None:
     """The chunk's bytes where one array in host memory holds all of them on whole pages."""
     if len(chunk.parts) != 1:
         return None
     part = chunk.parts[0]
-    direct = part.segment.array.direct
-    if direct is None or direct.device.type != "cpu" or part.stop - part.start != chunk.nbytes:
+    array, first = part.segment.place
+    if array.direct is None or array.direct.device.type != "cpu" or part.stop - part.start != chunk.nbytes:
         return None
-    start = part.segment.start * direct.element_size()
-    return direct.view(torch.uint8)[start + part.start : start + part.stop]
+    start = first * array.dtype.itemsize
+    return array.direct.view(torch.uint8)[start + part.start : start + part.stop]

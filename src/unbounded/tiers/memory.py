@@ -11,6 +11,7 @@ import torch
 
 from unbounded.errors import BudgetError
 from unbounded.native.disk import ExtentStore
+from unbounded.native.memory import available_bytes
 from unbounded.planner.sizes import format_bytes
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import PAGE, Array, DiskArray, MemoryArray
@@ -100,6 +101,19 @@ class Tiers:
     def held_host_bytes(self) -> int:
         """What states and buffers have of the host, or will have."""
         return max(self.planned_host_bytes, self.arena.used_bytes - self.activation_bytes)
+
+    def borrow_host(self, num_bytes: int) -> bool:
+        """Takes `num_bytes` of what is spare for a while, if the budget and the machine have them."""
+        with self._lock:
+            if num_bytes > min(self.spare_host_bytes(), available_bytes() // 2):
+                return False
+            self.planned_host_bytes += num_bytes
+            return True
+
+    def return_host(self, num_bytes: int) -> None:
+        """Gives back what `borrow_host` took."""
+        with self._lock:
+            self.planned_host_bytes -= num_bytes
 
     def _plan_more(self, num_bytes: int) -> None:
         with self._lock:

@@ -49,7 +49,7 @@ def full_values(engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> Iter
 def _open(unit: Unit) -> torch.Tensor:
     """Shows a gathered unit's values in its parameters; returns a copy of the owned ones."""
     if unit.reader is not None:
-        unit.reader.synchronize()
+        unit.reader.make_way()
         unit.reader = None
     unit.show_values()
     for parameter in unit.parameters:

@@ -24,6 +24,7 @@ import torch
 from unbounded.errors import StateError
 from unbounded.tiers.array import Array
 from unbounded.tiers.lane import Handle
+from unbounded.tiers.reader import Reader
 from unbounded.zero.gradient import Gradient
 from unbounded.zero.layout import Layout, find_runs
 from unbounded.zero.parameter import ManagedParameter, hide, manage, show
@@ -86,7 +87,7 @@ class Unit:
         self.handle: Handle | None = None  # the fetch in flight
         self.update: Handle | None = None  # the optimizer's update in flight: done when the new weights are home
         self.written: Handle | None = None  # and when the new states are
-        self.reader: Handle | None = None  # a save that still reads the owned states: updates wait for it
+        self.reader: Reader | None = None  # a save that still reads the owned states: updates wait for it
         self.owned = (0, layout.numel)
         self.weights: Array
         self.states: dict[str, Array] = {}

@@ -154,7 +154,7 @@ class UpdatePass:
     def _read(self, piece: Piece) -> None:
         """Addresses what the kernel can reach; starts bringing the rest into buffers."""
         if piece.unit.reader is not None:
-            piece.unit.reader.synchronize()
+            piece.unit.reader.make_way(self.pool)
             piece.unit.reader = None
         device = kernel_device(piece.unit)
         for name, (array, start, stop) in self._arrays(piece).items():

@@ -1,0 +1,24 @@
+"""Somebody still reads a unit's states in the background. Whoever is about to overwrite them asks for way first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unbounded.native.kernels import Pool
+from unbounded.tiers.lane import Handle
+
+MakeWay = Callable[["Reader", "Pool | None"], None]
+
+
+class Reader(Handle):
+    """Complete when the states may be overwritten. `make_way` is told when somebody waits for that."""
+
+    def __init__(self, make_way: MakeWay | None = None) -> None:
+        super().__init__()
+        self._make_way = make_way
+
+    def make_way(self, pool: Pool | None = None) -> None:
+        """Returns when the states may be overwritten; `pool` may be used to copy them out of the way."""
+        if self._make_way is not None and not self.launched():
+            self._make_way(self, pool)
+        self.synchronize()
