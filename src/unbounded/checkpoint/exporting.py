@@ -134,13 +134,13 @@ def _write_units(state: Sharded, writer: ShardWriter | None, names: Names) -> Ex
                         writer.write(key, value.detach().cpu())
                 except Exception as caught:
                     error = caught
-        state.engine.release(unit)
+        state.engine.gathering.release(unit)
     return error
 
 
 def _gathered(state: Sharded, unit: Unit) -> list[torch.Tensor]:
-    state.engine.request(unit)
-    state.engine.wait(unit)
+    state.engine.gathering.request(unit)
+    state.engine.gathering.wait(unit)
     return unit.slot_views(unit.fill)
 
 

@@ -92,7 +92,7 @@ class HalfLoaded(Handle):
 def _finish_fetch(state: Sharded, unit: Unit) -> None:
     """Waits for a fetch in flight; one that met the mark of a failed load has brought nothing and is forgotten."""
     try:
-        state.engine.wait(unit)
+        state.engine.gathering.wait(unit)
     except StateError:
         unit.state, unit.handle = WeightState.RELEASED, None
 
@@ -217,7 +217,7 @@ class _Loading:
     def _mark(self, reason: str) -> None:
         for unit in self.units:
             unit.update = HalfLoaded(reason)
-            self.state.engine.invalidate(unit)
+            self.state.engine.gathering.invalidate(unit)
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class _Loading:
         for unit in self.units:
             unit.forget_update()
             if unit.resident and unit.owned != (0, unit.layout.numel):
-                self.state.engine.invalidate(unit)
+                self.state.engine.gathering.invalidate(unit)
         if self.state.engine.device.type == "cuda":
             torch.cuda.current_stream(self.state.engine.device).synchronize()
         if self.with_optimizer:

@@ -24,9 +24,9 @@ def full_values(engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> Iter
         return
     engine.settle()
     for unit in engine.units:
-        engine.request(unit)
+        engine.gathering.request(unit)
     for unit in engine.units:
-        engine.wait(unit)
+        engine.gathering.wait(unit)
         with engine.failures.noting():
             if unit.written is not None:
                 unit.written.synchronize()
@@ -136,9 +136,9 @@ def attach_state_dict(model: nn.Module, engine: Engine, rules: Mapping[torch.dty
 def _whole(engine: Engine, unit: Unit) -> list[torch.Tensor]:
     """All ranks of the axis must call this. One host tensor a parameter, the unit released behind them."""
     was_gathered = unit.state is WeightState.GATHERED
-    engine.request(unit)
-    engine.wait(unit)
+    engine.gathering.request(unit)
+    engine.gathering.wait(unit)
     values = [view.detach().to("cpu", copy=True) for view in unit.slot_views(unit.fill)]
     if not was_gathered:
-        engine.release(unit)
+        engine.gathering.release(unit)
     return values

@@ -22,6 +22,7 @@ from unbounded.zero.blueprint import DTYPES, Blueprint
 from unbounded.zero.collectives import Ranks
 from unbounded.zero.engine import Engine, Stop
 from unbounded.zero.failures import Failures
+from unbounded.zero.gathering import Gathering
 from unbounded.zero.gradient import Gradient
 from unbounded.zero.initial import Installer, Places
 from unbounded.zero.optimizer import ShardedOptimizer
@@ -111,6 +112,7 @@ class Assembly:
         by_site: dict[str, list[Unit]] = {site.name: [] for site in self.sites}
         for spec, unit in zip(self.blueprint.specs, units, strict=True):
             by_site[spec.site.name].append(unit)
+        failures = Failures(self.ranks, shared=self.blueprint.disk_bytes > 0)
         return Engine(
             [
                 Stop(index, site.name or "root", site.inner or index == 0, by_site[site.name])
@@ -118,13 +120,12 @@ class Assembly:
             ],
             ranks=self.ranks,
             device=self.device,
-            fetch_lane=self._lane("fetch"),
+            gathering=Gathering(self.ranks, self.device, self._lane("fetch"), failures, partial(tiers.count, "device")),
             reduction=reduction,
             prefetch_units=self.plan.prefetch_units,
             defer_reduction=self.plan.stage == 1 and self.ranks.size > 1,
             cast_inputs=cast_inputs,
-            count_bytes=partial(tiers.count, "device"),
-            failures=Failures(self.ranks, shared=self.blueprint.disk_bytes > 0),
+            failures=failures,
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
+from unbounded.zero.parameter_grad import drop_grad, read_grad
 
 if TYPE_CHECKING:
     from unbounded.zero.unit import Unit
@@ -76,7 +77,7 @@ class ManagedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The gradient where this rank holds it whole; None before there is one; else refuses."""
-        return self._unit.read_gradient(self._index)
+        return read_grad(self._unit, self._index)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -85,7 +86,7 @@ class ManagedParameter(nn.Parameter):
                 f"the gradient of {self.name!r} is kept by the engine and cannot be replaced. "
                 "Scale the loss, or clip with `optimizer.clip_grad_norm_(max_norm)`."
             )
-        self._unit.drop_gradient(self._index)
+        drop_grad(self._unit, self._index)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]

@@ -48,10 +48,6 @@ class Keeper(Protocol):
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None: ...
 
-    def read_gradient(self, unit: Unit, index: int) -> torch.Tensor | None: ...
-
-    def drop_gradient(self, unit: Unit, index: int) -> None: ...
-
 
 class Unit:
     """See the module's docstring. `owned` is the part of the flat buffer whose states this rank keeps."""
@@ -192,12 +188,6 @@ class Unit:
     def hide_values(self) -> None:
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
             hide(parameter, slot.shape, self.dtype, self.device)
-
-    def read_gradient(self, index: int) -> torch.Tensor | None:
-        return self.keeper.read_gradient(self, index)
-
-    def drop_gradient(self, index: int) -> None:
-        self.keeper.drop_gradient(self, index)
 
     def describe(self) -> str:
         where = "whole" if self.resident else f"{self.state.value}, kept on {self.weights.tier}"

@@ -77,7 +77,7 @@ class Updates:
             lane = self.streams[num_streamed % len(self.streams)] if unit.streamed else self.lane
             num_streamed += unit.streamed
             behind[lane].append(Work(unit, pieces, unit.update, unit.written, before))
-            self.engine.invalidate(unit)
+            self.engine.gathering.invalidate(unit)
         ready = None
         if self.lane.stream is not None:
             ready = torch.cuda.Event()
@@ -89,7 +89,7 @@ class Updates:
     def _run_now(self, unit: Unit, pieces: list[Piece], scale: Scale) -> None:
         self._passes[unit.dtype].run(pieces, scale, on_home=_ignore, on_written=_ignore)
         if unit.owned != (0, unit.layout.numel) or not unit.resident:
-            self.engine.invalidate(unit)
+            self.engine.gathering.invalidate(unit)
 
     def _run_behind(self, lane: Lane, work: list[Work], scale: Scale, ready: torch.cuda.Event | None) -> None:
         """Runs in `lane`."""

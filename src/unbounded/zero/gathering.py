@@ -1,0 +1,130 @@
+"""Gathered weights: who wants a unit's, bringing them to the device, and freeing them when nobody does.
+
+A unit is gathered while anybody has a claim on it. Fetching runs in a lane of its own: it waits for the optimizer,
+reads the unit's tier, and gathers the other ranks' parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unbounded.tiers.lane import Lane
+from unbounded.zero.collectives import Ranks
+from unbounded.zero.failures import Failures
+from unbounded.zero.unit import Unit, WeightState
+
+
+class Gathering:
+    """Gathers and releases the weights of units, in the order in which it is asked to."""
+
+    def __init__(
+        self, ranks: Ranks, device: torch.device, lane: Lane, failures: Failures, count_bytes: Callable[[int], None]
+    ) -> None:
+        self.device, self.failures = device, failures
+        self._ranks, self._lane_ranks, self._lane = ranks, ranks.lane(), lane
+        self._count_bytes = count_bytes
+        self._released = torch.cuda.Event() if device.type == "cuda" else None
+        self._has_joined = False
+
+    def request(self, unit: Unit) -> None:
+        """Starts fetching a unit's weights unless they are there or on their way."""
+        if unit.state is WeightState.RELEASED:
+            unit.state = WeightState.FETCHING
+            self._has_joined = self._has_joined or self.needs_peers(unit)
+            unit.handle = self._lane.submit(self._fetch, unit)
+
+    def wait(self, unit: Unit) -> None:
+        """Returns when the current stream may read the unit's weights."""
+        if unit.state is WeightState.FETCHING:
+            assert unit.handle is not None
+            unit.handle.wait()
+            unit.state, unit.handle = WeightState.GATHERED, None
+
+    def release(self, unit: Unit) -> None:
+        """Frees the bytes of a unit's gathered weights and every claim on them, unless it is resident."""
+        unit.claims, unit.late = 0, False
+        if unit.resident or unit.state is WeightState.RELEASED:
+            return
+        self.wait(unit)
+        if self._released is not None:
+            self._released.record()
+        unit.deallocate()
+        unit.state = WeightState.RELEASED
+        self._count_bytes(-unit.num_bytes)
+
+    def invalidate(self, unit: Unit) -> None:
+        """The unit's owned weights are being updated: what was gathered from them is stale."""
+        if unit.resident:
+            self.wait(unit)  # a gather under way still reads the old ones
+            unit.state = WeightState.RELEASED
+        else:
+            self.release(unit)
+
+    def claim(self, units: Sequence[Unit]) -> None:
+        """Starts fetching units that will be needed; each stays until its claims are dropped."""
+        for unit in units:
+            unit.claims += 1
+            self.request(unit)
+
+    def claim_alone(self, units: Sequence[Unit]) -> None:
+        """Claims units outside the agreed order, after making sure that every rank is about to do the same."""
+        for unit in units:
+            if unit.state is WeightState.RELEASED and self.needs_peers(unit):
+                self._ranks.rendezvous(unit.name)
+        self.claim(units)
+
+    def drop(self, units: Sequence[Unit]) -> None:
+        """Gives back one claim on each unit; the last one frees it."""
+        for unit in units:
+            unit.claims -= 1
+            if unit.claims <= 0:
+                self.release(unit)
+
+    def gather(self, units: Sequence[Unit]) -> None:
+        """Returns when the current stream may read the weights of all of them."""
+        for unit in units:
+            self.request(unit)
+        for unit in units:
+            self.wait(unit)
+
+    def _fetch(self, unit: Unit) -> None:
+        """Runs in the fetch lane. With peers a unit is gathered in any case: they are on their way to it too."""
+        with self.failures.noting():
+            if unit.update is not None:
+                unit.update.wait()
+        if not unit.resident:
+            unit.allocate()
+            self._count_bytes(unit.num_bytes)
+        if self._released is not None:
+            torch.cuda.current_stream().wait_event(self._released)
+        if unit.resident:
+            if self.needs_peers(unit):
+                self._lane_ranks.gather(unit.fill, unit.owned_part().clone(), unit.name)
+        elif self.needs_peers(unit):
+            shard = unit.weights.direct
+            if shard is None or shard.device != self.device:
+                shard = torch.empty(unit.weights.numel, dtype=unit.dtype, device=self.device)
+                self._fetch_owned(unit, shard)
+            self._lane_ranks.gather(unit.fill, shard, unit.name)
+        else:
+            self._fetch_owned(unit, unit.fill)
+
+    def _fetch_owned(self, unit: Unit, target: torch.Tensor) -> None:
+        """Copies are ordered by the lane's stream; a read of the disk is waited for."""
+        with self.failures.noting():
+            transfer = unit.weights.fetch(target)
+            if unit.weights.direct is None:
+                transfer.wait()
+            return
+        target.zero_()  # the read failed: no garbage until the ranks have met
+
+    def needs_peers(self, unit: Unit) -> bool:
+        """Whether other ranks hold a part of the unit."""
+        return unit.owned != (0, unit.layout.numel)
+
+    def has_joined(self) -> bool:
+        """Whether this rank has joined a gather since it was last asked."""
+        joined, self._has_joined = self._has_joined, False
+        return joined

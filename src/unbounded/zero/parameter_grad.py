@@ -1,0 +1,43 @@
+"""`.grad` of a managed parameter: the unit's gradient has it, where this rank holds it whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from unbounded.errors import StateError
+
+if TYPE_CHECKING:
+    from unbounded.zero.unit import Unit
+
+
+def read_grad(unit: Unit, index: int) -> torch.Tensor | None:
+    """A parameter's gradient where this rank holds it whole, in the accumulation's own dtype."""
+    gradient = unit.gradient
+    if not unit.trainable or not unit.used[index]:
+        return None
+    gradient.wait()
+    name = unit.layout.slots[index].name
+    whole = unit.owned == (0, unit.layout.numel) and unit.unreduced is None
+    if not whole or gradient.consumed or gradient.array is None or gradient.array.direct is None:
+        raise StateError(
+            f"the gradient of {name!r} is not held whole by this rank (partitioned, kept on {gradient.tier}, or "
+            "already used), so .grad cannot give it. Use optimizer.clip_grad_norm_ to clip and "
+            "optimizer.zero_grad to clear."
+        )
+    return unit.slot_views(gradient.array.direct)[index]
+
+
+def drop_grad(unit: Unit, index: int) -> None:
+    """`p.grad = None` for one parameter."""
+    gradient = unit.gradient
+    gradient.wait()
+    if gradient.present and gradient.array is not None and unit.owned == (0, unit.layout.numel):
+        if gradient.array.direct is None:
+            raise StateError(
+                f"the gradient of {unit.layout.slots[index].name!r} is kept on disk and cannot be cleared alone. "
+                "Use optimizer.zero_grad()."
+            )
+        unit.slot_views(gradient.array.direct)[index].zero_()
+    unit.used[index] = False
