@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile every block")
     parser.add_argument("--keep-activations", action="store_true", help="no activation checkpointing")
     parser.add_argument("--no-clip", action="store_true")
-    parser.add_argument("--no-stream", action="store_true", help="never update host states on the GPU")
+    parser.add_argument("--streamed", type=float, help="the part of host states that the GPU updates; else decided")
     parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "deepspeed"))
     parser.add_argument("--stage", type=int, default=3, help="of DeepSpeed")
     parser.add_argument("--optimizer", default="cpu", choices=("cpu", "nvme"), help="where DeepSpeed keeps its own")
@@ -93,8 +93,8 @@ class Unbounded:
         prepare(model, options)
         self.numel = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
-        if options.no_stream:
-            assembly.streamed_part = lambda threads: 0.0
+        if options.streamed is not None:
+            assembly.streamed_part = lambda host_threads: options.streamed
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
         plan |= {key: int(value) for key, value in plan.items() if value.isdigit()}
         self.model, self.optimizer = unbounded.shard(model, optimizer, plan or "auto")
