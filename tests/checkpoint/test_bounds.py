@@ -13,7 +13,7 @@ from torch import nn
 
 import unbounded
 from tests.checkpoint.jobs import assert_same, whole
-from unbounded.checkpoint import loading, stream
+from unbounded.checkpoint import job, loading, stream
 from unbounded.checkpoint.manifest import read_manifest
 from unbounded.checkpoint.reading import Files
 from unbounded.checkpoint.targets import Copy, direct_target
@@ -169,6 +169,29 @@ def test_a_step_beside_a_save_that_stands_still_goes_on_with_its_states_copied_a
     handle.wait()
     assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
     assert (tiers.arena.used_bytes, tiers.planned_host_bytes) == before
+
+
+def test_states_are_copied_aside_before_the_step_comes_to_them(
+    tmp_path: Path, monkeypatch: Any, gate: threading.Event
+) -> None:
+    monkeypatch.setattr(job.SaveJob, "_copies_ahead", lambda self: self.copy)  # as beside a GPU
+    model, optimizer = build("host")
+    arena = sharded(model).tiers.arena
+    gate.set()
+    unbounded.save(tmp_path / "now", model, optimizer)
+    gate.clear()
+    before = arena.used_bytes
+    handle = unbounded.save(tmp_path / "behind", model, optimizer, wait=False)
+    readers = [unit.reader for unit in sharded(model).engine.units]
+    for reader in readers:
+        reader._launched.wait(60)
+    assert [reader.launched() for reader in readers] == [True] * 4
+    assert 48 * MIB <= arena.used_bytes - before < 49 * MIB
+    step(model, optimizer)
+    gate.set()
+    handle.wait()
+    assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
+    assert arena.used_bytes == before
 
 
 def test_a_step_waits_for_a_save_where_the_budget_has_no_room_for_copies(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import threading
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -168,11 +169,20 @@ class SaveJob:
 
     def finish(self) -> None:
         """All ranks must call this. Writes, agrees and commits."""
+        copier = threading.Thread(target=self.readers.copy_ahead, name="unbounded-copy")
+        if self._copies_ahead():
+            copier.start()
         try:
             parts = self.peers.agree(self._write)
             self.peers.agree(lambda: self._commit(parts))
         finally:
+            if copier.ident is not None:
+                copier.join()
             self._let_go()
+
+    def _copies_ahead(self) -> bool:
+        """Whether training leaves cores idle that can bring states out of its way."""
+        return self.copy and self.state.engine.device.type == "cuda"
 
     def _write(self) -> _Part:
         device = self.state.engine.device

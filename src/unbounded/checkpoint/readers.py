@@ -2,7 +2,8 @@
 
 A save reads states where they are, so an update that would overwrite them has to wait until they were read. Where the
 host has room, it does not wait for the disk: what of its unit has not been read yet is copied aside, and read there.
-Only what is on its way to the disk at that moment is waited for.
+Only what is on its way to the disk at that moment is waited for. Beside a GPU, whose steps leave cores idle, that is
+done ahead of the update.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.memory import Tiers
 from unbounded.tiers.reader import Reader
 
+# Enough to be ahead of a step's update, few enough to leave the host's memory to the transfers of the step.
+COPY_THREADS = 4
+
 
 @dataclass(eq=False)
 class _Watched:
     """One reader: its segments, the chunks of them not yet read, and those of them being read now."""
 
     reader: Reader
+    may_copy: bool
     segments: list[Segment] = field(default_factory=list)
     num_left: int | None = None
     num_begun: int = 0
     is_aside: bool = False
+    copying: threading.Lock = field(default_factory=threading.Lock)
 
     def end_if_over(self) -> None:
         if (self.num_left == 0 or (self.is_aside and self.num_begun == 0)) and not self.reader.launched():
@@ -40,12 +46,12 @@ class Readers:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._watched: dict[int, _Watched] = {}
-        self._copies: list[MemoryArray] = []
+        self._copies: dict[int, MemoryArray] = {}  # by the segment's identity
         self._lock = threading.Lock()
 
     def new(self, *, may_copy: bool) -> Reader:
         reader = Reader(self._set_aside if may_copy else None)
-        self._watched[id(reader)] = _Watched(reader)
+        self._watched[id(reader)] = _Watched(reader, may_copy)
         return reader
 
     def watch(self, segments: Sequence[Segment]) -> None:
@@ -81,12 +87,19 @@ class Readers:
                 watched.num_begun -= 1
                 watched.end_if_over()
 
+    def copy_ahead(self) -> None:
+        """Copies everything aside, from what would be read last to what is being read."""
+        with kernels.Pool(COPY_THREADS) as pool:
+            for watched in reversed(self._watched.values()):
+                if watched.may_copy and not watched.reader.launched():
+                    self._set_aside(watched.reader, pool)
+
     def close(self) -> None:
         for watched in self._watched.values():
             if not watched.reader.launched():
                 watched.reader.complete()
         while self._copies:
-            copy = self._copies.pop()
+            _, copy = self._copies.popitem()
             num_bytes = copy.numel * copy.dtype.itemsize
             copy.free()
             self._tiers.return_host(num_bytes)
@@ -98,14 +111,19 @@ class Readers:
     def _set_aside(self, reader: Reader, pool: kernels.Pool | None) -> None:
         """Copies a reader's segments, as far as they are in memory and there is room; all of them, and it is over."""
         watched = self._watched[id(reader)]
-        if not all(segment.is_in_host_memory and self._copy(segment, pool) for segment in watched.segments):
-            return
-        with self._lock:
-            watched.is_aside = True
-            watched.end_if_over()
+        with watched.copying:
+            if watched.is_aside:
+                return
+            if not all(segment.is_in_host_memory and self._copy(segment, pool) for segment in watched.segments):
+                return
+            with self._lock:
+                watched.is_aside = True
+                watched.end_if_over()
 
     def _copy(self, segment: Segment, pool: kernels.Pool | None) -> bool:
         """Copies what a chunk that begins from now on reads; False where there is no room."""
+        if id(segment) in self._copies:
+            return True
         (array, start), arena = segment.place, self._tiers.arena
         assert array.direct is not None
         if not self._tiers.borrow_host(segment.nbytes):
@@ -115,7 +133,7 @@ class Readers:
         except BudgetError:  # the system has less than the budget says: waiting does it too
             self._tiers.return_host(segment.nbytes)
             return False
-        self._copies.append(copy)
+        self._copies[id(segment)] = copy
         kernels.copy(array.direct[start : start + segment.numel], copy.tensor, pool)
         segment.place = (copy, 0)
         return True
