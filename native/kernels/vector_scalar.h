@@ -53,7 +53,7 @@ struct Scalar {
   static I pick(I mask, I yes, I no) { return {(mask.x & yes.x) | (~mask.x & no.x)}; }  // bit by bit
   static uint32_t highest(I a) { return a.x; }
   static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) { of_a = highest(a), of_b = highest(b); }
-  static I mix(I a, I b, I mask) { return {(a.x & mask.x) ^ b.x}; }
+  static I mix(I a, I b, I mask) { return {(a.x & mask.x) ^ b.x}; }  // bits of b beyond the mask pass
   static I quiet(F a) { return {a.x == a.x ? bits_of(a.x) : 0xffc00000}; }  // the bits, of every NaN the same
 
   template <class T> static F load(const T* p) { return {widen(*p)}; }
@@ -84,6 +84,7 @@ struct Scalar {
   }
   static void store(void* p, Bytes a) { __builtin_memcpy(p, a.x, 4); }
 
+  // Roots and quotients from memory to memory, where a vector need not be one operation.
   static void store_root(float* to, const float* of) { store(to, sqrt(load(of))); }
   static void store_quotient(float* to, const float* a, const float* b) { store(to, load(a) / load(b)); }
 
