@@ -1,6 +1,6 @@
 """Host AdamW in every state format against torch.optim.AdamW(fused=True), as ratios within one run.
 
-    python benchmarks/host_optimizer.py [--parameters 100000000] [--threads N] [--repetitions 7]
+    python benchmarks/host_optimizer.py [--parameters 100000000] [--threads N] [--repetitions 15]
 
 Exits with 1 where a ratio is below what is promised.
 """
@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--repetitions", type=int, default=15)
     arguments = parser.parse_args()
     rows = run_host(**vars(arguments))
     ratios = {row.name.split(",")[0]: row.ratio for row in rows[1:]}

@@ -23,49 +23,58 @@
 namespace unbounded {
 namespace {
 
-// Random bits below `mask`, from the bits of another value and the salt of the place and the step.
-template <class W> inline typename W::I noise_of(typename W::F other, const int32_t* salt, int32_t mask) {
-  return W::mix(W::bits(other), W::load_int(salt), W::all(mask));
-}
-
-// The code c stands for z with the bits (base + c) << 19; the low bits of `base` are 0. `headroom` makes the scale
-// the next power of two when the largest value could round above the last code. Codes are left in the highest byte.
+// The code c stands for z with the bits base + (c << CODE_SHIFT); below CODE_SHIFT the bits of a base are 0. An offset
+// is the float of its base. `headroom` makes the scale the next power of two when the largest value could round above
+// the last code.
+inline constexpr int CODE_SHIFT = 19;
 inline constexpr int32_t HALF_CODE = 1 << 18, CODE_NOISE = 0x7ffff;
+inline constexpr uint32_t FIRST_BASE = 0x3c000000, SECOND_BASE = 0x38000000;
+
+// Constants of the formats, out of the compiler's sight: in memory they are operands like any other, while known ones
+// would be built again, by several instructions, wherever registers are short.
+struct Literals {
+  uint32_t weight_noise, code_noise = CODE_NOISE, sign = 0x80000000, magnitude = 0x7fffffff;
+  uint32_t first_code = 0x83f80000, first_base = FIRST_BASE, second_base = SECOND_BASE;
+  float first_offset = __builtin_bit_cast(float, FIRST_BASE), second_offset = __builtin_bit_cast(float, SECOND_BASE);
+  explicit Literals(uint32_t noise = 0) : weight_noise(noise) { asm("" : "+m"(*this)); }
+};
+
+// z of a magnitude, with the noise that rounds it: its code is bits CODE_SHIFT and on.
+template <class W>
+inline typename W::I rounded(typename W::F magnitude, typename W::F inverse, float offset, typename W::I noise) {
+  return W::bits(W::fma(magnitude, inverse, W::all(offset))) + noise;
+}
 
 struct First {
   using Code = int8_t;  // sign and magnitude
-  static constexpr uint32_t headroom = 0xa0000, base = 0x780;
+  static constexpr uint32_t headroom = 0xa0000;
   static constexpr float offset = 0x1p-7f;
-  template <class W>
-  static typename W::I encode(typename W::F x, typename W::F magnitude, float inverse, typename W::I noise) {
-    const auto z = W::bits(W::fma(magnitude, W::all(inverse), W::all(offset))) + noise;
-    return W::pick(W::all(0x80000000u), W::bits(x), W::template left<5>(z));
+  template <class W> static typename W::I code(typename W::I z, typename W::I x) {  // in the highest byte
+    return W::pick(W::all(0x80000000u), x, W::template left<24 - CODE_SHIFT>(z));
   }
-  template <class W> static typename W::F decode(typename W::I code, float scale) {
-    const auto high = W::template left<19>(code);
-    const auto z = W::floats(W::pick(W::all(0x83f80000u), high, W::all(base << 19)));
-    const auto signed_offset = W::pick(W::all(0x80000000u), high, W::bits(W::all(offset * scale)));
-    return W::fms(z, W::all(scale), W::floats(signed_offset));
+  template <class W>
+  static typename W::F decode(const Literals& l, const int8_t* code, typename W::F scale, typename W::F offset) {
+    const auto high = W::template left<CODE_SHIFT>(W::load_int(code));
+    const auto z = W::floats(W::pick(W::all(l.first_code), high, W::all(l.first_base)));
+    return W::fms(z, scale, W::floats(W::pick(W::all(l.sign), high, W::bits(offset))));
   }
 };
 
 struct Second {
   using Code = uint8_t;
-  static constexpr uint32_t headroom = 0x80200, base = 0x700;
+  static constexpr uint32_t headroom = 0x80200;
   static constexpr float offset = 0x1p-15f;
-  template <class W>
-  static typename W::I encode(typename W::F, typename W::F magnitude, float inverse, typename W::I noise) {
-    const auto z = W::bits(W::fma(magnitude, W::all(inverse), W::all(offset))) + noise;
-    return W::template left<5>(W::max(z, W::all((base + 1) << 19)));
+  template <class W> static typename W::I code(typename W::I z, typename W::I) {
+    return W::template left<24 - CODE_SHIFT>(W::max(z, W::all(SECOND_BASE + (1 << CODE_SHIFT))));
   }
-  template <class W> static typename W::F decode(typename W::I code, float scale) {
-    const auto z = W::floats(W::template left<19>(code) | W::all(base << 19));
-    return W::fms(z, W::all(scale), W::all(offset * scale));
+  template <class W>
+  static typename W::F decode(const Literals& l, const uint8_t* code, typename W::F scale, typename W::F offset) {
+    return W::fms(W::floats(W::template left<CODE_SHIFT>(W::load_int(code)) | W::all(l.second_base)), scale, offset);
   }
 };
 
-// The bits of the scale of a block whose largest magnitude has these bits. A block of zeros has scale 0; one with an infinity, a
-// NaN or more than 2^127 has a NaN and decodes to NaN throughout.
+// The bits of the scale of a block whose largest magnitude has these bits. A block of zeros has scale 0; one with an
+// infinity, a NaN or more than 2^127 has a NaN and decodes to NaN throughout.
 inline uint32_t block_scale(uint32_t highest, uint32_t headroom) {
   const uint32_t raised = highest + headroom;
   const uint32_t bits = raised < 1u << 23 ? 1u << 23 : raised & 0xff800000;
@@ -81,10 +90,11 @@ template <class W> inline typename W::F decode_at(const Bf16* weight, const int8
   return W::floats(W::bits(W::load(weight)) + W::template left<8>(W::load_int(low)));
 }
 
-template <class W> inline void encode_at(typename W::F master, typename W::I noise, Bf16* weight, int8_t* low) {
+// Stores the weight and returns what `low` is made of: 128 + low, in the lowest byte after a shift of low_shift<T>.
+template <class W> inline typename W::I encode_at(typename W::F master, typename W::I noise, Bf16* weight) {
   const auto kept = W::quiet(master) + noise;
-  W::store_high(&weight->bits, kept + W::all(0x8000));
-  W::template store_byte<1>(low, kept);
+  W::store_high(&weight->bits, kept);
+  return kept;
 }
 
 // The exponent field of an fp16 number's last place: below 2^-14 it is that of 2^-14.
@@ -98,7 +108,7 @@ template <class W> inline typename W::F decode_at(const Fp16* weight, const int8
   return h + W::from_int(W::load_int(low)) * unit;
 }
 
-template <class W> inline void encode_at(typename W::F master, typename W::I noise, Fp16* weight, int8_t* low) {
+template <class W> inline typename W::I encode_at(typename W::F master, typename W::I noise, Fp16* weight) {
   W::store(weight, master);
   const auto h = W::load(weight);
   const auto exponent = fp16_exponent<W>(h);
@@ -106,19 +116,23 @@ template <class W> inline void encode_at(typename W::F master, typename W::I noi
   const auto rest = W::bits((master - h) * per_unit);
   const auto finite = W::select(W::greater(W::all(0x7f800000), exponent), rest, W::all(0));
   const auto steps = W::to_int(W::floats(finite) + W::all(4096.0f));
-  const auto kept = W::template right<5>(steps + noise);
-  W::template store_byte<0>(low, W::max(W::min(kept, W::all(255)), W::all(1)) - W::all(128));
+  return W::max(W::min(steps + noise, W::all(255 << 5)), W::all(1 << 5));
 }
 
-// What is cut off a master's bits: 8 of them for bf16, 5 for fp16.
-template <class T> inline constexpr int32_t weight_noise = 0xff;
-template <> inline constexpr int32_t weight_noise<Fp16> = 0x1f;
+// What is cut off a master's bits: 8 of them for bf16, 5 for fp16. Beside the noise, bf16 is raised by half a place.
+template <class T> inline constexpr int low_shift = 8;
+template <> inline constexpr int low_shift<Fp16> = 5;
+template <class T> inline constexpr int32_t weight_raise = 0x8000;
+template <> inline constexpr int32_t weight_raise<Fp16> = 0;
+template <class T> inline constexpr int32_t weight_noise = (1 << low_shift<T>) - 1;
 
 // Whole buffers, rounded to nearest.
 
 template <class V, class T> inline void encode_weight(const float* master, T* weight, int8_t* low, size_t n) {
   sweep<V>(n, [=]<class W>(size_t i) {
-    encode_at<W>(W::load(master + i), W::all((weight_noise<T> + 1) / 2), weight + i, low + i);
+    constexpr int32_t half = 1 << (low_shift<T> - 1);
+    const auto kept = encode_at<W>(W::load(master + i), W::all(half + weight_raise<T>), weight + i);
+    W::template store_byte<0>(low + i, W::template right<low_shift<T>>(kept) - W::all(128));
   });
 }
 
@@ -143,18 +157,19 @@ template <class V, class M> inline void encode_moment(const float* x, typename M
     scales[begin / BLOCK] = float_of(scale);
     sweep<V>(count, [=]<class W>(size_t i) {
       const auto value = W::load(x + begin + i), magnitude = W::floats(W::bits(value) & W::all(0x7fffffff));
-      const auto code = M::template encode<W>(value, magnitude, inverse, W::all(HALF_CODE));
-      W::template store_byte<3>(codes + begin + i, code);
+      const auto z = rounded<W>(magnitude, W::all(inverse), M::offset, W::all(HALF_CODE));
+      W::template store_byte<3>(codes + begin + i, M::template code<W>(z, W::bits(value)));
     });
   }
 }
 
 template <class V, class M>
 inline void decode_moment(const typename M::Code* codes, const float* scales, float* x, size_t n) {
+  const Literals l;
   for (size_t begin = 0; begin < n; begin += BLOCK) {
-    const float scale = scales[begin / BLOCK];
-    sweep<V>(n - begin < BLOCK ? n - begin : BLOCK, [=]<class W>(size_t i) {
-      W::store(x + begin + i, M::template decode<W>(W::load_int(codes + begin + i), scale));
+    const float scale = scales[begin / BLOCK], offset = M::offset * scale;
+    sweep<V>(n - begin < BLOCK ? n - begin : BLOCK, [=, &l]<class W>(size_t i) {
+      W::store(x + begin + i, M::template decode<W>(l, codes + begin + i, W::all(scale), W::all(offset)));
     });
   }
 }

@@ -51,7 +51,7 @@ struct Avx2 {
   static I select(M m, I yes, I no) { return {_mm256_blendv_epi8(no.x, yes.x, m.x)}; }
   static I pick(I mask, I yes, I no) { return (mask & yes) | I{_mm256_andnot_si256(mask.x, no.x)}; }
   static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) { of_a = highest(a), of_b = highest(b); }
-  static I mix(I a, I b, I mask) { return (a ^ b) & mask; }
+  static I mix(I a, I b, I mask) { return (a & mask) ^ b; }
   static I quiet(F a) {
     return select({_mm256_castps_si256(_mm256_cmp_ps(a.x, a.x, _CMP_UNORD_Q))}, all(0xffc00000u), bits(a));
   }
@@ -98,6 +98,33 @@ struct Avx2 {
     const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64(static_cast<__m128i*>(p), both);
   }
+
+  struct Bytes {
+    __m256i x;
+  };
+  struct Quad {
+    I x[4];
+  };
+  struct Masks {};  // what put() needs, made once
+  template <int q, int shift> static void put(const Masks&, Quad& quad, I a) {
+    quad.x[q] = right<shift>(a) & all(0xff);
+  }
+  static Bytes packed(const Quad& quad) {
+    const __m256i low = _mm256_packus_epi32(quad.x[0].x, quad.x[1].x);
+    const __m256i high = _mm256_packus_epi32(quad.x[2].x, quad.x[3].x);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return {_mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order)};
+  }
+  static Bytes all_bytes(uint8_t x) { return {_mm256_set1_epi8(char(x))}; }
+  static Bytes max(Bytes a, Bytes b) { return {_mm256_max_epu8(a.x, b.x)}; }
+  static Bytes pick(Bytes mask, Bytes yes, Bytes no) {
+    return {_mm256_or_si256(_mm256_and_si256(mask.x, yes.x), _mm256_andnot_si256(mask.x, no.x))};
+  }
+  static Bytes flip(Bytes a, Bytes b) { return {_mm256_xor_si256(a.x, b.x)}; }
+  static void store(void* p, Bytes a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a.x); }
+
+  static void store_root(float* to, const float* of) { store(to, sqrt(load(of))); }
+  static void store_quotient(float* to, const float* a, const float* b) { store(to, load(a) / load(b)); }
 
   static D zero() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
   static D add_squares(D sum, F a) {  // a product of two floats is exact in double, so fusing changes nothing

@@ -29,6 +29,12 @@ struct Avx512 {
     friend I operator^(I a, I b) { return {_mm512_xor_si512(a.x, b.x)}; }
   };
 
+  template <class T, class Index> static __m512i place(Index index) {  // the indices of a shuffle, a constant
+    alignas(64) T places[64 / sizeof(T)];
+    for (int j = 0; j < int(64 / sizeof(T)); ++j) places[j] = T(index(j));
+    return _mm512_load_si512(places);
+  }
+
   static F all(float x) { return {_mm512_set1_ps(x)}; }
   static I all(int32_t x) { return {_mm512_set1_epi32(x)}; }
   static I all(uint32_t x) { return all(int32_t(x)); }
@@ -50,20 +56,17 @@ struct Avx512 {
   static I pick(I mask, I yes, I no) { return {_mm512_ternarylogic_epi32(yes.x, no.x, mask.x, 0xe4)}; }
   static uint32_t highest(I a) { return _mm512_reduce_max_epu32(a.x); }
   static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) {  // both at once: a in the lower half, b in the upper
-    I x = max({_mm512_shuffle_i64x2(a.x, b.x, 0x44)}, {_mm512_shuffle_i64x2(a.x, b.x, 0xee)});
-    x = max(x, {_mm512_shuffle_i64x2(x.x, x.x, 0xb1)});
-    x = max(x, {_mm512_shuffle_epi32(x.x, _MM_PERM_ENUM(0x4e))});
-    x = max(x, {_mm512_shuffle_epi32(x.x, _MM_PERM_ENUM(0xb1))});
+    I x = max(I{_mm512_shuffle_i64x2(a.x, b.x, 0x44)}, I{_mm512_shuffle_i64x2(a.x, b.x, 0xee)});
+    x = max(x, I{_mm512_shuffle_i64x2(x.x, x.x, 0xb1)});
+    x = max(x, I{_mm512_shuffle_epi32(x.x, _MM_PERM_ENUM(0x4e))});
+    x = max(x, I{_mm512_shuffle_epi32(x.x, _MM_PERM_ENUM(0xb1))});
     of_a = uint32_t(_mm_cvtsi128_si32(_mm512_castsi512_si128(x.x)));
     of_b = uint32_t(_mm_cvtsi128_si32(_mm512_extracti32x4_epi32(x.x, 2)));
   }
-  static I mix(I a, I b, I mask) { return {_mm512_ternarylogic_epi32(a.x, b.x, mask.x, 0x28)}; }
-  static I quiet(F a) { return bits({_mm512_fixupimm_ps(a.x, a.x, _mm512_set1_epi32(0x33), 0)}); }
-
-  template <class T, class Index> static __m512i place(Index index) {  // the indices of a shuffle, a constant
-    alignas(64) T places[64 / sizeof(T)];
-    for (int j = 0; j < int(64 / sizeof(T)); ++j) places[j] = T(index(j));
-    return _mm512_load_si512(places);
+  static I mix(I a, I b, I mask) { return {_mm512_ternarylogic_epi32(a.x, b.x, mask.x, 0x6c)}; }
+  static I quiet(F a) {  // 1 and 0 both keep what is no NaN; alternating, they make a constant that is left in memory
+    const __m512i table = place<int32_t>([](int j) { return j % 2 ? 0x33 : 0x133; });
+    return bits({_mm512_fixupimm_ps(a.x, a.x, table, 0)});
   }
 
   static __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -99,6 +102,47 @@ struct Avx512 {
   template <int n> static void store_byte(void* p, I a) {
     const __m512i every_fourth = place<int8_t>([](int j) { return (4 * j + n) & 63; });
     store128(p, _mm512_castsi512_si128(_mm512_permutexvar_epi8(every_fourth, a.x)));
+  }
+
+  struct Bytes {
+    __m512i x;
+  };
+  using Quad = Bytes;  // while it fills: of every two lanes, the bytes of vector q are bytes 2q and 2q + 1
+  struct Masks {  // out of the compiler's sight, which would make them again for every use
+    __mmask64 of[4];
+    Masks() {
+      for (int q = 0; q < 4; ++q) {
+        of[q] = 0x0303030303030303u << 2 * q;
+        asm("" : "+k"(of[q]));
+      }
+    }
+  };
+  template <int q, int shift> static void put(const Masks& masks, Quad& quad, I a) {
+    const __m512i bits = place<int8_t>([](int j) { return shift + 32 * (j % 2); });
+    if (q == 0)
+      quad.x = _mm512_multishift_epi64_epi8(bits, a.x);
+    else
+      quad.x = _mm512_mask_multishift_epi64_epi8(quad.x, masks.of[q], bits, a.x);
+  }
+  static Bytes packed(Quad quad) {
+    const __m512i order = place<int8_t>([](int j) { return j % 16 / 2 * 8 + j / 16 * 2 + j % 2; });
+    return {_mm512_permutexvar_epi8(order, quad.x)};
+  }
+  static Bytes all_bytes(uint8_t x) { return {_mm512_set1_epi8(int8_t(x))}; }
+  static Bytes max(Bytes a, Bytes b) { return {_mm512_max_epu8(a.x, b.x)}; }
+  static Bytes pick(Bytes mask, Bytes yes, Bytes no) {
+    return {_mm512_ternarylogic_epi32(yes.x, no.x, mask.x, 0xe4)};
+  }
+  static Bytes flip(Bytes a, Bytes b) { return {_mm512_xor_si512(a.x, b.x)}; }
+  static void store(void* p, Bytes a) { _mm512_storeu_si512(p, a.x); }
+
+  // In halves: a root or a quotient of 16 lanes takes three operations.
+  static void store_root(float* to, const float* of) {
+    for (int half = 0; half < 16; half += 8) _mm256_storeu_ps(to + half, _mm256_sqrt_ps(_mm256_loadu_ps(of + half)));
+  }
+  static void store_quotient(float* to, const float* a, const float* b) {
+    for (int half = 0; half < 16; half += 8)
+      _mm256_storeu_ps(to + half, _mm256_div_ps(_mm256_loadu_ps(a + half), _mm256_loadu_ps(b + half)));
   }
 
   static D zero() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }

@@ -47,7 +47,10 @@ struct Neon {
 
   static uint32x4_t natural(I a) { return vreinterpretq_u32_s32(a.x); }
   template <int n> static I left(I a) { return {vshlq_n_s32(a.x, n)}; }
-  template <int n> static I right(I a) { return {vreinterpretq_s32_u32(vshrq_n_u32(natural(a), n))}; }
+  template <int n> static I right(I a) {
+    if constexpr (n == 0) return a;
+    else return {vreinterpretq_s32_u32(vshrq_n_u32(natural(a), n))};
+  }
   static I min(I a, I b) { return {vreinterpretq_s32_u32(vminq_u32(natural(a), natural(b)))}; }
   static I max(I a, I b) { return {vreinterpretq_s32_u32(vmaxq_u32(natural(a), natural(b)))}; }
   static M greater(I a, I b) { return {vcgtq_s32(a.x, b.x)}; }
@@ -55,7 +58,7 @@ struct Neon {
   static I pick(I mask, I yes, I no) { return {vbslq_s32(natural(mask), yes.x, no.x)}; }
   static uint32_t highest(I a) { return vmaxvq_u32(natural(a)); }
   static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) { of_a = highest(a), of_b = highest(b); }
-  static I mix(I a, I b, I mask) { return (a ^ b) & mask; }
+  static I mix(I a, I b, I mask) { return (a & mask) ^ b; }
   static I quiet(F a) { return {vbslq_s32(vceqq_f32(a.x, a.x), bits(a).x, all(0xffc00000u).x)}; }
 
   static uint16x4_t load64(const void* p) { return vld1_u16(static_cast<const uint16_t*>(p)); }
@@ -92,6 +95,30 @@ struct Neon {
     const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
     std::memcpy(p, &four, 4);
   }
+
+  struct Bytes {
+    uint8x16_t x;
+  };
+  struct Quad {
+    uint16x8_t x[2];
+  };
+  struct Masks {};  // what put() needs, made once
+  template <int q, int shift> static void put(const Masks&, Quad& quad, I a) {
+    const uint16x4_t halves = low_halves(right<shift>(a));
+    if (q % 2 == 0)
+      quad.x[q / 2] = vcombine_u16(halves, halves);
+    else
+      quad.x[q / 2] = vcombine_u16(vget_low_u16(quad.x[q / 2]), halves);
+  }
+  static Bytes packed(const Quad& quad) { return {vcombine_u8(vmovn_u16(quad.x[0]), vmovn_u16(quad.x[1]))}; }
+  static Bytes all_bytes(uint8_t x) { return {vdupq_n_u8(x)}; }
+  static Bytes max(Bytes a, Bytes b) { return {vmaxq_u8(a.x, b.x)}; }
+  static Bytes pick(Bytes mask, Bytes yes, Bytes no) { return {vbslq_u8(mask.x, yes.x, no.x)}; }
+  static Bytes flip(Bytes a, Bytes b) { return {veorq_u8(a.x, b.x)}; }
+  static void store(void* p, Bytes a) { vst1q_u8(static_cast<uint8_t*>(p), a.x); }
+
+  static void store_root(float* to, const float* of) { store(to, sqrt(load(of))); }
+  static void store_quotient(float* to, const float* a, const float* b) { store(to, load(a) / load(b)); }
 
   static D zero() { return {vdupq_n_f64(0), vdupq_n_f64(0)}; }
   static D add_squares(D sum, F a) {  // a product of two floats is exact in double, so fusing changes nothing

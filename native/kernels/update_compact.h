@@ -1,29 +1,26 @@
-// The update of the compact format. A block goes through four parts, each of them one block behind the part before:
+// The update of the compact format. A block goes through five parts, each of them one block behind the part before:
 //
 //   block j      advance  decode the moments, add the gradient, find the new scales
 //   block j - 1  root     of the second moment
-//   block j - 2  divide   by it, which gives the direction
-//   block j - 3  store    step and encode the weights, encode the moments
+//   block j - 2  raise    it by eps
+//   block j - 3  divide   by it, which gives the direction
+//   block j - 4  store    step and encode the weights, encode the moments
 //
-// One loop over the vectors of a block does all four, each for its own block, so that no operation waits for another:
-// not for a root or a quotient, which take longer than everything else a vector needs, and not for the largest value
+// One loop over the vectors of a block does all five, each for its own block, so that no operation waits for another:
+// not for a root or a quotient, which take as long as everything else a vector needs, and not for the largest value
 // of a block. Between its parts a block is in memory that stays in the first cache.
 #pragma once
 
-#include "buffers.h"
-#include "compact.h"
+#include "compact_block.h"
 
 namespace unbounded {
 namespace {
 
-struct Scales {
-  float first, second;
-};
+inline constexpr size_t LAG = 4;  // blocks from the first part to the last
 
-// A block on its way. `first` is also the numerator of a rule that divides, and `direction` first the root.
-struct Stepped {
-  alignas(64) float first[BLOCK], magnitude[BLOCK], second[BLOCK], direction[BLOCK];
-  Scales inverse;  // of the new moments' scales
+// What all vectors of a block share, of the block that advances and of the one that is stored.
+template <class V> struct Shared {
+  typename V::F first_scale, first_offset, first_inverse, second_scale, second_offset, second_inverse;
 };
 
 // The largest magnitudes of a block's new moments, as bits.
@@ -31,120 +28,156 @@ template <class V> struct Highest {
   typename V::I first = V::all(0), second = V::all(0);
 };
 
-// The four parts for one vector: elements i and on, at place k of their block.
+// Bytes of four vectors on their way into their arrays.
+template <class V> struct Quads {
+  typename V::Quad low, first, sign, second;
+};
 
-template <class V, class R, class T, class G>
-[[gnu::always_inline]] inline void advance_at(const Update& u, size_t i, size_t k, bool scaled, const Scales& scales,
+// What stays the same for all blocks.
+template <class V> struct Given {
+  const Update& u;
+  const Salts& salts;
+  const Literals& l;
+  const typename V::Masks& masks;
+  const bool scaled;
+};
+
+template <class V>
+[[gnu::always_inline]] inline typename V::F load_grad(const Given<V>& c, const void* grad, size_t k) {
+  const auto g = c.u.grad_type == DType::bf16  ? V::load(at<Bf16>(grad, k))
+                 : c.u.grad_type == DType::f32 ? V::load(at<float>(grad, k))
+                                               : V::load(at<Fp16>(grad, k));
+  return c.scaled ? g * V::all(c.u.grad_scale) : g;
+}
+
+// The parts, for the vector at place k.
+
+template <class V, class R, class T>
+[[gnu::always_inline]] inline void advance_at(const Given<V>& c, const Place<T>& p, size_t k, const Shared<V>& shared,
                                               Stepped& b, Highest<V>& highest) {
-  auto g = V::load(at<G>(u.grad, i));
-  if (scaled) g = g * V::all(u.grad_scale);
+  const auto g = load_grad<V>(c, p.grad, k);
   auto w = g, m = g, v = g;
-  if (R::couples) w = decode_at<V>(at<T>(u.weight, i), at<int8_t>(u.low, i));
-  if (R::first) m = First::decode<V>(V::load_int(at<int8_t>(u.first, i)), scales.first);
-  if (R::second) v = Second::decode<V>(V::load_int(at<uint8_t>(u.second, i)), scales.second);
-  const auto numerator = R::template advance<V>(u.step, w, g, m, v);
-  if (R::first || R::divides) V::store(b.first + k, R::first ? m : numerator);
+  if (R::couples) w = decode_at<V>(p.weight + k, p.low + k);
+  if (R::first) m = First::decode<V>(c.l, p.first + k, shared.first_scale, shared.first_offset);
+  if (R::second) v = Second::decode<V>(c.l, p.second + k, shared.second_scale, shared.second_offset);
+  const auto numerator = R::template advance<V>(c.u.step, w, g, m, v);
   if (!R::divides) V::store(b.direction + k, numerator);
+  if (R::first || R::divides) V::store(b.first + k, R::first ? m : numerator);
   if (R::second) V::store(b.second + k, v);
-  const auto magnitude = V::bits(m) & V::all(0x7fffffff);
-  if (R::first) V::store(b.magnitude + k, V::floats(magnitude));
-  if (R::first) highest.first = V::max(highest.first, magnitude);
+  if (R::first) highest.first = V::max(highest.first, V::bits(m) & V::all(c.l.magnitude));
   if (R::second) highest.second = V::max(highest.second, V::bits(v));
 }
 
-template <class V> [[gnu::always_inline]] inline void root_at(const Update& u, size_t k, Stepped& b) {
-  V::store(b.direction + k, root<V>(u.step, V::load(b.second + k)));
+template <class V> [[gnu::always_inline]] inline void root_at(size_t k, Stepped& b) {
+  V::store_root(b.direction + k, b.second + k);
+}
+
+template <class V> [[gnu::always_inline]] inline void raise_at(const Given<V>& c, size_t k, Stepped& b) {
+  V::store(b.direction + k, V::load(b.direction + k) + V::all(c.u.step.eps));
 }
 
 template <class V> [[gnu::always_inline]] inline void divide_at(size_t k, Stepped& b) {
-  V::store(b.direction + k, V::load(b.first + k) / V::load(b.direction + k));
+  V::store_quotient(b.direction + k, b.first + k, b.direction + k);
+}
+
+// The vector is number q of the four whose bytes are stored together.
+template <class V, class R, int q, class T>
+[[gnu::always_inline]] inline void encode_at(const Given<V>& c, const Place<T>& p, size_t k, const Shared<V>& shared,
+                                             const Stepped& b, Quads<V>& out) {
+  const auto direction = V::load(b.direction + k);
+  const auto w = R::template apply<V>(c.u.step, decode_at<V>(p.weight + k, p.low + k), direction);
+  const auto m = V::bits(R::first ? V::load(b.first + k) : R::second ? V::load(b.second + k) : direction);
+  const auto weight_noise = V::mix(m, V::load_int(c.salts.weight + k), V::all(c.l.weight_noise));
+  V::template put<q, low_shift<T>>(c.masks, out.low, encode_at<V>(w, weight_noise, p.weight + k));
+  const auto noise = V::mix(V::bits(R::divides ? direction : w), V::load_int(c.salts.code + k), V::all(c.l.code_noise));
+  if (R::first) {
+    const auto magnitude = V::floats(m & V::all(c.l.magnitude));
+    const auto z = rounded<V>(magnitude, shared.first_inverse, c.l.first_offset, noise);
+    V::template put<q, CODE_SHIFT>(c.masks, out.first, z), V::template put<q, 24>(c.masks, out.sign, m);
+  }
+  if (R::second) {
+    const auto z = rounded<V>(V::load(b.second + k), shared.second_inverse, c.l.second_offset, noise);
+    V::template put<q, CODE_SHIFT>(c.masks, out.second, z);
+  }
 }
 
 template <class V, class R, class T>
-[[gnu::always_inline]] inline void store_at(const Update& u, size_t i, size_t k, const Stepped& b) {
-  const auto d = V::load(b.direction + k);
-  const auto w = R::template apply<V>(u.step, decode_at<V>(at<T>(u.weight, i), at<int8_t>(u.low, i)), d);
-  const auto source = R::first ? V::load(b.first + k) : R::second ? V::load(b.second + k) : d;
-  encode_at<V>(w, noise_of<V>(source, u.salt + k, weight_noise<T>), at<T>(u.weight, i), at<int8_t>(u.low, i));
-  const auto noise = noise_of<V>(R::divides ? d : w, u.salt + k, CODE_NOISE);
-  if (R::first) {
-    const auto code = First::encode<V>(V::load(b.first + k), V::load(b.magnitude + k), b.inverse.first, noise);
-    V::template store_byte<3>(at<int8_t>(u.first, i), code);
-  }
-  if (R::second) {
-    const auto v = V::load(b.second + k);
-    const auto code = Second::encode<V>(v, v, b.inverse.second, noise);
-    V::template store_byte<3>(at<uint8_t>(u.second, i), code);
-  }
+[[gnu::always_inline]] inline void store_at(const Place<T>& p, size_t k, const Quads<V>& quads) {
+  const auto top = V::all_bytes(0x80);
+  V::store(p.low + k, V::flip(V::packed(quads.low), top));
+  if (R::first) V::store(p.first + k, V::pick(top, V::packed(quads.sign), V::packed(quads.first)));
+  if (R::second) V::store(p.second + k, V::max(V::packed(quads.second), V::all_bytes(1)));
 }
 
-template <class R> inline Scales scales_of(const Update& u, size_t block) {
-  return {R::first ? u.first_scale[block] : 0, R::second ? u.second_scale[block] : 0};
+template <class V, class R, class T> inline Shared<V> shared_of(const Place<T>& p, const Stepped& stored) {
+  const auto first = V::all(R::first ? *p.first_scale : 0), second = V::all(R::second ? *p.second_scale : 0);
+  return {first,  first * V::all(First::offset),   V::all(stored.first_inverse),
+          second, second * V::all(Second::offset), V::all(stored.second_inverse)};
 }
 
-// Sets the scales of a block that has been advanced, and returns their inverses.
-template <class V, class R> inline Scales rescale(const Update& u, size_t block, const Highest<V>& highest) {
+// Sets the scales of a block that has been advanced.
+template <class V, class R, class T>
+inline void rescale(const Place<T>& p, const Highest<V>& highest, Stepped& advanced) {
   uint32_t first, second;
   V::highest(highest.first, highest.second, first, second);
   first = block_scale(first, First::headroom), second = block_scale(second, Second::headroom);
-  if (R::first) u.first_scale[block] = float_of(first);
-  if (R::second) u.second_scale[block] = float_of(second);
-  return {inverse_scale(first), inverse_scale(second)};
+  if (R::first) *p.first_scale = float_of(first), advanced.first_inverse = inverse_scale(first);
+  if (R::second) *p.second_scale = float_of(second), advanced.second_inverse = inverse_scale(second);
 }
 
-// Always inline: a function that only prefetches looks to the compiler like one that does nothing.
-[[gnu::always_inline]] inline void fetch(const void* array, size_t offset, size_t bytes) {
-  for (size_t line = 0; line < bytes; line += 64)
-    __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(array) + offset + line));
+// Fetches 64 elements, of this many bytes each, that are used some blocks later. The processor's own prefetching stops
+// at the end of a page, where arrays of one byte an element arrive often. Always inline: a function that only
+// prefetches looks to the compiler like one that does nothing.
+[[gnu::always_inline]] inline void fetch(const void* array, size_t k, size_t bytes) {
+  const uintptr_t ahead = uintptr_t(array) + (k + 4 * BLOCK) * bytes;
+  for (size_t line = 0; line < bytes; ++line) __builtin_prefetch(reinterpret_cast<const void*>(ahead + 64 * line));
 }
 
-// Fetches the block that is used some blocks later. The processor's own prefetching stops at the end of a page, where
-// arrays of one byte an element arrive often.
-template <class R, class T, class G> [[gnu::always_inline]] inline void fetch_ahead(const Update& u, size_t begin) {
-  const size_t i = begin + 8 * BLOCK;
-  fetch(u.weight, i * sizeof(T), BLOCK * sizeof(T)), fetch(u.low, i, BLOCK);
-  fetch(u.grad, i * sizeof(G), BLOCK * sizeof(G));
-  if (R::first) fetch(u.first, i, BLOCK);
-  if (R::second) fetch(u.second, i, BLOCK);
+template <class V, class R, class T>
+[[gnu::always_inline]] inline void fetch_ahead(const Given<V>& c, const Place<T>& p, size_t k) {
+  fetch(p.weight, k, sizeof(T)), fetch(p.low, k, 1);
+  c.u.grad_type == DType::f32 ? fetch(p.grad, k, 4) : fetch(p.grad, k, 2);
+  if (R::first) fetch(p.first, k, 1);
+  if (R::second) fetch(p.second, k, 1);
 }
 
-template <class V, class R, class T, class G> inline void update_blocks(const Update& given, size_t begin, size_t end) {
+template <class V, class R, class T> inline void update_blocks(const Update& given, size_t begin, size_t end) {
   const Update u = given;  // a copy that no store can change: its values need not be loaded again after each
-  const bool scaled = u.grad_scale != 1.0f;
-  Stepped ring[4];
-  const size_t count = (end - begin) / BLOCK, rounds = count ? count + 3 : 0;
-  for (size_t j = 0; j < rounds; ++j) {
-    const size_t i = begin + j * BLOCK;
-    const auto runs = [&](size_t lag) { return j >= lag && j - lag < count; };
-    const auto block = [&](size_t lag) -> Stepped& { return ring[(j + 4 - lag) % 4]; };
-    const auto pass = [&]<bool all>() {
-      const bool advances = all || runs(0), roots = all || runs(1), divides = all || runs(2), stores = all || runs(3);
-      Highest<V> highest;
-      Scales scales{};
-      if (advances) scales = scales_of<R>(u, i / BLOCK), fetch_ahead<R, T, G>(u, i);
+  const Salts salts = salts_of<T>(u);
+  const Literals literals{weight_noise<T>};
+  const typename V::Masks masks{};
+  const Given<V> c{u, salts, literals, masks, bits_of(u.grad_scale) != bits_of(1.0f)};
+  Spare<T> spare{};
+  Stepped ring[LAG + 1]{};
+  Stepped *advanced = ring, *rooted = ring + 1, *raised = ring + 2, *divided = ring + 3, *stored = ring + 4;
+  for (size_t i = begin; i < end + LAG * BLOCK; i += BLOCK) {
+    const Place<T> from = i < end ? place_of<R, T>(u, i) : spare.place();
+    const Place<T> to = i >= begin + LAG * BLOCK ? place_of<R, T>(u, i - LAG * BLOCK) : spare.place();
+    const Shared<V> shared = shared_of<V, R>(from, *stored);
+    Highest<V> highest;
 #pragma GCC unroll 2
-      for (size_t k = 0; k < BLOCK; k += V::width) {
-        if (divides && R::divides) divide_at<V>(k, block(2));
-        if (roots && R::divides) root_at<V>(u, k, block(1));
-        if (advances) advance_at<V, R, T, G>(u, i + k, k, scaled, scales, block(0), highest);
-        if (stores) store_at<V, R, T>(u, i + k - 3 * BLOCK, k, block(3));
-      }
-      if (advances) block(0).inverse = rescale<V, R>(u, i / BLOCK, highest);
-    };
-    if (runs(0) && runs(3))
-      pass.template operator()<true>();
-    else
-      pass.template operator()<false>();
+    for (size_t k = 0; k < BLOCK; k += 4 * V::width) {
+      if (k % 64 == 0) fetch_ahead<V, R>(c, from, k);
+      Quads<V> quads;
+      const auto vector = [&]<int q>() __attribute__((always_inline)) {
+        const size_t place = k + q * V::width;
+        if (R::divides) divide_at<V>(place, *divided), raise_at<V>(c, place, *raised), root_at<V>(place, *rooted);
+        advance_at<V, R>(c, from, place, shared, *advanced, highest);
+        encode_at<V, R, q>(c, to, place, shared, *stored, quads);
+      };
+      vector.template operator()<0>(), vector.template operator()<1>();
+      vector.template operator()<2>(), vector.template operator()<3>();
+      store_at<V, R>(to, k, quads);
+    }
+    rescale<V, R>(from, highest, *advanced);
+    Stepped* next = stored;
+    stored = divided, divided = raised, raised = rooted, rooted = advanced, advanced = next;
   }
 }
 
 // The last block, of n < BLOCK elements, filled up with zeros, which change neither its scales nor its other values.
-template <class V, class R, class T, class G> inline void update_short_block(const Update& u, size_t begin, size_t n) {
-  struct {
-    T weight[BLOCK];
-    G grad[BLOCK];
-    int8_t low[BLOCK], first[BLOCK], second[BLOCK];
-  } padded{};
+template <class V, class R, class T> inline void update_short_block(const Update& u, size_t begin, size_t n) {
+  Spare<T> padded{};
   Update whole = u;
   whole.weight = padded.weight, whole.grad = padded.grad, whole.low = padded.low;
   whole.first = padded.first, whole.second = padded.second;
@@ -156,18 +189,17 @@ template <class V, class R, class T, class G> inline void update_short_block(con
     if (R::first) copy(padded.first, at<int8_t>(u.first, begin), n);
     if (R::second) copy(padded.second, at<int8_t>(u.second, begin), n);
   };
-  __builtin_memcpy(padded.grad, at<G>(u.grad, begin), n * sizeof(G));
+  const size_t grad_bytes = u.grad_type == DType::f32 ? 4 : 2;
+  __builtin_memcpy(padded.grad, at<char>(u.grad, begin * grad_bytes), n * grad_bytes);
   exchange([](void* to, const void* from, size_t bytes) { __builtin_memcpy(to, from, bytes); });
-  update_blocks<V, R, T, G>(whole, 0, BLOCK);
+  update_blocks<V, R, T>(whole, 0, BLOCK);
   exchange([](const void* from, void* to, size_t bytes) { __builtin_memcpy(to, from, bytes); });
 }
 
 template <class V, class R, class T> inline void update_compact(const Update& u, size_t begin, size_t end) {
   const size_t rest = (end - begin) % BLOCK;
-  typed(u.grad, u.grad_type, [&]<class G>(const G*) {
-    update_blocks<V, R, T, G>(u, begin, end - rest);
-    if (rest) update_short_block<V, R, T, G>(u, end - rest, rest);
-  });
+  if (begin < end - rest) update_blocks<V, R, T>(u, begin, end - rest);
+  if (rest) update_short_block<V, R, T>(u, end - rest, rest);
 }
 
 }  // namespace

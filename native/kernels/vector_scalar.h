@@ -53,7 +53,7 @@ struct Scalar {
   static I pick(I mask, I yes, I no) { return {(mask.x & yes.x) | (~mask.x & no.x)}; }  // bit by bit
   static uint32_t highest(I a) { return a.x; }
   static void highest(I a, I b, uint32_t& of_a, uint32_t& of_b) { of_a = highest(a), of_b = highest(b); }
-  static I mix(I a, I b, I mask) { return {(a.x ^ b.x) & mask.x}; }
+  static I mix(I a, I b, I mask) { return {(a.x & mask.x) ^ b.x}; }  // bits of b beyond the mask pass
   static I quiet(F a) { return {a.x == a.x ? bits_of(a.x) : 0xffc00000}; }  // the bits, of every NaN the same
 
   template <class T> static F load(const T* p) { return {widen(*p)}; }
@@ -62,6 +62,31 @@ struct Scalar {
   static void store_int(int16_t* p, I a) { *p = int16_t(a.x); }
   static void store_high(uint16_t* p, I a) { *p = uint16_t(a.x >> 16); }
   template <int n, class T> static void store_byte(T* p, I a) { *p = T(a.x >> 8 * n); }  // byte n of every lane
+
+  // Bytes of four vectors: put() takes bits shift to shift + 7 of the lanes of vector q, packed() has them in order.
+  struct Bytes {
+    uint8_t x[4];
+  };
+  using Quad = Bytes;
+  struct Masks {};  // what put() needs, made once
+  template <int q, int shift> static void put(const Masks&, Quad& quad, I a) { quad.x[q] = uint8_t(a.x >> shift); }
+  static Bytes packed(const Quad& quad) { return quad; }
+  template <class Op> static Bytes each(Op op) { return {{op(0), op(1), op(2), op(3)}}; }
+  static Bytes all_bytes(uint8_t x) { return {{x, x, x, x}}; }
+  static Bytes max(Bytes a, Bytes b) {
+    return each([&](int i) { return a.x[i] < b.x[i] ? b.x[i] : a.x[i]; });
+  }
+  static Bytes pick(Bytes mask, Bytes yes, Bytes no) {
+    return each([&](int i) { return uint8_t((mask.x[i] & yes.x[i]) | (~mask.x[i] & no.x[i])); });
+  }
+  static Bytes flip(Bytes a, Bytes b) {
+    return each([&](int i) { return uint8_t(a.x[i] ^ b.x[i]); });
+  }
+  static void store(void* p, Bytes a) { __builtin_memcpy(p, a.x, 4); }
+
+  // Roots and quotients from memory to memory, where a vector need not be one operation.
+  static void store_root(float* to, const float* of) { store(to, sqrt(load(of))); }
+  static void store_quotient(float* to, const float* a, const float* b) { store(to, load(a) / load(b)); }
 
   static D zero() { return 0; }
   static D add_squares(D sum, F a) { return sum + double(a.x) * double(a.x); }
