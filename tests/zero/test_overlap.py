@@ -13,6 +13,7 @@ from torch import nn
 
 import unbounded
 from unbounded.observe import drawing
+from unbounded.optim.rules import NativeRule
 from unbounded.tiers.array import DiskArray
 
 BLOCK_SECONDS = 0.02  # of computation in each block, forward and backward, and of each read of the disk
@@ -122,6 +123,36 @@ def test_a_forward_waits_for_new_weights_and_not_for_states_on_their_way_to_disk
     may_write.set()
     optimizer.wait()
     assert unit.written.launched()
+
+
+def test_states_on_disk_are_read_while_states_in_memory_are_updated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = nn.Sequential(*[SlowBlock() for _ in range(DEPTH)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = {
+        "weights": "host",
+        "gradients": "host",
+        "optimizer": ((str(DEPTH - 1), "disk"), ("*", "host")),
+        "disk_path": str(tmp_path),
+    }
+    model, optimizer = unbounded.shard(model, optimizer, plan)
+    reading, plain_fetch, plain_apply = threading.Event(), DiskArray.fetch, NativeRule.apply
+
+    def fetch(*arguments: Any) -> Any:
+        reading.set()
+        return plain_fetch(*arguments)
+
+    def apply(*arguments: Any, **named: Any) -> Any:
+        assert reading.wait(30)  # the last unit's, while the first is updated
+        return plain_apply(*arguments, **named)
+
+    monkeypatch.setattr(DiskArray, "fetch", fetch)
+    monkeypatch.setattr(NativeRule, "apply", apply)
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.wait()
+    assert [unit.states["exp_avg"].tier for unit in optimizer.engine.units].count("disk") == 1
 
 
 def test_a_trace_shows_compute_and_transfers_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from unbounded.native import kernels
 from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.plan import Plan
 from unbounded.planner.streaming import choose_streamed, streamed_part
@@ -29,7 +28,7 @@ from unbounded.zero.optimizer import ShardedOptimizer
 from unbounded.zero.reduction import Reduction
 from unbounded.zero.unit import Unit
 from unbounded.zero.units import Member, Site
-from unbounded.zero.updates import Updates
+from unbounded.zero.updates import Lanes, Updates
 
 Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
 # Puts the first values of all units on their tiers.
@@ -132,7 +131,8 @@ class Assembly:
         buffers = self.blueprint.buffers
         leased = tiers.pool(buffers.num_update, buffers.buffer_bytes)
         streams = [self._lane(f"stream-{index}") for index in range(2)]
-        updates = Updates(engine, self.rules, self._lane("update"), streams, kernels.Pool(self.threads), leased)
+        lanes = Lanes(self._lane("update"), self._lane("buffered"), streams)
+        updates = Updates(engine, self.rules, lanes, self.threads, leased)
         return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
 
     def _attach(self, engine: Engine) -> Callable[[], None]:

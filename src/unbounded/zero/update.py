@@ -218,10 +218,19 @@ class UpdatePass:
             piece.buffers.clear()
 
 
+def _arrays(unit: Unit) -> list[Array | None]:
+    return [unit.weights, unit.gradient.array, *unit.states.values()]
+
+
 def needs_buffers(unit: Unit) -> bool:
     """Whether any array of the unit has to be brought to where the kernel runs."""
-    device, arrays = kernel_device(unit), [unit.weights, unit.gradient.array, *unit.states.values()]
-    return any(array is None or array.direct is None or array.direct.device != device for array in arrays)
+    device = kernel_device(unit)
+    return any(array is None or array.direct is None or array.direct.device != device for array in _arrays(unit))
+
+
+def touches_disk(unit: Unit) -> bool:
+    """Whether any array of the unit has to be read from the disk."""
+    return any(array is not None and array.tier == "disk" for array in _arrays(unit))
 
 
 def kernel_device(unit: Unit) -> torch.device:

@@ -1,9 +1,10 @@
 """The optimizer step over all units: what is updated, in which order, and who waits for it.
 
 States on the GPU are updated on the compute stream at once. Everything else goes through lanes behind the next
-forward, in the order in which that forward needs the units: the update lane runs the host's kernel; two stream
-lanes carry host states through the GPU and back, one's way up beside the other's way down. Each unit carries a
-handle that whoever needs its new weights waits on.
+forward, each in the order in which that forward needs its units: the update lane runs the host's kernel over states
+in host memory; the buffered lane brings those on disk through buffers, beside it, so that the disk does not wait for
+the host; two stream lanes carry host states through the GPU and back, one's way up beside the other's way down. Each
+unit carries a handle that whoever needs its new weights waits on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from unbounded.tiers.lane import Handle, Lane
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.unit import Unit
-from unbounded.zero.update import Piece, UpdatePass, cut_pieces, kernel_device, plan_jobs
+from unbounded.zero.update import (
+    Piece,
+    UpdatePass,
+    cut_pieces,
+    kernel_device,
+    needs_buffers,
+    plan_jobs,
+    touches_disk,
+)
 
 Scale = float | torch.Tensor
 # Pieces being read ahead of the one that is updated, and of those behind it still being written.
@@ -43,6 +52,26 @@ class Work:
                 handle.fail(error)
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """Where updates run: on host memory as it is, through buffers, or through the GPU."""
+
+    direct: Lane
+    buffered: Lane
+    streams: Sequence[Lane]
+
+    @property
+    def all(self) -> list[Lane]:
+        """In the order in which they are started: the slowest first."""
+        return [self.buffered, *self.streams, self.direct]
+
+    def lane_for(self, unit: Unit, num_streamed: int) -> Lane:
+        """Everything that takes buffers is in one lane: two that wait for each other's would wait for ever."""
+        if unit.streamed:
+            return self.streams[num_streamed % len(self.streams)]
+        return self.buffered if needs_buffers(unit) else self.direct
+
+
 class Updates:
     """Runs the rule over units; one pass a step, or one a unit inside `last_backward`."""
 
@@ -50,18 +79,23 @@ class Updates:
         self,
         engine: Engine,
         rules: dict[torch.dtype, UpdateRule],
-        lane: Lane,
-        streams: Sequence[Lane],
-        pool: kernels.Pool,
+        lanes: Lanes,
+        num_threads: int,
         buffers: BufferPool,
     ) -> None:
-        self.engine, self.rules, self.lane, self.streams = engine, rules, lane, streams
+        self.engine, self.rules, self.lanes = engine, rules, lanes
         self._piece_numel = buffers.buffer_bytes // 4
-        self._passes = {dtype: UpdatePass(rule, pool, buffers, DEPTH) for dtype, rule in rules.items()}
+        # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
+        pools = {True: kernels.Pool(max(1, num_threads // 4)), False: kernels.Pool(num_threads)}
+        self._passes = {
+            (is_disk_bound, dtype): UpdatePass(rule, pool, buffers, DEPTH)
+            for is_disk_bound, pool in pools.items()
+            for dtype, rule in rules.items()
+        }
 
     def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], scale: Scale) -> None:
         """Updates `units` in order; returns before the lanes have done their part."""
-        behind: dict[Lane, list[Work]] = {lane: [] for lane in (self.lane, *self.streams)}
+        behind: dict[Lane, list[Work]] = {lane: [] for lane in self.lanes.all}
         num_streamed = 0
         for unit in units:
             unit.gradient.wait()
@@ -74,12 +108,12 @@ class Updates:
                 self._run_now(unit, pieces, scale)
                 continue
             before, unit.update, unit.written = unit.written, Handle(), Handle()
-            lane = self.streams[num_streamed % len(self.streams)] if unit.streamed else self.lane
+            lane = self.lanes.lane_for(unit, num_streamed)
             num_streamed += unit.streamed
             behind[lane].append(Work(unit, pieces, unit.update, unit.written, before))
             self.engine.gathering.invalidate(unit)
         ready = None
-        if self.lane.stream is not None:
+        if self.lanes.direct.stream is not None:
             ready = torch.cuda.Event()
             ready.record()
         for lane, work in behind.items():
@@ -87,7 +121,7 @@ class Updates:
                 lane.submit(self._run_behind, lane, work, scale, ready)
 
     def _run_now(self, unit: Unit, pieces: list[Piece], scale: Scale) -> None:
-        self._passes[unit.dtype].run(pieces, scale, on_home=_ignore, on_written=_ignore)
+        self._passes[False, unit.dtype].run(pieces, scale, on_home=_ignore, on_written=_ignore)
         if unit.owned != (0, unit.layout.numel) or not unit.resident:
             self.engine.gathering.invalidate(unit)
 
@@ -96,10 +130,11 @@ class Updates:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         by_unit = {id(part.unit): part for part in work}
+        is_disk_bound = all(touches_disk(part.unit) for part in work)
         try:
             scale = float(scale)
-            for dtype, update_pass in self._passes.items():
-                update_pass.run(
+            for dtype in self.rules:
+                self._passes[is_disk_bound, dtype].run(
                     _pieces(part for part in work if part.unit.dtype == dtype),
                     scale,
                     on_home=lambda unit: by_unit[id(unit)].home.complete(event=lane.mark()),
