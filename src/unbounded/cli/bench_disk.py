@@ -2,7 +2,8 @@
 
 The reference is a loop of os.preadv/os.pwritev in blocks of 8 MiB on 1, 2, 4 and 8 threads, over the same file and
 the same memory; it shares nothing with the engine. The number of threads that is best for it is found first; then
-loop and engine take turns, so that what else the machine does hits both, and the median ratio of neighbours counts.
+loop and engine take turns, first the one and then the other in front, so that what else the machine does hits both,
+and the median ratio of neighbours counts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,19 +120,24 @@ def measure(bench: Bench, *, transfer_bytes: int, repetitions: int) -> list[Resu
     ]
     results = []
     for what, nbytes, raw, operations in cases:
-
-        def ours(operations: tuple[int, ...] = operations) -> None:
-            engine_loop(bench, operations, transfer_bytes)
-
+        ours = partial(engine_loop, bench, operations, transfer_bytes)
         best = _best_thread_count(raw, ours)
-        raw_seconds, our_seconds = [], []
-        for _ in range(repetitions):
-            raw_seconds.append(_seconds(lambda raw=raw, best=best: raw(best)))  # type: ignore[misc]
-            our_seconds.append(_seconds(ours))
+        raw_seconds, our_seconds = _take_turns(partial(raw, best), ours, repetitions)
         rates = [nbytes / 1e9 / statistics.median(times) for times in (raw_seconds, our_seconds)]
         ratio = statistics.median(raw / ours for raw, ours in zip(raw_seconds, our_seconds, strict=True))
         results.append(Result(what, transfer_bytes, rates[0], best, rates[1], ratio))
     return results
+
+
+def _take_turns(
+    one: Callable[[], None], other: Callable[[], None], repetitions: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of both, side by side; neither always comes after the other."""
+    seconds: tuple[list[float], list[float]] = [], []
+    for turn in range(repetitions):
+        for times, work in [(seconds[0], one), (seconds[1], other)][:: -1 if turn % 2 else 1]:
+            times.append(_seconds(work))
+    return seconds
 
 
 def _best_thread_count(raw: Callable[[int], None], ours: Callable[[], None]) -> int:
