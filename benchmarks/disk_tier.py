@@ -27,7 +27,7 @@ WANTED = 0.85
 
 def raw_rates(path: str, size_bytes: int, repetitions: int) -> dict[int, list[float]]:
     """GB/s read and written together, by the number of threads of each loop."""
-    rates: dict[int, list[float]] = {threads: [] for threads in (1, 2, 4, 8)}
+    rates: dict[int, list[float]] = {threads: [] for threads in bench_disk.THREAD_COUNTS}
     with bench_disk.opened(Path(path), size_bytes) as bench:
         for _ in range(repetitions):
             for threads, found in rates.items():

@@ -139,8 +139,7 @@ def _write_units(state: Sharded, writer: ShardWriter | None, names: Names) -> Ex
 
 
 def _gathered(state: Sharded, unit: Unit) -> list[torch.Tensor]:
-    state.engine.gathering.request(unit)
-    state.engine.gathering.wait(unit)
+    state.engine.gathering.gather([unit])
     return unit.slot_views(unit.fill)
 
 

@@ -170,9 +170,9 @@ class SaveJob:
     def finish(self) -> None:
         """All ranks must call this. Writes, agrees and commits."""
         copier = threading.Thread(target=self.readers.copy_ahead, name="unbounded-copy")
-        if self._copies_ahead():
-            copier.start()
         try:
+            if self._copies_ahead():
+                copier.start()
             parts = self.peers.agree(self._write)
             self.peers.agree(lambda: self._commit(parts))
         finally:

@@ -136,8 +136,7 @@ def attach_state_dict(model: nn.Module, engine: Engine, rules: Mapping[torch.dty
 def _whole(engine: Engine, unit: Unit) -> list[torch.Tensor]:
     """All ranks of the axis must call this. One host tensor a parameter, the unit released behind them."""
     was_gathered = unit.state is WeightState.GATHERED
-    engine.gathering.request(unit)
-    engine.gathering.wait(unit)
+    engine.gathering.gather([unit])
     values = [view.detach().to("cpu", copy=True) for view in unit.slot_views(unit.fill)]
     if not was_gathered:
         engine.gathering.release(unit)
