@@ -228,7 +228,7 @@ class _Loading:
                 self.buffers[name].copy_(value)
         for unit in self.units:
             unit.forget_update()
-            if unit.resident and unit.owned != (0, unit.layout.numel):
+            if unit.resident and not unit.is_whole:
                 self.state.engine.gathering.invalidate(unit)
         if self.state.engine.device.type == "cuda":
             torch.cuda.current_stream(self.state.engine.device).synchronize()

@@ -82,7 +82,7 @@ class Snapshot:
 
     def _part(self, unit: Unit, number: int) -> tuple[int, int]:
         """What this rank writes of a unit's flat buffer."""
-        if unit.owned == (0, unit.layout.numel) and self.size > 1:
+        if unit.is_whole and self.size > 1:
             return deal(unit.layout.numel, number, self.rank, self.size)
         return unit.owned
 

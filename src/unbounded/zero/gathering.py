@@ -122,7 +122,7 @@ class Gathering:
 
     def needs_peers(self, unit: Unit) -> bool:
         """Whether other ranks hold a part of the unit."""
-        return unit.owned != (0, unit.layout.numel)
+        return not unit.is_whole
 
     def has_joined(self) -> bool:
         """Whether this rank has joined a gather since it was last asked."""

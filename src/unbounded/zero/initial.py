@@ -49,7 +49,7 @@ class Installer:
             self.tiers.count("device", unit.num_bytes)
             unit.fill.copy_(values)
             unit.owned_part().copy_(arrays["weight"])
-            if narrowed and unit.owned != (0, unit.layout.numel):
+            if narrowed and not unit.is_whole:
                 self.ranks.gather(unit.fill, unit.owned_part().clone(), unit.name)
             unit.weights = MemoryArray(unit.owned_part(), "device")
             unit.state = WeightState.GATHERED

@@ -19,7 +19,7 @@ def read_grad(unit: Unit, index: int) -> torch.Tensor | None:
         return None
     gradient.wait()
     name = unit.layout.slots[index].name
-    whole = unit.owned == (0, unit.layout.numel) and unit.unreduced is None
+    whole = unit.is_whole and unit.unreduced is None
     if not whole or gradient.consumed or gradient.array is None or gradient.array.direct is None:
         raise StateError(
             f"the gradient of {name!r} is not held whole by this rank (partitioned, kept on {gradient.tier}, or "
@@ -33,7 +33,7 @@ def drop_grad(unit: Unit, index: int) -> None:
     """`p.grad = None` for one parameter."""
     gradient = unit.gradient
     gradient.wait()
-    if gradient.present and gradient.array is not None and unit.owned == (0, unit.layout.numel):
+    if gradient.present and gradient.array is not None and unit.is_whole:
         if gradient.array.direct is None:
             raise StateError(
                 f"the gradient of {unit.layout.slots[index].name!r} is kept on disk and cannot be cleared alone. "

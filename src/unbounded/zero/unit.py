@@ -100,6 +100,11 @@ class Unit:
         self.keeper: Keeper
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank keeps the states of all of it."""
+        return self.owned == (0, self.layout.numel)
+
+    @property
     def num_bytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
 

@@ -122,7 +122,7 @@ class Updates:
 
     def _run_now(self, unit: Unit, pieces: list[Piece], scale: Scale) -> None:
         self._passes[False, unit.dtype].run(pieces, scale, on_home=_ignore, on_written=_ignore)
-        if unit.owned != (0, unit.layout.numel) or not unit.resident:
+        if not unit.is_whole or not unit.resident:
             self.engine.gathering.invalidate(unit)
 
     def _run_behind(self, lane: Lane, work: list[Work], scale: Scale, ready: torch.cuda.Event | None) -> None:
