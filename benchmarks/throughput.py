@@ -47,7 +47,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plan", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="compile every block")
-    parser.add_argument("--keep-activations", action="store_true", help="no activation checkpointing")
+    parser.add_argument(
+        "--activations",
+        choices=("auto", "keep", "recompute"),
+        help="what blocks keep; recompute is the model's own checkpointing (auto in Unbounded, else recompute)",
+    )
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--streamed", type=float, help="the part of host states that the GPU updates; else decided")
     parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "deepspeed"))
@@ -55,7 +59,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="cpu", choices=("cpu", "nvme"), help="where DeepSpeed keeps its own")
     parser.add_argument("--trace", default=None, help="record the last two steps here")
     parser.add_argument("--fixed-batch", action="store_true", help="the same tokens every step: the loss must fall")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.activations = options.activations or ("auto" if options.engine == "unbounded" else "recompute")
+    if options.activations == "auto" and options.engine != "unbounded":
+        parser.error(f"--engine {options.engine} cannot choose activations. Give --activations keep or recompute.")
+    return options
 
 
 def make_model(options: argparse.Namespace) -> Any:
@@ -76,7 +84,7 @@ def make_model(options: argparse.Namespace) -> Any:
 
 def prepare(model: Any, options: argparse.Namespace) -> None:
     model.train()
-    if not options.keep_activations:
+    if options.activations == "recompute":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.compile:
         for block in model.model.layers:
@@ -97,6 +105,8 @@ class Unbounded:
             assembly.streamed_part = lambda host_threads: options.streamed
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
         plan |= {key: int(value) for key, value in plan.items() if value.isdigit()}
+        if options.activations == "keep":
+            plan["activations"] = "keep"
         self.model, self.optimizer = unbounded.shard(model, optimizer, plan or "auto")
 
     def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
@@ -196,6 +206,7 @@ def main() -> None:
             "size": options.size,
             "plan": options.plan,
             "compile": options.compile,
+            "activations": options.activations,
             "batch": batch,
             "tokens": tokens,
             "params": engine.numel,

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from unbounded.errors import PlanError, StateError
 from unbounded.memory.activations import Activations, attach_policies
 from unbounded.memory.checkpointed import attached_to
 from unbounded.memory.choice import Blocks, choose_policies, pick_blocks
+from unbounded.memory.headroom import LIMIT_PART, DeviceMeter, Headroom
 from unbounded.memory.shelf import Shelf
 from unbounded.optim.rules import read_rule
 from unbounded.planner.plan import Placement, Plan, read_plan
@@ -60,7 +62,7 @@ def shard(
     names = [f"{m.names} {tuple(m.parameter.shape)} {m.parameter.requires_grad}" for m in members]
     ranks.check_same("\n".join(names), "model")
     ranks.check_same(repr(open_plan), "plan")
-    open_plan = _close_activations(model, open_plan)
+    open_plan = _close_activations(model, open_plan, device)
     fill = _choose_fill(model, optimizer, weights, device)
     lowered = DTYPES[open_plan.precision] if open_plan.precision is not None else None
     sites = find_sites(model)
@@ -93,15 +95,19 @@ def checkpoint_activations(
     """Chooses what a block keeps between its forward and its backward; what it returns has a `remove`.
 
     "keep" keeps everything, "recompute" only the block's inputs, "host" not even those: they go to host memory and
-    come back. `policy` is one for all blocks, or (block pattern, policy) pairs. The blocks are the repeated ones
-    that `shard` finds, or the submodules that `blocks` names, by pattern or by themselves. Works on any model,
-    sharded or not, before `shard` or after. Results are those of "keep", bit by bit.
+    come back. "auto" takes the first of these that a GPU has room for, in every forward anew; on a CPU it keeps.
+    `policy` is one for all blocks, or (block pattern, policy) pairs. The blocks are the repeated ones that `shard`
+    finds, or the submodules that `blocks` names, by pattern or by themselves. Works on any model, sharded or not,
+    before `shard` or after. Results are those of "keep", bit by bit.
     """
     found = find_blocks(model) if blocks is None else pick_blocks(model, blocks)
     policies = choose_policies(policy, list(found))
     if not found:
         raise PlanError("the model has no repeated blocks to checkpoint. Name its blocks with blocks=.")
-    return attach_policies(model, found, policies, lambda: _shelf(model))
+    if "auto" in policies.values():
+        device = _compute_device(find_members(model))
+        policies = {name: _close_policy(chosen, device) for name, chosen in policies.items()}
+    return attach_policies(model, found, policies, _shelf(model), partial(_make_headroom, model))
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -123,19 +129,33 @@ def full_params(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _close_activations(model: nn.Module, plan: Plan) -> Plan:
-    """The plan with a policy for every block by name, where it says anything about activations."""
-    if plan.activations is None:
-        return plan
+def _close_activations(model: nn.Module, plan: Plan, device: torch.device) -> Plan:
+    """The plan with a policy for every block by name, unless the model came with some."""
     if attached_to(model):
+        if plan.activations is None:
+            return plan
         raise PlanError(
             f"the plan has activations={plan.activations!r}, but checkpoint_activations was called on this model. "
             "Leave out one of them."
         )
-    policies = choose_policies(plan.activations, list(find_blocks(model)))
-    if not policies:
+    policies = choose_policies(plan.activations or "auto", list(find_blocks(model)))
+    if not policies and plan.activations is not None:
         warnings.warn(f"activations={plan.activations!r}, but the model has no repeated blocks.", stacklevel=3)
-    return replace(plan, activations=tuple(policies.items()) or None)
+    closed = tuple((name, _close_policy(policy, device)) for name, policy in policies.items())
+    return replace(plan, activations=closed or None)
+
+
+def _close_policy(policy: str, device: torch.device) -> str:
+    """Only a GPU says how much of it is taken, which "auto" asks before every block."""
+    return "keep" if policy == "auto" and device.type != "cuda" else policy
+
+
+def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
+    """Within the device's budget; a model that is not sharded has the whole device."""
+    state, device = _sharded.get(model), _compute_device(find_members(model))
+    budget = state.tiers.budgets["device"] if state is not None else None
+    limit = budget if budget is not None else torch.cuda.mem_get_info(device)[1]
+    return Headroom(DeviceMeter(device), int(limit * LIMIT_PART), num_blocks, _shelf(model).buffers.has_room)
 
 
 @contextmanager
@@ -147,9 +167,12 @@ def _lifted_policies(model: nn.Module) -> Iterator[None]:
     try:
         yield
         _shelves.pop(model, None)
+        open_blocks = [block for block in blocks if block.headroom is not None]
+        headroom = _make_headroom(model, len(open_blocks)) if open_blocks else None
+        for block in blocks:
+            block.shelf, block.headroom = _shelf(model), headroom if block in open_blocks else None
     finally:
         for block in blocks:
-            block.shelf = _shelf(model) if block.shelf is not None else None
             block.attach()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 import unbounded
 from tests.memory.models import ALL, Stack, make, tokens
 from unbounded.errors import StateError
+from unbounded.memory.checkpointed import attached_to
 from unbounded.memory.shelf import LEAVING_AT_ONCE
 from unbounded.observe import trace
+from unbounded.planner.sizes import parse_bytes
 from unbounded.sharding import _shelves
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -201,6 +204,58 @@ def test_a_sharded_model_counts_its_activations_on_the_host() -> None:
         expected = DEPTH * INPUT + 2 * 4096 if policy == "host" else 0
         assert optimizer.memory()["host"].activation_bytes == expected
     assert losses["host"] == pytest.approx(losses["recompute"], rel=1e-3)
+
+
+def test_auto_keeps_what_the_budget_has_room_for_and_never_more() -> None:
+    """A block keeps about 240 MiB, so 12 of them 3 GiB; the device has nothing else to hold."""
+    losses, kept = {}, {}
+    for budget in ("1GiB", "2.5GiB", "16GiB"):
+        gc.collect()  # models of other tests
+        assert torch.cuda.memory_allocated() < 2**27
+        torch.manual_seed(1)
+        model = Tower()
+        plan = {"precision": "bf16", "weights": "host", "optimizer": "host", "device_bytes": budget}
+        model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan)
+        torch.manual_seed(2)
+        torch.cuda.reset_peak_memory_stats()
+        losses[budget] = []
+        for step in range(5):
+            loss = model(batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[budget].append(float(loss.detach()))
+        assert torch.cuda.max_memory_allocated() <= parse_bytes(budget, "budget")
+        (headroom,) = {block.headroom for block in attached_to(model)}
+        assert headroom is not None
+        kept[budget] = headroom.num_kept
+        del model, optimizer, loss
+    assert kept["1GiB"] < kept["2.5GiB"] < kept["16GiB"] == DEPTH
+    assert kept["2.5GiB"] >= DEPTH // 3
+    assert losses["1GiB"] == pytest.approx(losses["16GiB"], rel=1e-3)
+    assert losses["2.5GiB"] == pytest.approx(losses["16GiB"], rel=1e-3)
+
+
+def test_auto_decides_for_blocks_that_are_compiled_without_compiling_again() -> None:
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        compiled.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    model = build()
+    for block in model.blocks:
+        block.compile(backend=backend)
+    plan = {"weights": "host", "optimizer": "host", "device_bytes": "2.5GiB"}
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan)
+    for step in range(4):
+        model(batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            first = len(compiled)
+    assert len(compiled) == first
 
 
 def test_compiled_blocks_have_their_inputs_on_the_host() -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from unbounded.errors import PlanError
 from unbounded.memory.checkpointed import Checkpointed, attached_to, is_switched_on
+from unbounded.memory.headroom import Headroom
 from unbounded.memory.shelf import Shelf
 
 
 class Activations:
-    """The blocks of one model that are recomputed in the backward. `remove` takes the policies off."""
+    """The blocks of one model that have a policy other than "keep". `remove` takes the policies off."""
 
     def __init__(self, model: nn.Module, blocks: list[Checkpointed]) -> None:
         self.blocks = blocks
@@ -26,6 +28,8 @@ class Activations:
             if not torch.compiler.is_compiling():
                 for block in blocks:
                     block.renew()
+                for headroom in {block.headroom for block in blocks if block.headroom is not None}:
+                    headroom.begin()
 
         self._handle = model.register_forward_pre_hook(renew) if blocks else None
 
@@ -33,8 +37,7 @@ class Activations:
         """Leaves the model as it was. A backward that is still to come is not affected."""
         for block in self.blocks:
             block.detach()
-            if block.shelf is not None:
-                block.shelf.buffers.trim()
+            block.shelf.buffers.trim()
         if self._handle is not None:
             self._handle.remove()
         self.blocks, self._handle = [], None
@@ -48,10 +51,21 @@ def attach_policies(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
     policies: Mapping[str, str],
-    make_shelf: Callable[[], Shelf],
+    shelf: Shelf,
+    make_headroom: Callable[[int], Headroom],
 ) -> Activations:
-    """Puts every block under its policy. Blocks on the host share one shelf, made where there is one."""
-    chosen = {name: policy for name, policy in policies.items() if policy != "keep"}
+    """Puts every block under its policy; one that was left to "auto" may get another. They share a shelf and headroom.
+
+    What changes with every forward must not run twice: under "auto" such a block keeps its activations.
+    """
+    chosen = {
+        name: policy
+        for name, policy in policies.items()
+        if policy != "keep" and not (policy == "auto" and _has_running_state(blocks[name]))
+    }
+    for block in attached_to(model):
+        if block.policy == "auto":
+            block.detach()
     taken = {id(block.module): block.policy for block in attached_to(model)}
     for name in chosen:
         if id(blocks[name]) in taken:
@@ -66,11 +80,16 @@ def attach_policies(
                 'the activation policy is "host". Call model.gradient_checkpointing_disable() first.'
             )
         chosen = {}  # recomputed as it is
-    shelf = make_shelf() if "host" in chosen.values() else None
+    num_auto = sum(policy == "auto" for policy in chosen.values())
+    headroom = make_headroom(num_auto) if num_auto else None
     return Activations(
         model,
         [
-            Checkpointed(name, blocks[name], policy, shelf if policy == "host" else None)
+            Checkpointed(name, blocks[name], policy, shelf, headroom if policy == "auto" else None)
             for name, policy in chosen.items()
         ],
     )
+
+
+def _has_running_state(block: nn.Module) -> bool:
+    return any(isinstance(module, _NormBase) and module.track_running_stats for module in block.modules())

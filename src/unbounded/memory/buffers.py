@@ -105,6 +105,13 @@ class HostBuffers:
             chunk, part = best or self._allocate(size, pin=pin)
             return Buffer(chunk, chunk.cut(part, size), self._returned)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `take` would find so much, or may allocate it."""
+        with self._lock:
+            self._collect()
+            parts = (part.size for chunk in self._chunks for part in chunk.free)
+            return max(self.room.spare_bytes(), *parts, 0) >= num_bytes + PAGE
+
     def trim(self) -> None:
         """Frees the chunks that are not in use."""
         with self._lock:

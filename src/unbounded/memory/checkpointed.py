@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from unbounded.errors import StateError
+from unbounded.memory.headroom import Headroom
 from unbounded.memory.shelf import Shelf
 from unbounded.memory.structure import Template, take_tensors
 
@@ -30,10 +31,12 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 
 
 class Checkpointed:
-    """One block; with a shelf its inputs are kept on the host, without one where they are."""
+    """One block. With the policy "host" its inputs go to the shelf; with "auto" the headroom decides for each call."""
 
-    def __init__(self, name: str, module: nn.Module, policy: str, shelf: Shelf | None) -> None:
-        self.name, self.module, self.policy, self.shelf = name, module, policy, shelf
+    def __init__(
+        self, name: str, module: nn.Module, policy: str, shelf: Shelf, headroom: Headroom | None = None
+    ) -> None:
+        self.name, self.module, self.policy, self.shelf, self.headroom = name, module, policy, shelf, headroom
         self._inner: Callable[..., Any] = module._call_impl
         self._outer = torch.compiler.disable(self._call)
         self._marker: Any = None
@@ -71,11 +74,21 @@ class Checkpointed:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._is_checkpointed_already():
             return self._inner(*args, **kwargs)
+        if self.headroom is None:
+            return self._run(self.policy, args, kwargs)
+        policy = self.headroom.choose((args, kwargs))
+        outputs = self._run(policy, args, kwargs)
+        self.headroom.note(outputs, kept=policy == "keep")
+        return outputs
+
+    def _run(self, policy: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if policy == "keep":
+            return self._inner(*args, **kwargs)
         if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
             return self._inner(*args, **kwargs)
         tensors, template = take_tensors((args, kwargs))
         run = _Run(self._inner, args, kwargs, template)
-        if self.shelf is None:
+        if policy == "recompute":
             return checkpoint(run, *tensors, use_reentrant=False)
         inputs = self.shelf.hold(self.name, tensors)
         # `checkpoint` saves its inputs under these hooks, and what the block saves under its own.

@@ -17,7 +17,7 @@ from unbounded.planner.sizes import format_bytes, parse_bytes
 TIERS = ("device", "host", "disk")
 PRECISIONS = ("bf16", "fp16", "fp32")
 FORMATS = ("exact", "compact")
-ACTIVATIONS = ("keep", "recompute", "host")
+ACTIVATIONS = ("auto", "keep", "recompute", "host")
 Placement = str | tuple[tuple[str, str], ...]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {

@@ -70,9 +70,9 @@ class Config:
     )
     activations: str | None = _setting(
         _PLACE,
-        "between a block's forward and backward: keep them, recompute them, or have its input on the host too "
-        "(host for the built-in GPT, else recompute on a GPU)",
-        choices=("keep", "recompute", "host"),
+        "between a block's forward and backward: keep them, recompute them, have its input on the host too, or the "
+        "first of these that a GPU has room for (auto; host for the built-in GPT)",
+        choices=("auto", "keep", "recompute", "host"),
     )
     device: str | None = _setting(_PLACE, "where to compute (a GPU if there is one)", choices=("cpu", "cuda"))
     device_bytes: str | None = _setting(_PLACE, 'device memory to use, as "24GiB" (what is free)', metavar="SIZE")

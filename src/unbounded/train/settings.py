@@ -73,7 +73,7 @@ def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
     elif config.steps is None and not ours:
         defaults |= {"steps": 0, "epochs": 1.0}
     defaults["precision"] = dict(config.plan).get("precision", "bf16" if kind == "cuda" else "fp32")
-    defaults["activations"] = "host" if ours else "recompute" if kind == "cuda" else "keep"
+    defaults["activations"] = "host" if ours else "auto"
     defaults |= {"output": DEFAULT_OUTPUT, "device": kind, "eval_fraction": 0.0}
     if config.eval_data is None:
         defaults["eval_fraction"] = 0.05 if config.data is None else 0.01  # of few documents, more

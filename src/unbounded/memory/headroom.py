@@ -1,0 +1,168 @@
+"""What a block may keep between its forward and its backward, decided as it runs: as much as the device has room for.
+
+How many tokens a batch has, nobody knows before it comes, so nothing is planned: before each block the device's memory
+is read, and the block keeps its activations if that leaves room for what must still come. That is
+
+    this block     what blocks kept last time, for an input of this size
+    later blocks   an input each, which is the least they can do with
+    the tail       what a pass takes beyond the end of its last block: logits, loss, gradients, one block run again
+
+The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
+others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
+of what is free are left for it.
+
+Note: ranks decide alone. A block that is recomputed is gathered at the same place in the backward as one that is
+kept, so the order of collectives does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unbounded.memory.structure import take_tensors
+
+# What a block keeps by the size of its input, before one was seen: transformers keep 14 (fused) to 34 times as much.
+FIRST_RATIO = 24.0
+# Of the free memory, what is left for a tail that was not seen yet.
+FIRST_TAIL = 7 / 8
+# Of a device's budget, what may be allocated: the rest is for what falls between the allocator's blocks.
+LIMIT_PART = 0.9
+
+
+class Meter(Protocol):
+    """Reads the memory of a device, as its allocator counts it."""
+
+    def allocated_bytes(self) -> int: ...
+
+    def peak_bytes(self) -> int: ...
+
+
+class DeviceMeter:
+    """A CUDA device. Its counts are the host's, so reading them waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated_bytes(self) -> int:
+        return self._read("current")
+
+    def peak_bytes(self) -> int:
+        return self._read("peak")
+
+    def _read(self, which: str) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"][which]) if stats else 0
+
+
+class Tails:
+    """The tails seen so far, by the size of a block's input."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}  # the least in every quarter of an octave
+
+    def note(self, input_bytes: int, tail_bytes: int) -> None:
+        octave = math.ceil(4 * math.log2(max(1, input_bytes)))
+        size, least = self._seen.get(octave, (1, 2**62))
+        if tail_bytes * size < least * input_bytes:
+            self._seen[octave] = input_bytes, tail_bytes
+
+    def expect(self, input_bytes: int) -> int | None:
+        """At most so much for an input of this size; None before the first."""
+        bounds = (int(tail * max(1.0, input_bytes / size) ** 2) for size, tail in self._seen.values())
+        return min(bounds, default=None)
+
+
+def choose_policy(
+    *, free_bytes: int, input_bytes: int, kept_bytes: int, num_later: int, tail_bytes: int | None, first_tail: int
+) -> str:
+    """The cheapest policy of a block that leaves room for what comes; `first_tail` stands for a tail not seen yet.
+
+    What one block keeps is left free beside: a later one that is recomputed needs it for the time of its backward.
+    """
+    rest = num_later * input_bytes + kept_bytes + (first_tail if tail_bytes is None else tail_bytes)
+    if kept_bytes + rest <= free_bytes:
+        return "keep"
+    return "host" if tail_bytes is not None and input_bytes + rest > free_bytes else "recompute"
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One forward of the model."""
+
+    start_bytes: int  # allocated when it began
+    num_blocks: int = 0  # that have begun
+    before_bytes: int = 0  # allocated before the block that runs now
+    input_bytes: int = 1
+    end_bytes: int = 0  # allocated behind the last block so far
+    is_watched: bool = False
+
+
+class Headroom:
+    """Decides for the blocks of one model on one device. `begin` a forward, then `choose` and `note` around blocks.
+
+    `has_host_room` says whether the host can take an input of so many bytes.
+    """
+
+    def __init__(
+        self, meter: Meter, limit_bytes: int, num_blocks: int, has_host_room: Callable[[int], bool] = lambda _: False
+    ) -> None:
+        self.num_kept = 0  # in the last forward
+        self._meter, self._limit, self._num_blocks, self._has_host_room = meter, limit_bytes, num_blocks, has_host_room
+        self._tails, self._ratio = Tails(), FIRST_RATIO
+        self._pass = _Pass(meter.allocated_bytes())
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self._pass, self.num_kept = _Pass(self._meter.allocated_bytes()), 0
+
+    def choose(self, inputs: Any) -> str:
+        """The policy of the block that is about to run with `inputs`."""
+        if self._pass.num_blocks >= self._num_blocks:  # called by a part of the model, so nobody said that it began
+            self.begin()
+        passed, now = self._pass, self._meter.allocated_bytes()
+        passed.num_blocks += 1
+        passed.before_bytes, passed.input_bytes = now, _largest_bytes(inputs)
+        policy = choose_policy(
+            free_bytes=self._limit - now,
+            input_bytes=passed.input_bytes,
+            kept_bytes=int(self._ratio * passed.input_bytes),
+            num_later=self._num_blocks - passed.num_blocks,
+            tail_bytes=self._tails.expect(passed.input_bytes),
+            first_tail=int((self._limit - passed.start_bytes) * FIRST_TAIL),
+        )
+        return "recompute" if policy == "host" and not self._has_host_room(passed.input_bytes) else policy
+
+    def note(self, outputs: Any, *, kept: bool) -> None:
+        """The block has run."""
+        passed = self._pass
+        passed.end_bytes = self._meter.allocated_bytes()
+        if kept:
+            self.num_kept += 1
+            # Weights come and go meanwhile, so one block's figure may be too small.
+            self._ratio = max((passed.end_bytes - passed.before_bytes) / passed.input_bytes, 0.9 * self._ratio, 1.0)
+        if not passed.is_watched:
+            passed.is_watched = self._watch(passed, outputs)
+
+    def _watch(self, passed: _Pass, outputs: Any) -> bool:
+        """Has the tail read when the backward comes to what the first block returned."""
+
+        def settle(_: torch.Tensor) -> None:
+            self._tails.note(passed.input_bytes, max(0, self._meter.peak_bytes() - passed.end_bytes))
+
+        tensors, _ = take_tensors(outputs)
+        watched = next((tensor for tensor in tensors if tensor.requires_grad), None)
+        if watched is None:
+            return False
+        watched.register_hook(settle)
+        return True
+
+
+def _largest_bytes(inputs: Any) -> int:
+    """The bytes of the largest tensor: what passes from block to block. An expanded one counts as it is stored."""
+    tensors, _ = take_tensors(inputs)
+    return max((min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors), default=1) or 1
