@@ -155,7 +155,13 @@ def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
     state, device = _sharded.get(model), _compute_device(find_members(model))
     budget = state.tiers.budgets["device"] if state is not None else None
     limit = budget if budget is not None else torch.cuda.mem_get_info(device)[1]
-    return Headroom(DeviceMeter(device), int(limit * LIMIT_PART), num_blocks, _shelf(model).buffers.has_room)
+    return Headroom(
+        DeviceMeter(device),
+        int(limit * LIMIT_PART),
+        num_blocks,
+        has_host_room=_shelf(model).buffers.has_room,
+        growth_bytes=state.engine.gradient_growth_bytes if state is not None else lambda: 0,
+    )
 
 
 @contextmanager

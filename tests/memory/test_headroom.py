@@ -44,7 +44,7 @@ class Training:
     def __init__(self, *, states: int, limit: int, num_blocks: int, kept: int, tail: int, host: int = 0) -> None:
         self.device = Device(states)
         self.states, self.num_blocks, self.kept, self.tail, self.host = states, num_blocks, kept, tail, host
-        self.headroom = Headroom(self.device, limit, num_blocks, lambda num_bytes: num_bytes <= self.host)
+        self.headroom = Headroom(self.device, limit, num_blocks, has_host_room=lambda num_bytes: num_bytes <= self.host)
 
     def step(self, size: int = 1) -> Counter[str]:
         """One forward and backward with inputs `size` times as large as usual; the policies of its blocks."""
@@ -123,6 +123,28 @@ def test_a_batch_of_another_size_is_foreseen_by_those_that_were_seen() -> None:
         assert run.device.peak <= 11 * GIB
 
 
+def test_what_gradients_will_grow_by_is_left_free() -> None:
+    room, input_bytes = 3 * 2**20, 2**10
+    for growth, policy in ((0, "keep"), (room, "recompute")):
+        headroom = Headroom(Device(), room, 1, growth_bytes=lambda growth=growth: growth)
+        assert headroom.choose(torch.empty(input_bytes, dtype=torch.uint8)) == policy
+
+
+def test_gradients_on_the_device_say_what_adding_up_will_take() -> None:
+    model = make(Stack).to(torch.bfloat16)
+    model, optimizer = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"weights": "device"})
+    engine, found = sharding.sharded(model).engine, []
+    for _ in range(2):
+        found.append(engine.gradient_growth_bytes())
+        for _ in range(3):
+            model(tokens()).backward()
+            found.append(engine.gradient_growth_bytes())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found[:2] == [0, 2 * sum(unit.layout.numel for unit in engine.units)]
+    assert found[2:] == [0] * 6  # from the first sum on the store is as wide as a sum
+
+
 def test_tails_bound_each_other() -> None:
     tails = Tails()
     assert tails.expect(100) is None
@@ -155,6 +177,7 @@ def pretend(limit: int, host: bool = True) -> list[Headroom]:
     made: list[Headroom] = []
 
     class Counting(Headroom):
+        @torch.compiler.disable
         def note(self, outputs: Any, *, kept: bool) -> None:
             device.take(2)
             super().note(outputs, kept=kept)
@@ -166,7 +189,7 @@ def pretend(limit: int, host: bool = True) -> list[Headroom]:
     device = Device()
 
     def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
-        made.append(Counting(device, limit, num_blocks, lambda _: host))
+        made.append(Counting(device, limit, num_blocks, has_host_room=lambda _: host))
         return made[-1]
 
     sharding._make_headroom, sharding._close_policy = make_headroom, lambda policy, device: policy  # type: ignore[assignment]
@@ -207,6 +230,27 @@ def test_losses_are_those_of_the_plain_model(limit: int, host: bool) -> None:
     assert losses_of(model, optimizer) == expected
     assert made[0].num_kept == (4 if limit == 2**40 else 0)
     assert (optimizer.memory()["host"].activation_bytes > 0) == (limit == 0 and host)
+
+
+def test_a_model_that_is_compiled_whole_has_the_blocks_that_keep_compiled() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    def run() -> list[Any]:
+        torch._dynamo.reset()
+        graphs.clear()
+        model, optimizer = shard_stack(make(Stack))
+        losses = losses_of(torch.compile(model, backend=backend), optimizer)
+        return [losses, [*graphs]]
+
+    plain = run()
+    assert len(plain[1]) == 1
+    made = pretend(2**40)
+    assert run() == plain
+    assert made[0].num_kept == 4
 
 
 def counts(model: nn.Module) -> Counter[str]:

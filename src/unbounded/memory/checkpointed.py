@@ -38,7 +38,8 @@ class Checkpointed:
     ) -> None:
         self.name, self.module, self.policy, self.shelf, self.headroom = name, module, policy, shelf, headroom
         self._inner: Callable[..., Any] = module._call_impl
-        self._outer = torch.compiler.disable(self._call)
+        # Not recursive: where the whole model is compiled, a block that keeps its activations still is.
+        self._outer = torch.compiler.disable(self._call, recursive=False)
         self._marker: Any = None
         self._is_attached = False
 
@@ -72,18 +73,23 @@ class Checkpointed:
         return self.module.__dict__.get("_compiled_call_impl") is self._outer
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._is_checkpointed_already():
+        policy = self._choose(args, kwargs)
+        if policy is None:
             return self._inner(*args, **kwargs)
-        if self.headroom is None:
-            return self._run(self.policy, args, kwargs)
-        policy = self.headroom.choose((args, kwargs))
-        outputs = self._run(policy, args, kwargs)
-        self.headroom.note(outputs, kept=policy == "keep")
+        outputs = self._inner(*args, **kwargs) if policy == "keep" else self._run(policy, args, kwargs)
+        if self.headroom is not None:
+            self.headroom.note(outputs, kept=policy == "keep")
         return outputs
 
+    @torch.compiler.disable
+    def _choose(self, args: Any, kwargs: Any) -> str | None:
+        """The policy of this call; None where there is no backward of ours to come."""
+        if not torch.is_grad_enabled() or self._is_checkpointed_already():
+            return None
+        return self.policy if self.headroom is None else self.headroom.choose((args, kwargs))
+
+    @torch.compiler.disable
     def _run(self, policy: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if policy == "keep":
-            return self._inner(*args, **kwargs)
         if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
             return self._inner(*args, **kwargs)
         tensors, template = take_tensors((args, kwargs))

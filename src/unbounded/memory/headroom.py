@@ -94,7 +94,8 @@ def choose_policy(
 class _Pass:
     """One forward of the model."""
 
-    start_bytes: int  # allocated when it began
+    start_bytes: int  # allocated when it began, with the growth
+    growth_bytes: int
     num_blocks: int = 0  # that have begun
     before_bytes: int = 0  # allocated before the block that runs now
     input_bytes: int = 1
@@ -105,20 +106,29 @@ class _Pass:
 class Headroom:
     """Decides for the blocks of one model on one device. `begin` a forward, then `choose` and `note` around blocks.
 
-    `has_host_room` says whether the host can take an input of so many bytes.
+    `has_host_room` says whether the host can take an input of so many bytes, `growth_bytes` what the device will hold
+    more of when the backward is over.
     """
 
     def __init__(
-        self, meter: Meter, limit_bytes: int, num_blocks: int, has_host_room: Callable[[int], bool] = lambda _: False
+        self,
+        meter: Meter,
+        limit_bytes: int,
+        num_blocks: int,
+        *,
+        has_host_room: Callable[[int], bool] = lambda _: False,
+        growth_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.num_kept = 0  # in the last forward
-        self._meter, self._limit, self._num_blocks, self._has_host_room = meter, limit_bytes, num_blocks, has_host_room
+        self._meter, self._limit, self._num_blocks = meter, limit_bytes, num_blocks
+        self._has_host_room, self._growth_bytes = has_host_room, growth_bytes
         self._tails, self._ratio = Tails(), FIRST_RATIO
-        self._pass = _Pass(meter.allocated_bytes())
+        self.begin()
 
     def begin(self) -> None:
         """A forward of the model begins."""
-        self._pass, self.num_kept = _Pass(self._meter.allocated_bytes()), 0
+        growth, self.num_kept = self._growth_bytes(), 0
+        self._pass = _Pass(self._meter.allocated_bytes() + growth, growth)
 
     def choose(self, inputs: Any) -> str:
         """The policy of the block that is about to run with `inputs`."""
@@ -128,7 +138,7 @@ class Headroom:
         passed.num_blocks += 1
         passed.before_bytes, passed.input_bytes = now, _largest_bytes(inputs)
         policy = choose_policy(
-            free_bytes=self._limit - now,
+            free_bytes=self._limit - now - passed.growth_bytes,
             input_bytes=passed.input_bytes,
             kept_bytes=int(self._ratio * passed.input_bytes),
             num_later=self._num_blocks - passed.num_blocks,
@@ -137,6 +147,7 @@ class Headroom:
         )
         return "recompute" if policy == "host" and not self._has_host_room(passed.input_bytes) else policy
 
+    @torch.compiler.disable
     def note(self, outputs: Any, *, kept: bool) -> None:
         """The block has run."""
         passed = self._pass

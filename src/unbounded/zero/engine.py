@@ -247,6 +247,10 @@ class Engine:
             else:
                 self.gathering.drop([unit])
 
+    def gradient_growth_bytes(self) -> int:
+        """What gradients on the device will grow by in the next backward."""
+        return sum(unit.gradient.growth_bytes for unit in self.units if unit.trainable)
+
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:

@@ -68,6 +68,13 @@ class Gradient:
                         self._squares += sum_squares(part)
         return self._squares
 
+    @property
+    def growth_bytes(self) -> int:
+        """What the device will hold more of once another backward was added: the first is kept as it came."""
+        if self.tier != "device" or not self.present or self._wide:
+            return 0
+        return self.numel * (self.sum_dtype.itemsize - self.wire.itemsize)
+
     def drop(self) -> None:
         """Forgets the gradient; memory on the device goes back at once."""
         if self.handle is not None:
