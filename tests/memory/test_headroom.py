@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.zero.training import Run, assert_identical_weights, train_ours
 from unbounded import sharding
 from unbounded.errors import PlanError
 from unbounded.memory.checkpointed import Checkpointed, attached_to
-from unbounded.memory.headroom import FIRST_RATIO, Headroom, Tails, choose_policy
+from unbounded.memory.headroom import FIRST_RATIO, LIMIT_PART, Headroom, Tails, choose_policy
 
 GIB = 2**30
 
@@ -86,13 +87,13 @@ def test_a_tight_budget_is_kept_from_the_first_step_on() -> None:
 
 @pytest.mark.parametrize("room", range(8, 40))
 def test_as_many_blocks_keep_as_fit(room: int) -> None:
-    """`room` times what a block keeps: all but what three blocks keep is used in the end, and never too much."""
+    """`room` times what a block keeps: all but what two blocks keep is used in the end, and never too much."""
     kept, tail, num_blocks = 20 * 2**20, 100 * 2**20, 16
     limit = GIB + room * kept + tail + num_blocks * 2**20
     run = Training(states=GIB, limit=limit, num_blocks=num_blocks, kept=kept, tail=tail)
     steps = [run.step() for _ in range(12)]
     assert run.device.peak <= limit
-    assert steps[-1]["keep"] >= min(num_blocks, room - 3)
+    assert steps[-1]["keep"] >= min(num_blocks, room - 2)
 
 
 def test_an_input_that_even_recomputing_has_no_room_for_goes_to_the_host_while_that_has_any() -> None:
@@ -121,6 +122,24 @@ def test_a_batch_of_another_size_is_foreseen_by_those_that_were_seen() -> None:
     for size in (1, 3, 5, 2, 4, 6, 1):
         run.step(size)
         assert run.device.peak <= 11 * GIB
+
+
+def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
+    """Where it can be: the limit is what recomputing takes, or more. A first step may go beyond by a few percent, for
+    which a tenth of the budget is left: what it needs behind its blocks nobody has seen."""
+    for seed in range(300):
+        random = Random(seed)
+        num_blocks, kept = random.choice([2, 8, 26, 48, 80]), int(random.uniform(4, 60) * 2**20)
+        tail, sizes = int(random.uniform(1, 40 * num_blocks) * 2**20), [random.randint(1, 6) for _ in range(4)]
+        least = max(sizes) * (num_blocks * 2**20 + max(tail, kept))
+        limit, host = GIB + int(least * random.uniform(1, 4)), random.choice([0, 2**40])
+        run = Training(states=GIB, limit=limit, num_blocks=num_blocks, kept=kept, tail=tail, host=host)
+        run.step(random.choice(sizes))
+        assert run.device.peak <= limit / LIMIT_PART, seed
+        run.device.peak = min(run.device.peak, limit)
+        for _ in range(12):
+            run.step(random.choice(sizes))
+            assert run.device.peak <= limit, seed
 
 
 def test_what_gradients_will_grow_by_is_left_free() -> None:
@@ -165,8 +184,8 @@ def test_policies_are_chosen_from_the_cheapest_on() -> None:
             free_bytes=free, input_bytes=1, kept_bytes=10, num_later=4, tail_bytes=tail, first_tail=500
         )
 
-    assert [choose(free) for free in (74, 73, 65, 64)] == ["keep", "recompute", "recompute", "host"]
-    assert [choose(free, None) for free in (524, 523, 0)] == ["keep", "recompute", "recompute"]
+    assert [choose(free) for free in (64, 63, 55, 54)] == ["keep", "recompute", "recompute", "host"]
+    assert [choose(free, None) for free in (514, 513, 0)] == ["keep", "recompute", "recompute"]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -221,7 +240,7 @@ def test_ranks_may_decide_differently(ranks: Any, kind: Any, world_size: int, st
         assert_identical_weights(auto, plain)
 
 
-@pytest.mark.parametrize("limit", [0, 2**14, 2**40])
+@pytest.mark.parametrize("limit", [0, 2**13, 2**40])
 @pytest.mark.parametrize("host", [True, False])
 def test_losses_are_those_of_the_plain_model(limit: int, host: bool) -> None:
     expected = losses_of(*shard_stack(make(Stack)))

@@ -80,11 +80,8 @@ class Tails:
 def choose_policy(
     *, free_bytes: int, input_bytes: int, kept_bytes: int, num_later: int, tail_bytes: int | None, first_tail: int
 ) -> str:
-    """The cheapest policy of a block that leaves room for what comes; `first_tail` stands for a tail not seen yet.
-
-    What one block keeps is left free beside: a later one that is recomputed needs it for the time of its backward.
-    """
-    rest = num_later * input_bytes + kept_bytes + (first_tail if tail_bytes is None else tail_bytes)
+    """The cheapest policy of a block that leaves room for what comes; `first_tail` stands for a tail not seen yet."""
+    rest = num_later * input_bytes + (first_tail if tail_bytes is None else tail_bytes)
     if kept_bytes + rest <= free_bytes:
         return "keep"
     return "host" if tail_bytes is not None and input_bytes + rest > free_bytes else "recompute"
@@ -100,6 +97,7 @@ class _Pass:
     before_bytes: int = 0  # allocated before the block that runs now
     input_bytes: int = 1
     end_bytes: int = 0  # allocated behind the last block so far
+    keeps_all: bool = True
     is_watched: bool = False
 
 
@@ -122,7 +120,7 @@ class Headroom:
         self.num_kept = 0  # in the last forward
         self._meter, self._limit, self._num_blocks = meter, limit_bytes, num_blocks
         self._has_host_room, self._growth_bytes = has_host_room, growth_bytes
-        self._tails, self._ratio = Tails(), FIRST_RATIO
+        self._tails, self._ratio, self._has_kept = Tails(), FIRST_RATIO, False
         self.begin()
 
     def begin(self) -> None:
@@ -137,12 +135,15 @@ class Headroom:
         passed, now = self._pass, self._meter.allocated_bytes()
         passed.num_blocks += 1
         passed.before_bytes, passed.input_bytes = now, _largest_bytes(inputs)
+        kept, tail = int(self._ratio * passed.input_bytes), self._tails.expect(passed.input_bytes)
+        if tail is not None and not self._has_kept:
+            kept = max(kept, tail)  # which had room for a block run again, whatever that keeps
         policy = choose_policy(
             free_bytes=self._limit - now - passed.growth_bytes,
             input_bytes=passed.input_bytes,
-            kept_bytes=int(self._ratio * passed.input_bytes),
+            kept_bytes=kept,
             num_later=self._num_blocks - passed.num_blocks,
-            tail_bytes=self._tails.expect(passed.input_bytes),
+            tail_bytes=tail,
             first_tail=int((self._limit - passed.start_bytes) * FIRST_TAIL),
         )
         return "recompute" if policy == "host" and not self._has_host_room(passed.input_bytes) else policy
@@ -153,17 +154,22 @@ class Headroom:
         passed = self._pass
         passed.end_bytes = self._meter.allocated_bytes()
         if kept:
-            self.num_kept += 1
+            self.num_kept, self._has_kept = self.num_kept + 1, True
             # Weights come and go meanwhile, so one block's figure may be too small.
             self._ratio = max((passed.end_bytes - passed.before_bytes) / passed.input_bytes, 0.9 * self._ratio, 1.0)
+        passed.keeps_all = passed.keeps_all and kept
         if not passed.is_watched:
             passed.is_watched = self._watch(passed, outputs)
 
     def _watch(self, passed: _Pass, outputs: Any) -> bool:
-        """Has the tail read when the backward comes to what the first block returned."""
+        """Has the tail read when the backward comes to what the first block returned.
+
+        A tail has room for a block run again; where none was, what a block keeps is added.
+        """
 
         def settle(_: torch.Tensor) -> None:
-            self._tails.note(passed.input_bytes, max(0, self._meter.peak_bytes() - passed.end_bytes))
+            again = self._ratio * passed.input_bytes if passed.keeps_all else 0
+            self._tails.note(passed.input_bytes, int(again) + max(0, self._meter.peak_bytes() - passed.end_bytes))
 
         tensors, _ = take_tensors(outputs)
         watched = next((tensor for tensor in tensors if tensor.requires_grad), None)
