@@ -242,7 +242,7 @@ def test_states_that_a_device_has_room_to_copy_are_saved_from_the_copy(ranks: An
 
 
 def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]]:
-    """A save whose every chunk is slow, so that the update is there before its states were read."""
+    """A save whose chunks are slow, so that the update is there before its states were read, and no room to copy."""
     import time
 
     from unbounded.checkpoint import stream
@@ -259,6 +259,7 @@ def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]
     stream.Writer._write = slow
     try:
         model, optimizer = build({"weights": "host", "optimizer": "host"})
+        optimizer.tiers.borrow_host = lambda num_bytes: False
         train(model, optimizer, 0, 2, rank)
         unbounded.save(f"{folder}/now", model, optimizer)
         events.clear()
@@ -280,8 +281,7 @@ def test_a_step_waits_for_what_a_slow_save_has_not_read_yet(ranks: Any, tmp_path
     expected, resumed, events = ranks(1, slowed, str(tmp_path))[0]
     assert resumed == expected
     assert_same(whole(tmp_path / "now"), whole(tmp_path / "behind"))
-    assert events.count("read") > 10
-    assert "read" in events[events.index("returned") : events.index("stepped")]
+    assert events[: events.index("stepped")].count("read") > 10
 
 
 def weights_only(rank: int, world_size: int, folder: str) -> tuple[Any, Any, str]:

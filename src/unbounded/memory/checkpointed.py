@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,15 +38,14 @@ class Checkpointed:
         self, name: str, module: nn.Module, policy: str, shelf: Shelf, headroom: Headroom | None = None
     ) -> None:
         self.name, self.module, self.policy, self.shelf, self.headroom = name, module, policy, shelf, headroom
-        self._inner: Callable[..., Any] = module._call_impl
-        # Not recursive: where the whole model is compiled, a block that keeps its activations still is.
-        self._outer = torch.compiler.disable(self._call, recursive=False)
+        self.inner: Callable[..., Any] = module._call_impl
+        self._outer = partial(_call, self)
         self._marker: Any = None
         self._is_attached = False
 
     def attach(self) -> None:
         """Puts the block under its policy, around what its call is now."""
-        self._inner = self.module.__dict__.get("_compiled_call_impl") or self.module._call_impl
+        self.inner = self.module.__dict__.get("_compiled_call_impl") or self.module._call_impl
         self.module.__dict__["_compiled_call_impl"] = self._outer
         if self._marker is None:  # torch.compile of the whole model calls a module without hooks by its forward
             self._marker = self.module.register_forward_pre_hook(_no_change)
@@ -56,8 +56,8 @@ class Checkpointed:
         """Takes the policy off. What is between a forward and its backward is still computed again."""
         if self._is_wrapped():
             del self.module.__dict__["_compiled_call_impl"]
-            if getattr(self._inner, "__func__", None) is not nn.Module._call_impl:
-                self.module.__dict__["_compiled_call_impl"] = self._inner
+            if getattr(self.inner, "__func__", None) is not nn.Module._call_impl:
+                self.module.__dict__["_compiled_call_impl"] = self.inner
         if self._marker is not None:
             self._marker.remove()
             self._marker = None
@@ -72,28 +72,20 @@ class Checkpointed:
     def _is_wrapped(self) -> bool:
         return self.module.__dict__.get("_compiled_call_impl") is self._outer
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        policy = self._choose(args, kwargs)
-        if policy is None:
-            return self._inner(*args, **kwargs)
-        outputs = self._inner(*args, **kwargs) if policy == "keep" else self._run(policy, args, kwargs)
-        if self.headroom is not None:
-            self.headroom.note(outputs, kept=policy == "keep")
-        return outputs
-
     @torch.compiler.disable
-    def _choose(self, args: Any, kwargs: Any) -> str | None:
+    def choose(self, args: Any, kwargs: Any) -> str | None:
         """The policy of this call; None where there is no backward of ours to come."""
         if not torch.is_grad_enabled() or self._is_checkpointed_already():
             return None
         return self.policy if self.headroom is None else self.headroom.choose((args, kwargs))
 
     @torch.compiler.disable
-    def _run(self, policy: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, policy: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block so that only its inputs are kept, here or on the host, and it runs again in the backward."""
         if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
-            return self._inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         tensors, template = take_tensors((args, kwargs))
-        run = _Run(self._inner, args, kwargs, template)
+        run = _Run(self.inner, args, kwargs, template)
         if policy == "recompute":
             return checkpoint(run, *tensors, use_reentrant=False)
         inputs = self.shelf.hold(self.name, tensors)
@@ -132,6 +124,19 @@ class Checkpointed:
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
         return drop
+
+
+# Not recursive: where the whole model is compiled, a block that keeps its activations still is.
+@torch.compiler.disable(recursive=False)
+def _call(block: Checkpointed, *args: Any, **kwargs: Any) -> Any:
+    """The call of a block under a policy."""
+    policy = block.choose(args, kwargs)
+    if policy is None:
+        return block.inner(*args, **kwargs)
+    outputs = block.inner(*args, **kwargs) if policy == "keep" else block.run(policy, args, kwargs)
+    if block.headroom is not None:
+        block.headroom.note(outputs, kept=policy == "keep")
+    return outputs
 
 
 class _Run:

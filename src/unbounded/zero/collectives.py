@@ -38,7 +38,7 @@ class Ranks:
         """All ranks of the axis must call this. With "gloo" the lane is on the host and disturbs no device."""
         if self.size == 1:
             return self
-        return Ranks(dist.new_group(dist.get_process_group_ranks(self.group), backend=backend))
+        return Ranks(dist.new_group(self._members(), backend=backend))
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, name: str) -> None:
         """All ranks of the axis must call this. Fills `full` with every rank's `shard`."""
@@ -57,6 +57,9 @@ class Ranks:
                 _scatter(shard, full, op=dist.ReduceOp.AVG, group=self.group)
             else:
                 shard.copy_(self._sum_in_rank_order(full).div_(self.size))
+
+    def _members(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group or dist.group.WORLD)
 
     def _sum_in_rank_order(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of all `full`, in fp32 or wider.
@@ -113,8 +116,7 @@ class Ranks:
     def open_words(self) -> None:
         """All ranks of the axis must call this. Makes the group over which `rendezvous` asks, with its time limit."""
         if self.size > 1:
-            members = dist.get_process_group_ranks(self.group)
-            self._words = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=MEETING_SECONDS))
+            self._words = dist.new_group(self._members(), backend="gloo", timeout=timedelta(seconds=MEETING_SECONDS))
 
     def rendezvous(self, name: str) -> None:
         """All ranks of the axis must call this. Raises where the others are not about to gather `name` too."""
