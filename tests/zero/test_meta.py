@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import unbounded
 from tests.zero.counting import live_bytes
 from tests.zero.training import Block, Task, TinyGPT, assert_identical, shard, train_ours
 
@@ -93,8 +94,6 @@ class NoReset(nn.Module):
 
 
 def refuse_no_reset(rank: int, world_size: int) -> str:
-    import unbounded
-
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), NoReset())
     with pytest.raises(unbounded.UnboundedError) as error:
@@ -107,6 +106,40 @@ def test_a_meta_module_that_cannot_be_initialised_is_named(ranks: Any) -> None:
         assert "reset_parameters" in message
         assert "1" in message
         assert "NoReset" in message
+
+
+class Half(nn.Module):
+    """Fills a part of what it has: the rest is computed in its constructor alone."""
+
+    def __init__(self, blank: str) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.arange(3) / 2.0, persistent=False)
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
+        self.register_buffer("count", torch.ones(3, dtype=torch.int64))
+        self.blank = blank
+
+    def reset_parameters(self) -> None:
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if name != self.blank:
+                tensor.data.fill_(True)  # which counts as no change of the tensor
+
+
+def shard_half(rank: int, world_size: int, blank: str) -> str:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Half(blank))
+    try:
+        shard(model, torch.optim.AdamW(model.parameters()), {})
+    except unbounded.PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("blank", ["weight", "scale", "table", "mask", "count", ""])
+def test_what_nothing_gives_values_to_is_an_error_and_not_left_at_chance(ranks: Any, blank: str) -> None:
+    for message in ranks(2, shard_half, blank):
+        assert message.startswith(f"1.{blank} (of Half) were on the meta device and nothing" if blank else "")
+        assert bool(message) == bool(blank)
 
 
 class Watched(nn.Linear):

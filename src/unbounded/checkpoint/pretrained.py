@@ -63,7 +63,6 @@ class PretrainedModel(MetaModel):
         self.reads, self.folder = reads, weights.folder
         members = [member for _, members, _ in entries for member in members]
         self.is_meta = any(_is_stand_in(member.parameter) for member in members)
-        self._prefixes = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
         parameters = [(m.names, m.parameter) for m in members]
         buffers = [([name], buffer) for name, buffer in persistent_buffers(model).items()]
         tensors: list[tuple[list[str], Any]] = [*parameters, *buffers]
@@ -123,6 +122,9 @@ class PretrainedModel(MetaModel):
         lacking += [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         return [key for key in lacking if prefix + key not in self._recipes]
 
+    def _is_given(self, name: str) -> bool:
+        return name in self._recipes or super()._is_given(name)
+
     def _unable(self, module: str, lacking: str) -> Exception:
         return CheckpointError(
             f"{lacking} of {module} are on the meta device and not in {self.folder}, and it has no reset_parameters "
@@ -136,7 +138,7 @@ class PretrainedModel(MetaModel):
         return gather_values(unit, parameters, members[0].parameter.dtype)
 
     def _fill(self, module: nn.Module) -> None:
-        lacking = self._lacking(self._prefixes[id(module)].removesuffix("."), module)
+        lacking = self._lacking(self.prefixes[id(module)].removesuffix("."), module)
         self._materialise_buffers(module)
         if lacking:
             self._reset(module)
@@ -149,7 +151,7 @@ class PretrainedModel(MetaModel):
                 self._read(module)
 
     def _read(self, module: nn.Module) -> None:
-        prefix = self._prefixes[id(module)]
+        prefix = self.prefixes[id(module)]
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             recipe = self._recipes.get(prefix + key)
             # Buffers stay whole on every rank; parameters come to the others by a broadcast.

@@ -7,6 +7,7 @@ module is done, so that no rank ever holds more of the model than the units that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -29,6 +30,8 @@ class MetaModel:
         self.model, self.device = model, device
         self.grafts = Grafts(model)
         self._init_weights = getattr(self.grafts.base, "_init_weights", None)
+        self.prefixes = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
+        self._blanks: list[_Blank] = []
 
     def install(self, units: Entries, installer: Installer) -> None:
         """All ranks of the axis must call this."""
@@ -49,13 +52,18 @@ class MetaModel:
             for key, (unit, members, places) in touched.items():
                 waiting[key].difference_update(id(module) for module in modules)
                 if not waiting[key]:
-                    for member in members:
-                        del views[id(member.parameter)]
+                    self._check_filled({m.names[0]: views.pop(id(m.parameter)) for m in members})
                     installer.install(unit, values.pop(key), places, {})
+        self._check_filled({b.name: b.tensor for b in self._blanks if b.is_untouched()})
 
     def _open(self, unit: Unit, members: Sequence[Member]) -> torch.Tensor:
-        """The flat values of a unit, to be filled."""
-        return torch.zeros(unit.layout.numel, dtype=members[0].parameter.dtype, device=self.device)
+        """The flat values of a unit, to be filled; what is not, shows."""
+        values = torch.zeros(unit.layout.numel, dtype=members[0].parameter.dtype, device=self.device)
+        views = unit.slot_views(values)
+        for member in members:
+            if not self._is_given(member.names[0]):
+                views[member.parameter._index].fill_(_no_value(values.dtype))  # type: ignore[attr-defined]
+        return values
 
     def _fill_step(self, graft: nn.Module | None, modules: Sequence[nn.Module]) -> None:
         for module in modules:
@@ -70,9 +78,10 @@ class MetaModel:
         self._reset(module)
 
     def _materialise_buffers(self, module: nn.Module) -> None:
-        for name, buffer in module._buffers.items():
+        prefix = self.prefixes[id(module)]
+        for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=self.device)
+                self._blanks.append(_Blank(prefix + key, module, key, self.device))
 
     def _reset(self, module: nn.Module) -> None:
         """Runs the module's own initialisation."""
@@ -93,6 +102,25 @@ class MetaModel:
             if lacking and not resets and (self.grafts.is_added(module) or not callable(self._init_weights)):
                 raise self._unable(f"the module {name or 'model'!r} ({type(module).__name__})", ", ".join(lacking))
 
+    def _check_filled(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What nobody has written to would be taken for values: a rotary table that only `__init__` computes."""
+        lost = [name for name, tensor in tensors.items() if _is_blank(tensor) and not self._is_given(name)]
+        if lost:
+            owners = ", ".join(sorted({type(self._owner(name)).__name__ for name in lost}))
+            shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+            raise PlanError(
+                f"{shown} (of {owners}) were on the meta device and nothing gave them values. Let the module fill them "
+                "in its reset_parameters, or the model in its _init_weights. Buffers may also be kept off the meta "
+                "device when the model is built, as accelerate.init_empty_weights() does; transformers 5 needs neither."
+            )
+
+    def _is_given(self, name: str) -> bool:
+        """Whether the values do not come from the module: peft's are made of others, which one rank alone may have."""
+        return self.grafts.is_added(self._owner(name))
+
+    def _owner(self, name: str) -> nn.Module:
+        return self.model.get_submodule(name.rpartition(".")[0])
+
     def _lacking(self, path: str, module: nn.Module) -> list[str]:
         """What a module must initialise itself: its own parameters and buffers on the meta device."""
         if self.grafts.is_grafted(module):
@@ -105,6 +133,34 @@ class MetaModel:
             f"{module} has {lacking} on the meta device and no reset_parameters method to initialise them. "
             "Give it one, or pass weights=folder."
         )
+
+
+class _Blank:
+    """A buffer that was on the meta device, made with values that say that nobody gave it any."""
+
+    def __init__(self, name: str, module: nn.Module, key: str, device: torch.device) -> None:
+        self.name, self._module, self._key = name, module, key
+        meta = module._buffers[key]
+        assert meta is not None
+        self.tensor = module._buffers[key] = torch.full_like(meta, _no_value(meta.dtype), device=device)
+        self._version = self.tensor._version
+
+    def is_untouched(self) -> bool:
+        """Neither replaced nor written to. Writing through `.data` is not counted: the values must be asked as well."""
+        return self._module._buffers.get(self._key) is self.tensor and self.tensor._version == self._version
+
+
+def _is_blank(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds nothing but what says that nobody gave it values."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().all()) and tensor.numel() > 0
+    return bool((tensor == _no_value(tensor.dtype)).all()) and tensor.numel() > 0
+
+
+def _no_value(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 @contextmanager
