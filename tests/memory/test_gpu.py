@@ -63,6 +63,18 @@ def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
+    torch.manual_seed(2)
+    losses = []
+    for step in range(5):
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def assert_equal(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
     """Losses bit by bit; gradients closely, since some of a GPU's kernels add in any order."""
     for one, other in zip(found, expected, strict=True):
@@ -193,14 +205,7 @@ def test_a_sharded_model_counts_its_activations_on_the_host() -> None:
         model = Tower()
         plan = {"precision": "bf16", "weights": "host", "optimizer": "host", "activations": policy}
         model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan)
-        torch.manual_seed(2)
-        losses[policy] = []
-        for step in range(4):
-            loss = model(batch(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[policy].append(float(loss.detach()))
+        losses[policy] = losses_of(model, optimizer)
         expected = DEPTH * INPUT + 2 * 4096 if policy == "host" else 0
         assert optimizer.memory()["host"].activation_bytes == expected
     assert losses["host"] == pytest.approx(losses["recompute"], rel=1e-3)
@@ -216,20 +221,13 @@ def test_auto_keeps_what_the_budget_has_room_for_and_never_more() -> None:
         model = Tower()
         plan = {"precision": "bf16", "weights": "host", "optimizer": "host", "device_bytes": budget}
         model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan)
-        torch.manual_seed(2)
         torch.cuda.reset_peak_memory_stats()
-        losses[budget] = []
-        for step in range(5):
-            loss = model(batch(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[budget].append(float(loss.detach()))
+        losses[budget] = losses_of(model, optimizer)
         assert torch.cuda.max_memory_allocated() <= parse_bytes(budget, "budget")
         (headroom,) = {block.headroom for block in attached_to(model)}
         assert headroom is not None
         kept[budget] = headroom.num_kept
-        del model, optimizer, loss
+        del model, optimizer
     assert kept["1GiB"] < kept["2.5GiB"] < kept["16GiB"] == DEPTH
     assert kept["2.5GiB"] >= DEPTH // 3
     assert losses["1GiB"] == pytest.approx(losses["16GiB"], rel=1e-3)
