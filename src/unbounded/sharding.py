@@ -28,14 +28,14 @@ from unbounded.optim.rules import read_rule
 from unbounded.planner.plan import Placement, Plan, read_plan
 from unbounded.tiers.room import FreeRoom, TierRoom
 from unbounded.zero import access
+from unbounded.zero.admission import check_model, check_optimizer, common_precision, compute_device
 from unbounded.zero.assembly import Assembly, Entries, Fill, Sharded
 from unbounded.zero.blueprint import DTYPES, find_specs, plan_units
 from unbounded.zero.collectives import Ranks
 from unbounded.zero.initial import Installer, install_model
 from unbounded.zero.meta import MetaModel
 from unbounded.zero.optimizer import ShardedOptimizer
-from unbounded.zero.parameter import ManagedParameter
-from unbounded.zero.units import Member, find_members, find_sites
+from unbounded.zero.units import find_members, find_sites
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
 _shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()
@@ -55,10 +55,10 @@ def shard(
     folder of safetensors that is streamed into a model on the meta device.
     """
     ranks = Ranks()
-    members = _check_model(model)
+    members = check_model(model, is_known=model in _sharded)
     open_plan = read_plan(plan)
-    groups = _check_optimizer(optimizer, members)
-    device = _compute_device(members)
+    groups = check_optimizer(optimizer, members)
+    device = compute_device(members)
     names = [f"{m.names} {tuple(m.parameter.shape)} {m.parameter.requires_grad}" for m in members]
     ranks.check_same("\n".join(names), "model")
     ranks.check_same(repr(open_plan), "plan")
@@ -70,7 +70,7 @@ def shard(
     for spec in specs:
         if spec.trainable and optimizer is not None:
             spec.rule = read_rule(optimizer, spec.dtype, open_plan.optimizer_format)
-    resolved = replace(open_plan, precision=open_plan.precision or _common_precision(model))
+    resolved = replace(open_plan, precision=open_plan.precision or common_precision(model))
     blueprint = plan_units(specs, resolved, ranks, device)
     cast_inputs = lowered if lowered != torch.float32 else None
     with _lifted_policies(model):
@@ -105,7 +105,7 @@ def checkpoint_activations(
     if not found:
         raise PlanError("the model has no repeated blocks to checkpoint. Name its blocks with blocks=.")
     if "auto" in policies.values():
-        device = _compute_device(find_members(model))
+        device = compute_device(find_members(model))
         policies = {name: _close_policy(chosen, device) for name, chosen in policies.items()}
     return attach_policies(model, found, policies, _shelf(model), partial(_make_headroom, model))
 
@@ -152,7 +152,7 @@ def _close_policy(policy: str, device: torch.device) -> str:
 
 def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
     """Within the device's budget; a model that is not sharded has the whole device."""
-    state, device = _sharded.get(model), _compute_device(find_members(model))
+    state, device = _sharded.get(model), compute_device(find_members(model))
     budget = state.tiers.budgets["device"] if state is not None else None
     limit = budget if budget is not None else torch.cuda.mem_get_info(device)[1]
     return Headroom(
@@ -211,73 +211,3 @@ def _choose_fill(
         install_model(entries, installer, (lambda parameter: states.pop(parameter, {})) if states else None)
 
     return fill
-
-
-def _check_model(model: nn.Module) -> list[Member]:
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"shard was given a {type(model).__name__} as the model. Give an nn.Module.")
-    members = find_members(model)
-    managed = [member.names[0] for member in members if isinstance(member.parameter, ManagedParameter)]
-    if model in _sharded or managed:
-        whose = f" (its parameter {managed[0]!r})" if managed else ""
-        raise PlanError(f"this model is already sharded{whose}. Call shard once, and keep the model it returns.")
-    first: dict[str, str] = {}
-    for member in members:
-        first.setdefault(str(member.parameter.device), member.names[0])
-    if len(first) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in first.items())
-        raise PlanError(
-            f"the model's parameters are on different devices: {places}. Move the whole model to one of them first."
-        )
-    return members
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, members: list[Member]) -> dict[int, int]:
-    """The group of every parameter the optimizer trains, by the parameter's id."""
-    if optimizer is None:
-        return {}
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanError(f"shard was given a {type(optimizer).__name__} as the optimizer. Give a torch.optim optimizer.")
-    if isinstance(optimizer, ShardedOptimizer):
-        raise PlanError("this optimizer is already sharded. Give the torch.optim optimizer it was made from.")
-    names = {id(member.parameter): member.names[0] for member in members}
-    groups: dict[int, int] = {}
-    foreign = 0
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) in groups:
-                raise PlanError(
-                    f"the optimizer has the parameter {names.get(id(parameter))!r} twice. List it in one group."
-                )
-            if parameter.numel() == 0:
-                continue
-            foreign += id(parameter) not in names
-            groups[id(parameter)] = index
-    if foreign:
-        raise PlanError(
-            f"the optimizer has {foreign} parameters that the model does not. "
-            "Make it from model.parameters() of this model."
-        )
-    missing = [m.names[0] for m in members if m.parameter.requires_grad and id(m.parameter) not in groups]
-    if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise PlanError(f"the optimizer misses the trainable parameters {shown}. Give them to it, or freeze them.")
-    return groups
-
-
-def _compute_device(members: list[Member]) -> torch.device:
-    device = members[0].parameter.device if members else torch.device("cpu")
-    if device.type == "cuda":
-        return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-    if device.type not in ("cpu", "meta"):
-        raise PlanError(f"the model is on {device}, which is not supported. Use CPU, CUDA or the meta device.")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _common_precision(model: nn.Module) -> str:
-    counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    known = [dtype for dtype in counts if dtype in names]
-    return names[max(known, key=lambda dtype: counts[dtype])] if known else "fp32"
