@@ -151,16 +151,21 @@ class _Blank:
 
 
 def _is_blank(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds nothing but what says that nobody gave it values."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(tensor.isnan().all()) and tensor.numel() > 0
-    return bool((tensor == _no_value(tensor.dtype)).all()) and tensor.numel() > 0
+    """Whether a tensor holds nothing but what says that nobody gave it values. Its first element mostly tells."""
+    if tensor.numel() == 0:
+        return False
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    parts = (tensor.flatten()[:1], tensor)
+    return all(bool((part.isnan() if is_number else part == _no_value(part.dtype)).all()) for part in parts)
 
 
 def _no_value(dtype: torch.dtype) -> float | int | bool:
+    """What no module fills a tensor with."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
-    return False if dtype == torch.bool else torch.iinfo(dtype).min
+    if dtype == torch.bool:
+        return False
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
 
 
 @contextmanager
