@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,3 +205,15 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     """Bit by bit."""
     assert len(found) == len(expected) > 1
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def losses_of(model: nn.Module, optimizer: Any, batches: Iterable[Tensor] | None = None) -> list[float]:
+    """The losses of a training step with each batch; three of `tokens` unless said."""
+    found = []
+    for batch in batches if batches is not None else map(tokens, range(3)):
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found

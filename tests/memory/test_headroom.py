@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.memory.models import Stack, WithDropout, WithMask, make, tokens
-from tests.memory.test_sharded import Zoo, losses_of, shard_stack
+from tests.memory.models import Stack, WithDropout, WithMask, losses_of, make, tokens
+from tests.memory.test_sharded import Zoo, shard_stack
 from tests.zero.training import Run, assert_identical_weights, train_ours
 from unbounded import sharding
 from unbounded.errors import PlanError
@@ -292,6 +292,10 @@ def test_a_policy_of_ones_own_replaces_auto() -> None:
     model, _ = shard_stack(make(Stack))
     unbounded.checkpoint_activations(model, "recompute")
     assert counts(model) == {"recompute": 4}
+    some, _ = shard_stack(make(Stack))
+    unbounded.checkpoint_activations(some, "host", blocks="blocks.1")
+    unbounded.checkpoint_activations(some, "keep", blocks="blocks.2")
+    assert counts(some) == {"auto": 2, "host": 1}
     with pytest.raises(PlanError, match="already has the activation policy 'recompute'"):
         unbounded.checkpoint_activations(model, "host")
     early = make(Stack)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.memory.models import ALL, Looped, Stack, WithDropout, WithMask, make, tokens
+from tests.memory.models import ALL, Looped, Stack, WithDropout, WithMask, losses_of, make, tokens
 from tests.zero.training import Batch, Run, Task, assert_identical_weights, train_ours
 from unbounded.errors import BudgetError, PlanError, StateError
 from unbounded.sharding import sharded
@@ -90,17 +90,6 @@ def test_blocks_that_were_compiled_take_policies(ranks: Any) -> None:
 def shard_stack(model: nn.Module, **plan: Any) -> tuple[nn.Module, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return unbounded.shard(model, optimizer, {"device_bytes": "1MiB", "host_bytes": "64MiB", **plan})
-
-
-def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
-    found = []
-    for step in range(3):
-        loss = model(tokens(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
 
 
 @pytest.mark.parametrize("policy", ["recompute", "host"])

@@ -63,10 +63,9 @@ def attach_policies(
         for name, policy in policies.items()
         if policy != "keep" and not (policy == "auto" and _has_running_state(blocks[name]))
     }
-    for block in attached_to(model):
-        if block.policy == "auto":
-            block.detach()
-    taken = {id(block.module): block.policy for block in attached_to(model)}
+    named, attached = {id(block) for block in blocks.values()}, attached_to(model)
+    replaced = [block for block in attached if block.policy == "auto" and id(block.module) in named]
+    taken = {id(block.module): block.policy for block in attached if block not in replaced}
     for name in chosen:
         if id(blocks[name]) in taken:
             raise PlanError(
@@ -80,6 +79,8 @@ def attach_policies(
                 'the activation policy is "host". Call model.gradient_checkpointing_disable() first.'
             )
         chosen = {}  # recomputed as it is
+    for block in replaced:
+        block.detach()
     num_auto = sum(policy == "auto" for policy in chosen.values())
     headroom = make_headroom(num_auto) if num_auto else None
     return Activations(
