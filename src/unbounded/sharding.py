@@ -160,6 +160,7 @@ def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
         int(limit * LIMIT_PART),
         num_blocks,
         has_host_room=_shelf(model).buffers.has_room,
+        trim_host=_shelf(model).buffers.trim,
         growth_bytes=state.engine.gradient_growth_bytes if state is not None else lambda: 0,
     )
 

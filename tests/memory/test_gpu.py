@@ -118,13 +118,15 @@ def test_the_device_holds_the_inputs_of_the_last_blocks_alone() -> None:
 def test_the_peak_of_a_step_is_lower_by_the_inputs_that_left() -> None:
     peaks = {}
     for policy in ("recompute", "host"):
+        gc.collect()  # models of other tests
+        before = torch.cuda.memory_allocated()
         model = build()
         unbounded.checkpoint_activations(model, policy)
         model(batch()).backward()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         model(batch()).backward()
-        peaks[policy] = torch.cuda.max_memory_allocated()
+        peaks[policy] = torch.cuda.max_memory_allocated() - before
         del model
     # One input is fetched ahead, and those of the last blocks have not left when the backward begins.
     assert peaks["recompute"] - peaks["host"] >= (DEPTH - LEAVING_AT_ONCE - 2) * INPUT
@@ -222,6 +224,23 @@ def test_auto_keeps_what_the_budget_has_room_for_and_never_more() -> None:
     assert kept["2.5GiB"] >= DEPTH // 3
     assert losses["1GiB"] == pytest.approx(losses["16GiB"], rel=1e-3)
     assert losses["2.5GiB"] == pytest.approx(losses["16GiB"], rel=1e-3)
+
+
+def test_auto_gives_back_the_host_memory_of_a_first_larger_batch() -> None:
+    gc.collect()  # models of other tests
+    torch.manual_seed(1)
+    model = Tower()
+    plan = {"precision": "bf16", "weights": "host", "optimizer": "host", "device_bytes": "1.5GiB"}
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan)
+    used = []
+    for rows in (1, 1, 1, 8, 8, 8):
+        model(batch()[:rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        used.append(optimizer.memory()["host"].activation_bytes)
+    assert used[:3] == [0, 0, 0]
+    assert used[3] >= DEPTH * INPUT / 2  # eight times the tail, squared, is more than there is
+    assert used[4:] == [0, 0]
 
 
 def test_auto_decides_for_blocks_that_are_compiled_without_compiling_again() -> None:

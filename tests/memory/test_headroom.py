@@ -45,7 +45,13 @@ class Training:
     def __init__(self, *, states: int, limit: int, num_blocks: int, kept: int, tail: int, host: int = 0) -> None:
         self.device = Device(states)
         self.states, self.num_blocks, self.kept, self.tail, self.host = states, num_blocks, kept, tail, host
-        self.headroom = Headroom(self.device, limit, num_blocks, has_host_room=lambda num_bytes: num_bytes <= self.host)
+        self.num_trimmed = 0
+        self.headroom = Headroom(
+            self.device, limit, num_blocks, has_host_room=lambda num_bytes: num_bytes <= self.host, trim_host=self.trim
+        )
+
+    def trim(self) -> None:
+        self.num_trimmed += 1
 
     def step(self, size: int = 1) -> Counter[str]:
         """One forward and backward with inputs `size` times as large as usual; the policies of its blocks."""
@@ -110,6 +116,21 @@ def test_an_input_that_even_recomputing_has_no_room_for_goes_to_the_host_while_t
     run.device.peak = 0
     run.step()
     assert run.device.peak < before
+
+
+def test_what_caution_had_on_the_host_is_given_back_when_the_tail_is_known() -> None:
+    run = Training(states=GIB, limit=3 * GIB, num_blocks=10, kept=40 * 2**20, tail=100 * 2**20, host=2**40)
+    for _ in range(3):
+        assert run.step(1)["host"] == 0
+    assert run.step(8)["host"] == 10  # it might be 64 times as much
+    assert run.num_trimmed == 0
+    for size in (8, 8, 1, 8):
+        assert run.step(size)["host"] == 0
+    assert run.num_trimmed == 1
+    run = Training(states=GIB, limit=GIB + 150 * 2**20, num_blocks=100, kept=14 * 2**20, tail=100 * 2**20, host=2**40)
+    run.step()
+    assert all(run.step()["host"] > 0 for _ in range(3))
+    assert run.num_trimmed == 0  # what every step needs stays
 
 
 def test_a_batch_of_another_size_is_foreseen_by_those_that_were_seen() -> None:

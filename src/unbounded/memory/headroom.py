@@ -9,7 +9,7 @@ is read, and the block keeps its activations if that leaves room for what must s
 
 The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
 others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
-of what is free are left for it.
+of what is free are left for it. What a pass had on the host for such a bound is given back once its own tail is known.
 
 Note: ranks decide alone. A block that is recomputed is gathered at the same place in the backward as one that is
 kept, so the order of collectives does not depend on it.
@@ -66,10 +66,13 @@ class Tails:
         self._seen: dict[int, tuple[int, int]] = {}  # the least in every quarter of an octave
 
     def note(self, input_bytes: int, tail_bytes: int) -> None:
-        octave = math.ceil(4 * math.log2(max(1, input_bytes)))
-        size, least = self._seen.get(octave, (1, 2**62))
+        size, least = self._seen.get(_quarter(input_bytes), (1, 2**62))
         if tail_bytes * size < least * input_bytes:
-            self._seen[octave] = input_bytes, tail_bytes
+            self._seen[_quarter(input_bytes)] = input_bytes, tail_bytes
+
+    def has_seen(self, input_bytes: int) -> bool:
+        """Whether one of about this size was seen, so that `expect` is more than a bound."""
+        return _quarter(input_bytes) in self._seen
 
     def expect(self, input_bytes: int) -> int | None:
         """At most so much for an input of this size; None before the first."""
@@ -99,13 +102,14 @@ class _Pass:
     end_bytes: int = 0  # allocated behind the last block so far
     keeps_all: bool = True
     is_watched: bool = False
+    is_cautious: bool = False  # inputs went to the host for a tail that was not seen yet
 
 
 class Headroom:
     """Decides for the blocks of one model on one device. `begin` a forward, then `choose` and `note` around blocks.
 
-    `has_host_room` says whether the host can take an input of so many bytes, `growth_bytes` what the device will hold
-    more of when the backward is over.
+    `has_host_room` says whether the host can take an input of so many bytes, `trim_host` frees what it has for inputs
+    and does not use, `growth_bytes` says what the device will hold more of when the backward is over.
     """
 
     def __init__(
@@ -115,16 +119,20 @@ class Headroom:
         num_blocks: int,
         *,
         has_host_room: Callable[[int], bool] = lambda _: False,
+        trim_host: Callable[[], None] = lambda: None,
         growth_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.num_kept = 0  # in the last forward
         self._meter, self._limit, self._num_blocks = meter, limit_bytes, num_blocks
-        self._has_host_room, self._growth_bytes = has_host_room, growth_bytes
+        self._has_host_room, self._trim_host, self._growth_bytes = has_host_room, trim_host, growth_bytes
         self._tails, self._ratio, self._has_kept = Tails(), FIRST_RATIO, False
+        self._pass = _Pass(0, 0)
         self.begin()
 
     def begin(self) -> None:
         """A forward of the model begins."""
+        if self._pass.is_cautious:
+            self._trim_host()
         growth, self.num_kept = self._growth_bytes(), 0
         self._pass = _Pass(self._meter.allocated_bytes() + growth, growth)
 
@@ -146,7 +154,10 @@ class Headroom:
             tail_bytes=tail,
             first_tail=int((self._limit - passed.start_bytes) * FIRST_TAIL),
         )
-        return "recompute" if policy == "host" and not self._has_host_room(passed.input_bytes) else policy
+        if policy == "host" and not self._has_host_room(passed.input_bytes):
+            return "recompute"
+        passed.is_cautious |= policy == "host" and not self._tails.has_seen(passed.input_bytes)
+        return policy
 
     @torch.compiler.disable
     def note(self, outputs: Any, *, kept: bool) -> None:
@@ -177,6 +188,11 @@ class Headroom:
             return False
         watched.register_hook(settle)
         return True
+
+
+def _quarter(num_bytes: int) -> int:
+    """Sizes by quarters of an octave."""
+    return math.ceil(4 * math.log2(max(1, num_bytes)))
 
 
 def _largest_bytes(inputs: Any) -> int:
