@@ -13,7 +13,7 @@ from torch import nn
 from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.plan import Plan
 from unbounded.planner.streaming import choose_streamed, streamed_part
-from unbounded.tiers.budget import local_size
+from unbounded.tiers.budget import BOUNCE_BUFFERS, local_size
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.memory import Tiers
 from unbounded.zero import access, hooks
@@ -71,7 +71,7 @@ class Assembly:
             num_threads=self.threads,
         )
         tiers.planned_host_bytes = self.blueprint.host_bytes
-        bounce = tiers.pool(buffers.num_bounce, buffers.buffer_bytes)
+        bounce = tiers.pool(BOUNCE_BUFFERS, buffers.bounce_bytes)
         entries = self._entries()
         fill(entries, Installer(tiers, self.ranks, bounce, self.rules))
         self._move_buffers()
@@ -129,10 +129,10 @@ class Assembly:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:
         buffers = self.blueprint.buffers
-        leased = tiers.pool(buffers.num_update, buffers.buffer_bytes)
+        leased = tiers.pool(buffers.num_update, buffers.update_bytes)
         streams = [self._lane(f"stream-{index}") for index in range(2)]
         lanes = Lanes(self._lane("update"), self._lane("buffered"), streams)
-        updates = Updates(engine, self.rules, lanes, self.threads, leased)
+        updates = Updates(engine, self.rules, lanes, self.threads, leased, buffers.depth)
         return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
 
     def _attach(self, engine: Engine) -> Callable[[], None]:

@@ -21,11 +21,8 @@ from unbounded.tiers.memory import disk_size
 from unbounded.zero.collectives import Ranks
 from unbounded.zero.layout import Layout, lay_out
 from unbounded.zero.units import Member, Site, split_members
-from unbounded.zero.updates import DEPTH
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Pieces of an update pass in flight: those ahead and those behind.
-PIECES_IN_FLIGHT = 2 * DEPTH
 
 
 @dataclass(eq=False)
@@ -110,7 +107,7 @@ def plan_units(specs: Sequence[UnitSpec], plan: Plan, ranks: Ranks, device: torc
     own = budgets.measure(plan, device, budgets.local_size(ranks.size))
     on_device, host, disk = (min(column) for column in zip(*ranks.objects(own), strict=True))
     arrays = 2 + max((len(spec.rule.specs) for spec in specs if spec.rule is not None), default=0)
-    buffers = budgets.size_buffers(host, PIECES_IN_FLIGHT * arrays)
+    buffers = budgets.size_buffers(host, arrays)
     budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers)
     places = _place_within(sizes, budget, plan, ring=ring, buffers=buffers)
     ranks.check_same(repr(places), "placement")

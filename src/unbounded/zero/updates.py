@@ -32,8 +32,8 @@ from unbounded.zero.update import (
 )
 
 Scale = float | torch.Tensor
-# Pieces being read ahead of the one that is updated, and of those behind it still being written.
-DEPTH = 2
+# Through a GPU go larger pieces, two at a time: every one takes Python's time from the launching of kernels.
+STREAMED_PARTS, STREAMED_DEPTH = 2, 2
 
 
 @dataclass(eq=False)
@@ -82,14 +82,16 @@ class Updates:
         lanes: Lanes,
         num_threads: int,
         buffers: BufferPool,
+        depth: int,
     ) -> None:
         self.engine, self.rules, self.lanes = engine, rules, lanes
         self._piece_numel = buffers.buffer_bytes // 4
         # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
-        pools = {True: kernels.Pool(max(1, num_threads // 4)), False: kernels.Pool(num_threads)}
+        few, every = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
+        kinds = {"disk": (few, depth), "host": (every, depth), "device": (every, STREAMED_DEPTH)}
         self._passes = {
-            (is_disk_bound, dtype): UpdatePass(rule, pool, buffers, DEPTH)
-            for is_disk_bound, pool in pools.items()
+            (kind, dtype): UpdatePass(rule, pool, buffers, in_flight)
+            for kind, (pool, in_flight) in kinds.items()
             for dtype, rule in rules.items()
         }
 
@@ -99,7 +101,8 @@ class Updates:
         num_streamed = 0
         for unit in units:
             unit.gradient.wait()
-            pieces = cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), self._piece_numel)
+            piece_numel = self._piece_numel * (STREAMED_PARTS if unit.streamed else 1)
+            pieces = cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), piece_numel)
             # Gradients stay until zero_grad, as ever; but ones that this step scaled must not be added to.
             unit.gradient.consumed = not (isinstance(scale, float) and scale == 1.0)
             if not pieces:
@@ -121,7 +124,7 @@ class Updates:
                 lane.submit(self._run_behind, lane, work, scale, ready)
 
     def _run_now(self, unit: Unit, pieces: list[Piece], scale: Scale) -> None:
-        self._passes[False, unit.dtype].run(pieces, scale, on_home=_ignore, on_written=_ignore)
+        self._passes["device", unit.dtype].run(pieces, scale, on_home=_ignore, on_written=_ignore)
         if not unit.is_whole or not unit.resident:
             self.engine.gathering.invalidate(unit)
 
@@ -131,10 +134,11 @@ class Updates:
             torch.cuda.current_stream().wait_event(ready)
         by_unit = {id(part.unit): part for part in work}
         is_disk_bound = all(touches_disk(part.unit) for part in work)
+        kind = "device" if lane in self.lanes.streams else "disk" if is_disk_bound else "host"
         try:
             scale = float(scale)
             for dtype in self.rules:
-                self._passes[is_disk_bound, dtype].run(
+                self._passes[kind, dtype].run(
                     _pieces(part for part in work if part.unit.dtype == dtype),
                     scale,
                     on_home=lambda unit: by_unit[id(unit)].home.complete(event=lane.mark()),
