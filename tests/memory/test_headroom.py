@@ -27,12 +27,16 @@ class Device:
 
     def __init__(self, states: int = 0) -> None:
         self.now = self.peak = states
+        self.num_forgotten = 0
 
     def allocated_bytes(self) -> int:
         return self.now
 
     def peak_bytes(self) -> int:
         return self.peak
+
+    def forget_peak(self) -> None:
+        self.peak, self.num_forgotten = self.now, self.num_forgotten + 1
 
     def take(self, num_bytes: int) -> None:
         self.now += num_bytes
@@ -116,6 +120,22 @@ def test_an_input_that_even_recomputing_has_no_room_for_goes_to_the_host_while_t
     run.device.peak = 0
     run.step()
     assert run.device.peak < before
+
+
+@pytest.mark.parametrize("others", [0, 12 * GIB, 2**40])
+def test_a_peak_that_something_else_left_is_forgotten(others: int) -> None:
+    """A model's construction, or an evaluation before and between."""
+    kinds: dict[str, Any] = {"states": GIB, "num_blocks": 10, "kept": 100 * 2**20, "tail": GIB, "host": 2**40}
+    run, other = Training(limit=10 * GIB, **kinds), Training(limit=10 * GIB, **kinds)
+    run.device.peak = max(others, run.device.peak)
+    for _ in range(3):
+        run.step(5), other.step(5)
+    run.device.peak = max(others, run.device.peak)
+    for size in (5, 5, 3, 5):
+        policies = run.step(size)
+        assert policies == other.step(size)
+        assert policies["host"] == 0
+    assert run.device.num_forgotten == (others > 0)
 
 
 def test_what_caution_had_on_the_host_is_given_back_when_the_tail_is_known() -> None:

@@ -10,6 +10,8 @@ is read, and the block keeps its activations if that leaves room for what must s
 The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
 others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
 of what is free are left for it. What a pass had on the host for such a bound is given back once its own tail is known.
+A peak that something else left behind, a model's construction or an evaluation, says nothing about the tail: where no
+pass of this size has come to a peak of its own, the next one has the device forget the old.
 
 Note: ranks decide alone. A block that is recomputed is gathered at the same place in the backward as one that is
 kept, so the order of collectives does not depend on it.
@@ -41,6 +43,8 @@ class Meter(Protocol):
 
     def peak_bytes(self) -> int: ...
 
+    def forget_peak(self) -> None: ...
+
 
 class DeviceMeter:
     """A CUDA device. Its counts are the host's, so reading them waits for nothing."""
@@ -53,6 +57,9 @@ class DeviceMeter:
 
     def peak_bytes(self) -> int:
         return self._read("peak")
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def _read(self, which: str) -> int:
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
@@ -96,6 +103,7 @@ class _Pass:
 
     start_bytes: int  # allocated when it began, with the growth
     growth_bytes: int
+    peak_bytes: int  # of all that was before it
     num_blocks: int = 0  # that have begun
     before_bytes: int = 0  # allocated before the block that runs now
     input_bytes: int = 1
@@ -126,15 +134,18 @@ class Headroom:
         self._meter, self._limit, self._num_blocks = meter, limit_bytes, num_blocks
         self._has_host_room, self._trim_host, self._growth_bytes = has_host_room, trim_host, growth_bytes
         self._tails, self._ratio, self._has_kept = Tails(), FIRST_RATIO, False
-        self._pass = _Pass(0, 0)
+        self._own_peak_size, self._forgets_peak = 0, False  # the largest input whose pass came to a peak of its own
+        self._pass = _Pass(0, 0, 0)
         self.begin()
 
     def begin(self) -> None:
         """A forward of the model begins."""
         if self._pass.is_cautious:
             self._trim_host()
-        growth, self.num_kept = self._growth_bytes(), 0
-        self._pass = _Pass(self._meter.allocated_bytes() + growth, growth)
+        if self._forgets_peak:
+            self._meter.forget_peak()
+        growth, self.num_kept, self._forgets_peak = self._growth_bytes(), 0, False
+        self._pass = _Pass(self._meter.allocated_bytes() + growth, growth, self._meter.peak_bytes())
 
     def choose(self, inputs: Any) -> str:
         """The policy of the block that is about to run with `inputs`."""
@@ -179,8 +190,12 @@ class Headroom:
         """
 
         def settle(_: torch.Tensor) -> None:
-            again = self._ratio * passed.input_bytes if passed.keeps_all else 0
-            self._tails.note(passed.input_bytes, int(again) + max(0, self._meter.peak_bytes() - passed.end_bytes))
+            peak, size = self._meter.peak_bytes(), passed.input_bytes
+            self._tails.note(size, int(passed.keeps_all * self._ratio * size) + max(0, peak - passed.end_bytes))
+            if peak > passed.peak_bytes:
+                self._own_peak_size = max(self._own_peak_size, size)
+            elif size > self._own_peak_size and not passed.keeps_all:
+                self._forgets_peak = True
 
         tensors, _ = take_tensors(outputs)
         watched = next((tensor for tensor in tensors if tensor.requires_grad), None)
