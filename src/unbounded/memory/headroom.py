@@ -103,7 +103,7 @@ class _Pass:
 
     start_bytes: int  # allocated when it began, with the growth
     growth_bytes: int
-    peak_bytes: int  # of all that was before it
+    peak_bytes: int = 0  # of all that was before its first block
     num_blocks: int = 0  # that have begun
     before_bytes: int = 0  # allocated before the block that runs now
     input_bytes: int = 1
@@ -135,23 +135,25 @@ class Headroom:
         self._has_host_room, self._trim_host, self._growth_bytes = has_host_room, trim_host, growth_bytes
         self._tails, self._ratio, self._has_kept = Tails(), FIRST_RATIO, False
         self._own_peak_size, self._forgets_peak = 0, False  # the largest input whose pass came to a peak of its own
-        self._pass = _Pass(0, 0, 0)
+        self._pass = _Pass(0, 0)
         self.begin()
 
     def begin(self) -> None:
         """A forward of the model begins."""
         if self._pass.is_cautious:
             self._trim_host()
-        if self._forgets_peak:
-            self._meter.forget_peak()
-        growth, self.num_kept, self._forgets_peak = self._growth_bytes(), 0, False
-        self._pass = _Pass(self._meter.allocated_bytes() + growth, growth, self._meter.peak_bytes())
+        growth, self.num_kept = self._growth_bytes(), 0
+        self._pass = _Pass(self._meter.allocated_bytes() + growth, growth)
 
     def choose(self, inputs: Any) -> str:
         """The policy of the block that is about to run with `inputs`."""
         if self._pass.num_blocks >= self._num_blocks:  # called by a part of the model, so nobody said that it began
             self.begin()
         passed, now = self._pass, self._meter.allocated_bytes()
+        if passed.num_blocks == 0:
+            if self._forgets_peak:
+                self._meter.forget_peak()
+            self._forgets_peak, passed.peak_bytes = False, self._meter.peak_bytes()
         passed.num_blocks += 1
         passed.before_bytes, passed.input_bytes = now, _largest_bytes(inputs)
         kept, tail = int(self._ratio * passed.input_bytes), self._tails.expect(passed.input_bytes)
