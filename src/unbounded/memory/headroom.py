@@ -9,9 +9,9 @@ is read, and the block keeps its activations if that leaves room for what must s
 
 The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
 others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
-of what is free are left for it. What a pass had on the host for such a bound is given back once its own tail is known.
-A peak that something else left behind, a model's construction or an evaluation, says nothing about the tail: where no
-pass of this size has come to a peak of its own, the next one has the device forget the old.
+of what is free are left for it. A peak that something else left behind, a model's construction or an evaluation, says
+little about the tail: where no pass of this size has come to a peak of its own, the next one has the device forget the
+old. What a pass puts on the host before its tail is known that well is given back.
 
 Note: ranks decide alone. A block that is recomputed is gathered at the same place in the backward as one that is
 kept, so the order of collectives does not depend on it.
@@ -73,13 +73,10 @@ class Tails:
         self._seen: dict[int, tuple[int, int]] = {}  # the least in every quarter of an octave
 
     def note(self, input_bytes: int, tail_bytes: int) -> None:
-        size, least = self._seen.get(_quarter(input_bytes), (1, 2**62))
+        octave = math.ceil(4 * math.log2(max(1, input_bytes)))
+        size, least = self._seen.get(octave, (1, 2**62))
         if tail_bytes * size < least * input_bytes:
-            self._seen[_quarter(input_bytes)] = input_bytes, tail_bytes
-
-    def has_seen(self, input_bytes: int) -> bool:
-        """Whether one of about this size was seen, so that `expect` is more than a bound."""
-        return _quarter(input_bytes) in self._seen
+            self._seen[octave] = input_bytes, tail_bytes
 
     def expect(self, input_bytes: int) -> int | None:
         """At most so much for an input of this size; None before the first."""
@@ -110,7 +107,7 @@ class _Pass:
     end_bytes: int = 0  # allocated behind the last block so far
     keeps_all: bool = True
     is_watched: bool = False
-    is_cautious: bool = False  # inputs went to the host for a tail that was not seen yet
+    is_cautious: bool = False  # inputs went to the host for a tail that is a bound only
 
 
 class Headroom:
@@ -169,7 +166,7 @@ class Headroom:
         )
         if policy == "host" and not self._has_host_room(passed.input_bytes):
             return "recompute"
-        passed.is_cautious |= policy == "host" and not self._tails.has_seen(passed.input_bytes)
+        passed.is_cautious |= policy == "host" and passed.input_bytes > self._own_peak_size
         return policy
 
     @torch.compiler.disable
@@ -205,11 +202,6 @@ class Headroom:
             return False
         watched.register_hook(settle)
         return True
-
-
-def _quarter(num_bytes: int) -> int:
-    """Sizes by quarters of an octave."""
-    return math.ceil(4 * math.log2(max(1, num_bytes)))
 
 
 def _largest_bytes(inputs: Any) -> int:
