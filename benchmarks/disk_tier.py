@@ -66,12 +66,11 @@ def main() -> int:
     best = max(by_threads, key=lambda threads: by_threads[threads])
     ours = [2 * line["tiers"]["disk"] * 2**30 / 1e9 / line["step_s"] for line in lines]
     table = Table("disk, reading and writing at once", "GB/s")
-    for index, turn in enumerate(raw):
-        if index > 0:
-            line = lines[index - 1]
+    for turn, line, rate in itertools.zip_longest(raw, lines, ours):
+        table.add_row(f"raw loops, {best}+{best} threads", " ".join(f"{each:.2f}" for each in turn[best]))
+        if line is not None:
             what = f"training, {line['step_s']:.2f} s a step ({line['host_gib']} GiB of host memory)"
-            table.add_row(what, f"{ours[index - 1]:.2f}")
-        table.add_row(f"raw loops, {best}+{best} threads", " ".join(f"{rate:.2f}" for rate in turn[best]))
+            table.add_row(what, f"{rate:.2f}")
     Console(width=100).print(table)
     ratio = statistics.median(ours) / by_threads[best]
     print(f"training / raw: {ratio:.3f}" + ("" if ratio >= WANTED else f", below {WANTED}"))

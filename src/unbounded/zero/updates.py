@@ -32,8 +32,8 @@ from unbounded.zero.update import (
 )
 
 Scale = float | torch.Tensor
-# Through a GPU go larger pieces, two at a time: every one takes Python's time from the launching of kernels.
-STREAMED_PARTS, STREAMED_DEPTH = 2, 2
+# Through a GPU go pieces that many times as large, so many at a time: each takes Python's time from launching kernels.
+STREAMED_TIMES, STREAMED_DEPTH = 2, 2
 
 
 @dataclass(eq=False)
@@ -87,8 +87,8 @@ class Updates:
         self.engine, self.rules, self.lanes = engine, rules, lanes
         self._piece_numel = buffers.buffer_bytes // 4
         # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
-        few, every = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
-        kinds = {"disk": (few, depth), "host": (every, depth), "device": (every, STREAMED_DEPTH)}
+        few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
+        kinds = {"disk": (few, depth), "host": (many, depth), "device": (many, STREAMED_DEPTH)}
         self._passes = {
             (kind, dtype): UpdatePass(rule, pool, buffers, in_flight)
             for kind, (pool, in_flight) in kinds.items()
@@ -101,7 +101,7 @@ class Updates:
         num_streamed = 0
         for unit in units:
             unit.gradient.wait()
-            piece_numel = self._piece_numel * (STREAMED_PARTS if unit.streamed else 1)
+            piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
             pieces = cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), piece_numel)
             # Gradients stay until zero_grad, as ever; but ones that this step scaled must not be added to.
             unit.gradient.consumed = not (isinstance(scale, float) and scale == 1.0)
