@@ -2,14 +2,16 @@
 
     python benchmarks/against_deepspeed.py [--cases 7b,3b,1.3b-disk] [--steps 5]
 
-Every measurement is a process of its own (`throughput.py`), so that neither finds the other's memory. DeepSpeed
-runs eagerly, as its users do, with its blocks recomputed and again with all activations kept; Unbounded eagerly and
-with compiled blocks, and decides by itself what blocks keep. The ratio is DeepSpeed's better time by ours.
+Every measurement is a process of its own (`throughput.py`), so that neither finds the other's memory. Both run
+eagerly and with compiled blocks; DeepSpeed with its blocks recomputed and again with all activations kept, while
+Unbounded decides by itself what blocks keep. The ratios are DeepSpeed's better time by ours, once of its eager runs
+and once of its compiled ones; `--eager-peer` leaves the latter out, which take a minute or two each.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 SCRIPT = Path(__file__).with_name("throughput.py")
+MODES: tuple[tuple[str, ...], ...] = ((), ("--compile",))
+Peer = tuple[int, bool]  # tokens a step, whether its blocks are compiled
 
 
 @dataclass(frozen=True)
@@ -54,30 +58,30 @@ def measure(case: Case, steps: int, *arguments: str) -> list[dict[str, Any]]:
     return lines
 
 
-def run(name: str, case: Case, steps: int, table: Table) -> None:
-    peer: dict[int, float] = {}
-    for activations in ("recompute", "keep"):
-        arguments = (*case.deepspeed, "--activations", activations)
+def run(name: str, case: Case, steps: int, table: Table, peer_modes: tuple[tuple[str, ...], ...]) -> None:
+    peer: dict[Peer, float] = {}
+    for compiled, activations in itertools.product(peer_modes, ("recompute", "keep")):
+        arguments = (*case.deepspeed, "--activations", activations, *compiled)
         lines = measure(case, steps, "--engine", "deepspeed", *arguments)
         show(table, name, " ".join(("DeepSpeed", *arguments)), lines, {})
         for line in lines:
-            peer[line["tokens"]] = min(line["step_s"], peer.get(line["tokens"], line["step_s"]))
-    for arguments in case.ours:
-        for compiled in ((), ("--compile",)):
-            lines = measure(case, steps, *arguments, *compiled)
-            show(table, name, " ".join(("Unbounded", *arguments, *compiled)), lines, peer)
+            key = line["tokens"], line["compile"]
+            peer[key] = min(line["step_s"], peer.get(key, line["step_s"]))
+    for arguments, compiled in itertools.product(case.ours, MODES):
+        lines = measure(case, steps, *arguments, *compiled)
+        show(table, name, " ".join(("Unbounded", *arguments, *compiled)), lines, peer)
 
 
-def show(table: Table, name: str, what: str, lines: list[dict[str, Any]], peer: dict[int, float]) -> None:
+def show(table: Table, name: str, what: str, lines: list[dict[str, Any]], peer: dict[Peer, float]) -> None:
     for line in lines:
         print(what, json.dumps(line), flush=True)
-        other = peer.get(line["tokens"])
+        others = [peer.get((line["tokens"], is_compiled)) for is_compiled in (False, True)]
         table.add_row(
             name,
             what,
             f"{line['tokens']:,}",
             f"{line['step_s']:.3f}",
-            f"{other / line['step_s']:.2f}" if other else "-",
+            *(f"{other / line['step_s']:.2f}" if other else "-" for other in others),
             f"{line.get('gpu_gib', 0):.1f}",
             f"{line['host_gib']:.1f}",
             f"{line['first_step_s']:.0f}",
@@ -88,11 +92,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="7b,3b,1.3b-disk", help=f"of {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--eager-peer", action="store_true", help="DeepSpeed with eager blocks alone")
     options = parser.parse_args()
-    table = Table("model", "engine", "tokens a step", "s/step", "ratio", "GPU GiB", "host GiB", "s to first step")
+    peer_modes = MODES[:1] if options.eager_peer else MODES
+    ratios = ("to eager", "to compiled")
+    table = Table("model", "engine", "tokens a step", "s/step", *ratios, "GPU GiB", "host GiB", "s to first step")
     for name in options.cases.split(","):
-        run(name, CASES[name], options.steps, table)
-        Console(width=140).print(table)
+        run(name, CASES[name], options.steps, table, peer_modes)
+        Console(width=150).print(table)
 
 
 if __name__ == "__main__":
