@@ -98,11 +98,15 @@ def test_a_step_with_lanes_is_faster_than_the_same_step_in_series(
     assert overlapped < 0.85 * in_series
 
 
+@pytest.mark.parametrize(
+    ("device", "weights"),
+    [("cpu", "host"), *[pytest.param("cuda", weights, marks=pytest.mark.gpu) for weights in ("host", "device")]],
+)
 def test_a_forward_waits_for_new_weights_and_not_for_states_on_their_way_to_disk(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, weights: str
 ) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-    plan = {"weights": "host", "gradients": "host", "optimizer": "disk", "disk_path": str(tmp_path)}
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).to(device)
+    plan = {"weights": weights, "gradients": "host", "optimizer": "disk", "disk_path": str(tmp_path)}
     model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
     may_write, plain_evict = threading.Event(), DiskArray.evict
 
@@ -115,9 +119,9 @@ def test_a_forward_waits_for_new_weights_and_not_for_states_on_their_way_to_disk
             self.write.wait()
 
     monkeypatch.setattr(DiskArray, "evict", lambda *arguments: HeldWrite(plain_evict(*arguments)))
-    model(torch.randn(4, 64)).square().mean().backward()
+    model(torch.randn(4, 64, device=device)).square().mean().backward()
     optimizer.step()
-    model(torch.randn(4, 64))
+    model(torch.randn(4, 64, device=device))
     (unit,) = [unit for unit in optimizer.engine.units if unit.update is not None]
     assert not unit.written.launched()
     may_write.set()

@@ -120,13 +120,13 @@ class UpdatePass:
                 behind.append(piece)  # before anything can fail: its buffers go back in any case
                 self._update(piece, grad_scale)
                 self._write(piece)
-                if piece.is_last and "weight" not in piece.borrowed:
+                if piece.is_last and piece.unit.weights.direct is not None:  # copied in order, ahead of what follows
                     on_home(piece.unit)
                 while len(behind) > self.depth - 1 or (behind and not ahead):
                     done = behind.popleft()
                     self._finish(done)
                     if done.is_last:
-                        if "weight" in done.borrowed:
+                        if done.unit.weights.direct is None:
                             on_home(done.unit)
                         on_written(done.unit)
         finally:
