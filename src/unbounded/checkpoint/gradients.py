@@ -21,6 +21,7 @@ class StoredGradients:
     def __init__(self, manifest: Manifest, source: Source, rank: int) -> None:
         self.source, self.rank = source, rank
         self.used = set(manifest.values["used"])
+        self.has_deferred = any(entry.kind == UNREDUCED for entry in manifest.tensors.values())  # of any rank
         self.entries: dict[tuple[str, str], TensorEntry] = {
             (entry.kind, entry.name): entry
             for entry in manifest.tensors.values()
@@ -35,6 +36,8 @@ class StoredGradients:
         self, units: Sequence[Unit], files: Files, reduction: Reduction, later: Callable[[Callable[[], None]], None]
     ) -> None:
         """Reads the gradients unit by unit and hands what puts them in place to `later`."""
+        if self.has_deferred:
+            later(reduction.defer)
         for unit in units if self.entries else ():
             reduced = self._read(unit, GRADIENT, files, *unit.owned)
             unreduced = self._read(unit, UNREDUCED, files, 0, unit.layout.numel)

@@ -93,8 +93,6 @@ class NativeRule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_format: str) -> None:
         self.name = _NATIVE[type(optimizer).__name__]
-        if self.name == "adam" and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
-            self.name = "adamw"
         momentum = any(group.get("momentum", 0) != 0 for group in optimizer.param_groups)
         # fp16 cannot be completed to fp32 by 16 bits over its whole range, so its master is kept whole.
         self.has_master = dtype == torch.float16 and optimizer_format == "exact"
@@ -103,18 +101,18 @@ class NativeRule:
         arrays = kernels.state_arrays(
             self.name, self.format, torch.float32 if self.has_master else dtype, momentum=momentum
         )
-        first = (
-            float(optimizer.param_groups[0].get("initial_accumulator_value", 0.0)) if self.name == "adagrad" else 0.0
-        )
+        first = float(optimizer.param_groups[0].get("initial_accumulator_value", 0.0))
+        initial = _initial_sum(first, arrays["sum"].dtype) if self.name == "adagrad" else {}
         for name, spec in arrays.items():
-            initial = first if name == "sum" and self.format != "compact" else 0.0
-            specs.append(StateSpec(name, spec.dtype, BLOCK if spec.per_block else 1, initial))
+            every = BLOCK if spec.per_block else 1
+            specs.append(StateSpec(name, spec.dtype, every, initial.get(name, 0.0)))
         self.specs = tuple(specs)
 
     def resolve(self, group: Mapping[str, Any], step: int) -> kernels.Rule:
         beta1, beta2 = group.get("betas", (0.0, 0.0))
+        is_decoupled = self.name == "adam" and group.get("decoupled_weight_decay")  # one group may be, another not
         return kernels.Rule(
-            name=self.name,
+            name="adamw" if is_decoupled else self.name,
             lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
@@ -159,6 +157,15 @@ class NativeRule:
         return {}
 
 
+def _initial_sum(value: float, dtype: torch.dtype) -> dict[str, float]:
+    """Adagrad's sum of squares before the first step, in each array that stands for it."""
+    if dtype == torch.float32:
+        return {"sum": value}
+    codes, scale = torch.empty(BLOCK, dtype=dtype), torch.empty(1)
+    kernels.encode_moment(torch.full((BLOCK,), value), codes, scale)
+    return {"sum": float(codes[0]), "sum_scale": float(scale[0])}
+
+
 class TorchRule:
     """Any elementwise torch optimizer, run as it is on the flat fp32 master."""
 
@@ -169,16 +176,21 @@ class TorchRule:
         self._options = [key for key in inspect.signature(self._kind).parameters if key not in _HOW]
         self.has_master = dtype in (torch.bfloat16, torch.float16)
         self._dtype = torch.float32 if self.has_master else dtype
-        probe = torch.nn.Parameter(torch.zeros(2, dtype=self._dtype))
-        probe.grad = torch.zeros(2, dtype=self._dtype)
-        trial = self._kind([probe], **self._only_known(optimizer.param_groups[0]))
-        trial.step()
-        arrays = [name for name, value in trial.state[probe].items() if getattr(value, "shape", ()) == (2,)]
-        self._scalars = [
-            name for name, value in trial.state[probe].items() if name != "step" and getattr(value, "shape", None) == ()
-        ]
+        held: dict[str, Any] = {}
+        for group in optimizer.param_groups:  # what one keeps another may not
+            held |= self._probe(group)
+        arrays = [name for name, value in held.items() if getattr(value, "shape", ()) == (2,)]
+        self._scalars = [name for name, value in held.items() if name != "step" and getattr(value, "shape", None) == ()]
         master = [StateSpec("master", torch.float32)] if self.has_master else []
         self.specs = tuple(master + [StateSpec(name, self._dtype) for name in arrays])
+
+    def _probe(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter of two elements in `group`."""
+        probe = torch.nn.Parameter(torch.zeros(2, dtype=self._dtype))
+        probe.grad = torch.zeros(2, dtype=self._dtype)
+        trial = self._kind([probe], **self._only_known(group))
+        trial.step()
+        return trial.state[probe]
 
     def resolve(self, group: Mapping[str, Any], step: int) -> tuple[dict[str, Any], int]:
         return self._only_known(group), step

@@ -31,6 +31,7 @@ class UnitBytes:
     optimizer: int
     completion: int = 0  # the bits that complete 16-bit weights to their master
     summed_gradients: int = 0  # gradients in the dtype they are added up in, as the disk keeps them
+    deferred: int = 0  # whole gradients that wait for their reduction, on the device wherever they go then
 
     def size(self, kind: str, tier: str) -> int:
         """The bytes of one kind on a tier, without what completes the weights."""
@@ -102,7 +103,7 @@ def _fill(
 
 def _use(unit: UnitBytes, tiers: Mapping[str, str]) -> Counter[str]:
     """The bytes that the kinds placed so far take of each tier."""
-    use: Counter[str] = Counter()
+    use: Counter[str] = Counter(device=unit.deferred)
     for kind, tier in tiers.items():
         use[tier] += unit.size(kind, tier)
     completion = _completion_tier(tiers)
@@ -150,7 +151,7 @@ def _check(units: Sequence[UnitBytes], room: dict[str, int], budget: Budget) -> 
     short = {tier: -left for tier, left in room.items() if left < 0}
     if not short:
         return
-    total = sum(unit.weights + unit.gradients + unit.optimizer + unit.completion for unit in units)
+    total = sum(sum(_use(unit, dict.fromkeys(KINDS, "device")).values()) for unit in units)
     facts = ", ".join(
         f"{tier} is short by {format_bytes(missing)} of its {format_bytes(getattr(budget, tier))}"
         for tier, missing in short.items()

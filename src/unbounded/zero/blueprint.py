@@ -48,7 +48,8 @@ class UnitSpec:
         states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in self.rule.specs}
         low = states.pop("low", 0)
         summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
-        return UnitBytes(self.name, weights, owned * self.dtype.itemsize, sum(states.values()), low, summed)
+        deferred = self.layout.numel * self.dtype.itemsize if stage == 1 and owned < self.layout.numel else 0
+        return UnitBytes(self.name, weights, owned * self.dtype.itemsize, sum(states.values()), low, summed, deferred)
 
     def disk_bytes(self, where: UnitPlace, sizes: UnitBytes, stage: int) -> int:
         """What the unit takes of the disk store, each array rounded up as the store does."""

@@ -155,7 +155,9 @@ class Engine:
     def _begin_backward(self) -> None:
         self._in_backward = True
         self.backward.begin()
-        if not (self.defer_reduction or self._no_sync):
+        if self.defer_reduction or self._no_sync:
+            self.reduction.defer()
+        else:
             self.reduction.begin([unit for index in self._backward_order() for unit in self.stops[index].units])
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
@@ -186,9 +188,10 @@ class Engine:
             self._computing.__enter__()
 
     def _backward_order(self) -> list[int]:
-        """Every site once, in the order in which backwards are expected to leave them."""
+        """Every site once, in the order in which backwards are expected to leave them: those around others last."""
         seen = dict.fromkeys(reversed([*self.backward.expected]))
-        return [*reversed(list(seen)), *(stop.index for stop in self.stops if stop.index not in seen)]
+        order = [*reversed(list(seen)), *(stop.index for stop in self.stops if stop.index not in seen)]
+        return sorted(order, key=lambda index: self.stops[index].inner)
 
     def _visit(self, stop: Stop, schedule: Schedule) -> None:
         """Claims a site's units and those expected next, and waits for the site's own."""

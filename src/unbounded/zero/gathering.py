@@ -38,18 +38,29 @@ class Gathering:
     def wait(self, unit: Unit) -> None:
         """Returns when the current stream may read the unit's weights."""
         if unit.state is WeightState.FETCHING:
-            assert unit.handle is not None
-            unit.handle.wait()
+            handle = unit.handle
+            assert handle is not None
+            self._give_up_failed(unit)
+            handle.wait()
             unit.state, unit.handle = WeightState.GATHERED, None
+
+    def _give_up_failed(self, unit: Unit) -> None:
+        """Where a fetch failed, the next request tries again."""
+        if unit.handle is None or not unit.handle.failed():
+            return
+        unit.state, unit.handle = WeightState.RELEASED, None
+        if not unit.resident and unit.storage.nbytes():
+            unit.deallocate()
+            self._count_bytes(-unit.num_bytes)
 
     def release(self, unit: Unit) -> None:
         """Frees the bytes of a unit's gathered weights and every claim on them, unless it is resident."""
         unit.claims, unit.late = 0, False
+        self._give_up_failed(unit)  # and nobody is left to be told
         if unit.resident or unit.state is WeightState.RELEASED:
             return
         self.wait(unit)
-        if self._released is not None:
-            self._released.record()
+        self._mark_released()
         unit.deallocate()
         unit.state = WeightState.RELEASED
         self._count_bytes(-unit.num_bytes)
@@ -61,6 +72,12 @@ class Gathering:
             unit.state = WeightState.RELEASED
         else:
             self.release(unit)
+        self._mark_released()  # behind an update on this stream, which a gather must not read beside
+
+    def _mark_released(self) -> None:
+        """Fetches begin behind what this stream has been given so far."""
+        if self._released is not None:
+            self._released.record()
 
     def claim(self, units: Sequence[Unit]) -> None:
         """Starts fetching units that will be needed; each stays until its claims are dropped."""
@@ -88,6 +105,10 @@ class Gathering:
             self.request(unit)
         for unit in units:
             self.wait(unit)
+
+    def complete(self, units: Sequence[Unit]) -> None:
+        """All ranks of the axis must call this. Gathers what is whole on every rank and was updated."""
+        self.gather([unit for unit in units if unit.resident and self.needs_peers(unit)])
 
     def _fetch(self, unit: Unit) -> None:
         """Runs in the fetch lane. With peers a unit is gathered in any case: they are on their way to it too."""

@@ -68,6 +68,10 @@ class Gradient:
                         self._squares += sum_squares(part)
         return self._squares
 
+    def forget_squares(self) -> None:
+        """Its values may change from outside."""
+        self._squares = None
+
     @property
     def growth_bytes(self) -> int:
         """What the device will hold more of once another backward was added: the first is kept as it came."""
@@ -104,7 +108,7 @@ class Gradient:
     def _accumulate(self, part: torch.Tensor, allocate: Allocate, bounce: BufferPool) -> None:
         assert self.array is not None
         if not self._wide and self.sum_dtype != self.wire:
-            self._widen(allocate, bounce)
+            self._widen(allocate)
         self._wide = True
         if self.tier == "device":
             self.array.direct.add_(part)  # type: ignore[union-attr]
@@ -116,19 +120,15 @@ class Gradient:
             ):
                 kernels.accumulate(held, fresh)
 
-    def _widen(self, allocate: Allocate, bounce: BufferPool) -> None:
+    def _widen(self, allocate: Allocate) -> None:
+        """In memory: on disk it is wide from the start."""
         assert self.array is not None
         narrow = self.array
         if self.tier == "device":
             self.array = MemoryArray(narrow.direct.to(self.sum_dtype), "device")  # type: ignore[union-attr]
             return
         self.array = self._allocate(self.sum_dtype, allocate)
-        if narrow.direct is not None:
-            kernels.convert(narrow.direct, self.array.direct)  # type: ignore[arg-type]
-        else:
-            for start, stop in _stretches(self.numel, bounce):
-                with _on_host(narrow, start, stop, bounce, write_back=False) as held:
-                    self.array.evict(held.to(self.sum_dtype), start).wait()
+        kernels.convert(narrow.direct, self.array.direct)  # type: ignore[arg-type]
         narrow.free()
 
     def _allocate(self, dtype: torch.dtype, allocate: Allocate) -> Array:

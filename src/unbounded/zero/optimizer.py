@@ -6,6 +6,7 @@ exact and returns early: what it started is waited for by whoever needs it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -69,8 +70,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unit.gradient.drop()
                 unit.unreduced = None
                 unit.used = bytearray(len(unit.used))
-                unit.calls = unit.fires = 0
-        self._clip, self._scaled = None, False
+                unit.calls, unit.fires = unit.calls - unit.fires, 0  # a forward may wait for its backward
+        self.engine.reduction.forget()
+        self._clip = None
+        self._updated.clear()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -80,6 +83,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if norm_type != 2.0:
             raise PlanError(f"norm_type is {norm_type}, but only the 2-norm is supported. Leave it at 2.0.")
+        if self._updated:
+            raise StateError(
+                f"{len(self._updated)} units were updated inside last_backward(), before anything could be clipped. "
+                f"Announce the clipping there: `with optimizer.last_backward(max_norm={max_norm}):`."
+            )
         norm = self._total_norm(self._collect())
         if self.loss_scale is not None and self._scaled:
             norm = norm / self.loss_scale.value
@@ -127,13 +135,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [unit.name for unit, flag in zip(units, votes.tolist(), strict=True) if flag]
 
     def wait(self) -> None:
-        """Returns when every update of the last step has been applied; raises what went wrong in one."""
+        """Returns when every update of the last step has been applied; raises what went wrong in one.
+
+        Behind it weights that stages 1 and 2 keep whole are so again, and a rank may evaluate by itself.
+        """
         for unit in self.engine.units:
             with self.engine.failures.noting():
                 for handle in (unit.update, unit.written):
                     if handle is not None:
                         handle.synchronize()
         self.engine.failures.meet()
+        self.engine.gathering.complete(self.engine.units)
+        self.engine.raise_failures()
 
     def state_dict(self) -> dict[str, Any]:
         raise StateError(
@@ -157,10 +170,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _collect(self) -> list[Unit]:
         """The trainable units with a gradient on any rank, in the order of the next forward, reduced."""
         engine, trainable = self.engine, [unit for unit in self.engine.units if unit.trainable]
-        self._agree(trainable)
-        for unit in trainable:
-            if unit.unreduced is not None or (engine.defer_reduction and any(unit.used) and not unit.gradient.present):
-                engine.reduction.flush(unit)
+        for unit, held in zip(trainable, self._agree(trainable), strict=True):
+            if held:
+                engine.reduction.flush(unit, wide=held > 1)
+        engine.reduction.forget()
         for unit in trainable:
             with engine.failures.noting():
                 unit.gradient.wait()
@@ -171,22 +184,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ranked.sort(key=lambda entry: entry[0])
         return [unit for _, unit in ranked if unit.trainable and unit.gradient.present and any(unit.used)]
 
-    def _agree(self, units: list[Unit]) -> None:
-        """Makes the ranks agree on which parameters were used and, where their passes went alike, on the order."""
+    def _agree(self, units: list[Unit]) -> list[int]:
+        """Makes the ranks agree on which parameters were used and, where their passes went alike, on the order.
+
+        Returns what any of them has yet to reduce of each unit: 0 is nothing, 1 a gradient, 2 a sum of several.
+        """
         engine = self.engine
+        held = [0 if unit.unreduced is None else 1 + (unit.unreduced.dtype != unit.dtype) for unit in units]
         if engine.ranks.size == 1:
-            return
-        used = torch.frombuffer(bytearray().join(unit.used for unit in units) or bytearray(1), dtype=torch.uint8)
-        marks = torch.tensor([engine.forward.mark, engine.backward.mark], dtype=torch.int64)
-        votes = torch.cat([used.to(torch.int64), marks, -marks]).to(engine.device)
-        agreed = engine.ranks.max(votes).cpu()
-        flags, position = bytearray(agreed[: used.numel()].to(torch.uint8).numpy().tobytes()), 0
+            return held
+        used = itertools.chain.from_iterable(unit.used for unit in units)
+        marks = [engine.forward.mark, engine.backward.mark]
+        votes = torch.tensor([*used, *held, *marks, *(-mark for mark in marks)], dtype=torch.int64)
+        agreed = iter(engine.ranks.max(votes.to(engine.device)).tolist())
         for unit in units:
-            unit.used = flags[position : position + len(unit.used)]
-            position += len(unit.used)
-        if torch.equal(agreed[-4:-2], -agreed[-2:]):
+            unit.used = bytearray(itertools.islice(agreed, len(unit.used)))
+        held = list(itertools.islice(agreed, len(units)))
+        forward, backward, least_forward, least_backward = agreed
+        if (forward, backward) == (-least_forward, -least_backward):
             engine.forward.adopt(keep_all=True)
             engine.backward.adopt(keep_all=True)
+        return held
 
     def _total_norm(self, units: list[Unit]) -> float | torch.Tensor:
         engine = self.engine

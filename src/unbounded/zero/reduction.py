@@ -4,9 +4,9 @@
     reduce          | u3 |    | u2 |    | u1 |     reduce-scatter, then to the gradient's tier
 
 With several ranks a unit is reduced once a backward, when its last use has fired or at the end, and units are
-reduced in one agreed order, with zeros where a rank has nothing: no difference between the ranks' own passes
-can make them meet in different reductions. With `defer` (stage 1, and inside `no_sync`) whole local gradients
-are added up instead and reduced later.
+reduced in one agreed order, with zeros where a rank has nothing and in a dtype that follows from what all ranks
+know: no difference between the ranks' own passes can make them meet in different reductions. With `defer` (stage 1,
+and inside `no_sync`) whole local gradients are added up instead and reduced later, in fp32.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ class Reduction:
         self._in_flight: deque[Handle] = deque()
         self._waiting: list[Unit] = []
         self._ready: set[Unit] = set()
+        self._deferred = False  # a backward was, and no reduction has followed
 
     def begin(self, order: Sequence[Unit]) -> None:
         """A backward starts; its reductions will be launched in `order`."""
         self._waiting = [unit for unit in order if unit.trainable] if self.ranks.size > 1 else []
         self._ready.clear()
+
+    def defer(self) -> None:
+        """A backward starts whose gradients are reduced later."""
+        self._deferred = True
 
     def collect(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, complete: bool, defer: bool) -> None:
         """Takes the gradients of one use of `unit`, on the thread and stream of the backward."""
@@ -69,23 +74,30 @@ class Reduction:
         """The backward is over: whatever was not launched is, with zeros where this rank has nothing."""
         self._ready.update(self._waiting)
         self._launch()
+        self._deferred = False
 
     def abandon(self) -> None:
-        """The backward broke off: what it had collected is not reduced."""
-        for unit in self._waiting:
-            unit.unreduced = None
+        """The backward broke off: what was collected stays, as in plain PyTorch, for the next reduction."""
         self._waiting = []
 
-    def flush(self, unit: Unit) -> None:
-        """All ranks of the axis must call this. Reduces what was deferred; zeros where this rank has nothing."""
+    def flush(self, unit: Unit, *, wide: bool) -> None:
+        """All ranks of the axis must call this, alike. Reduces what was collected; zeros where this rank has nothing.
+
+        `wide` says whether any rank may have a sum of several backwards; uses in one are rounded once, like one.
+        """
+        dtype = torch.promote_types(unit.dtype, torch.float32) if wide else unit.dtype
         full, unit.unreduced = unit.unreduced, None
         if full is None:
-            full = torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device)
-        self._submit(unit, full)
+            full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
+        self._submit(unit, full.to(dtype))
+
+    def forget(self) -> None:
+        """Nothing that was collected counts any more."""
+        self._deferred = False
 
     def _launch(self) -> None:
         while self._waiting and self._waiting[0] in self._ready:
-            self.flush(self._waiting.pop(0))
+            self.flush(self._waiting.pop(0), wide=self._deferred)
 
     def _submit(self, unit: Unit, full: torch.Tensor) -> None:
         if self.ranks.size == 1 and unit.gradient.tier == "device":

@@ -54,24 +54,29 @@ class Piece:
 
 
 def plan_jobs(unit: Unit, rule: UpdateRule, groups: Sequence[dict[str, Any]]) -> list[Job]:
-    """The runs of `unit` to update in this step, their hyper-parameters read now; counts the step."""
-    unit.steps += np.frombuffer(unit.used, dtype=np.uint8)
+    """The runs of `unit` to update in this step, their hyper-parameters read now."""
+    steps = steps_after(unit)
     jobs, (low, high) = [], unit.owned
-    for run in _runs(unit):
-        numbers = rule.resolve(groups[run.group], int(unit.steps[run.first]))
+    for run in _runs(unit, steps):
+        numbers = rule.resolve(groups[run.group], int(steps[run.first]))
         part = clip_range(run.start, run.stop, low, high)
         start, stop = (part[0] - low, part[1] - low) if part else (0, 0)
         jobs.append(Job(start, stop, numbers, range(run.first, run.last)))
     return jobs
 
 
-def _runs(unit: Unit) -> list[Run]:
+def steps_after(unit: Unit) -> np.ndarray:
+    """How many updates each parameter has had once this step has counted."""
+    return unit.steps + np.frombuffer(unit.used, dtype=np.uint8)
+
+
+def _runs(unit: Unit, steps: np.ndarray) -> list[Run]:
     """The runs of a unit to update: by group alone where all parameters are used and have stepped alike."""
     slots = unit.layout.slots
-    if 0 not in unit.used and unit.steps.min() == unit.steps.max() and not any(unit.scalars):
+    if 0 not in unit.used and steps.min() == steps.max() and not any(unit.scalars):
         return unit.group_runs
     scalars = [tuple(sorted(held.items())) for held in unit.scalars]
-    keys = [(slots[i].group, int(unit.steps[i]), scalars[i]) if unit.used[i] else None for i in range(len(slots))]
+    keys = [(slots[i].group, int(steps[i]), scalars[i]) if unit.used[i] else None for i in range(len(slots))]
     return find_runs(unit.layout, keys)
 
 
@@ -207,15 +212,17 @@ class UpdatePass:
             piece.waits.append(array.evict(piece.buffers[name], start))
 
     def _finish(self, piece: Piece) -> None:
-        try:
-            for wait in piece.waits:
-                wait.wait()
-        finally:
-            for lease in piece.leases:
-                lease.release()
-            piece.leases.clear()
-            piece.waits.clear()
-            piece.buffers.clear()
+        """Gives the buffers back once nothing moves into or out of them any more, also where a transfer fails."""
+        if piece.waits:
+            try:
+                piece.waits.pop().wait()
+            finally:
+                self._finish(piece)
+            return
+        for lease in piece.leases:
+            lease.release()
+        piece.leases.clear()
+        piece.buffers.clear()
 
 
 def _arrays(unit: Unit) -> list[Array | None]:

@@ -9,6 +9,7 @@ unit carries a handle that whoever needs its new weights waits on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from unbounded.zero.update import (
     kernel_device,
     needs_buffers,
     plan_jobs,
+    steps_after,
     touches_disk,
 )
 
@@ -97,24 +99,14 @@ class Updates:
 
     def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], scale: Scale) -> None:
         """Updates `units` in order; returns before the lanes have done their part."""
+        planned = [(unit, self._plan(unit, groups)) for unit in units]  # what fails here has changed nothing
         behind: dict[Lane, list[Work]] = {lane: [] for lane in self.lanes.all}
-        num_streamed = 0
-        for unit in units:
-            unit.gradient.wait()
-            piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
-            pieces = cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), piece_numel)
-            # Gradients stay until zero_grad, as ever; but ones that this step scaled must not be added to.
-            unit.gradient.consumed = not (isinstance(scale, float) and scale == 1.0)
-            if not pieces:
-                continue
-            if kernel_device(unit).type == "cuda" and not unit.streamed:
-                self._run_now(unit, pieces, scale)
-                continue
-            before, unit.update, unit.written = unit.written, Handle(), Handle()
-            lane = self.lanes.lane_for(unit, num_streamed)
-            num_streamed += unit.streamed
-            behind[lane].append(Work(unit, pieces, unit.update, unit.written, before))
-            self.engine.gathering.invalidate(unit)
+        try:
+            self._begin(planned, scale, behind)
+        except BaseException as error:
+            for part in itertools.chain(*behind.values()):
+                part.fail(error)
+            raise
         ready = None
         if self.lanes.direct.stream is not None:
             ready = torch.cuda.Event()
@@ -122,6 +114,30 @@ class Updates:
         for lane, work in behind.items():
             if work:
                 lane.submit(self._run_behind, lane, work, scale, ready)
+
+    def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
+        unit.gradient.wait()
+        piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
+        return cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), piece_numel)
+
+    def _begin(self, planned: Sequence[tuple[Unit, list[Piece]]], scale: Scale, behind: dict[Lane, list[Work]]) -> None:
+        """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
+        num_streamed = 0
+        for unit, pieces in planned:
+            unit.steps = steps_after(unit)
+            # Gradients stay until zero_grad, as ever; but ones that this step scaled must not be added to.
+            unit.gradient.consumed = not (isinstance(scale, float) and scale == 1.0)
+            if pieces and kernel_device(unit).type == "cuda" and not unit.streamed:
+                self._run_now(unit, pieces, scale)
+            elif pieces:
+                lane = self.lanes.lane_for(unit, num_streamed)
+                num_streamed += unit.streamed
+                work = Work(unit, pieces, Handle(), Handle(), unit.written)
+                behind[lane].append(work)
+                unit.update, unit.written = work.home, work.written
+                self.engine.gathering.invalidate(unit)
+            elif not unit.is_whole:  # all that is used of it is a peer's, which will gather it anew
+                self.engine.gathering.invalidate(unit)
 
     def _run_now(self, unit: Unit, pieces: list[Piece], scale: Scale) -> None:
         self._passes["device", unit.dtype].run(pieces, scale, on_home=_ignore, on_written=_ignore)
