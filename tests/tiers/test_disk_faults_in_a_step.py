@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from unbounded.errors import DiskError
 from unbounded.native.disk.extents import ExtentStore
 from unbounded.native.disk.handle import disk_error
 from unbounded.sharding import sharded
+from unbounded.zero.update import Piece
 
 ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
 TIMEOUT = 30.0
@@ -287,6 +290,49 @@ def test_an_update_that_fails_gives_back_all_its_buffers(tmp_path: Path, operati
         pool = update_pass.bounce
         assert pool._made > 0
         assert len(pool._free) == pool._made
+
+
+class LateTransfer:
+    """A transfer that lands in its buffer long after it was asked for."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer, self._thread = buffer, threading.Thread(target=self._land)
+        self._thread.start()
+
+    def _land(self) -> None:
+        time.sleep(0.2)
+        self._buffer.fill_(7)
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
+def test_buffers_go_back_when_the_last_transfer_is_over_and_not_when_the_first_has_failed(tmp_path: Path) -> None:
+    _, optimizer = make(str(tmp_path))
+    (update_pass, *_) = optimizer.updates._passes.values()
+    pool = update_pass.bounce
+    lease = pool.lease()
+    buffer = lease.tensor(torch.uint8, 16)
+    piece = Piece(optimizer.engine.units[0], None, 0, 16, [], leases=[lease])  # type: ignore[arg-type]
+    piece.waits += [FailedTransfer("read", errno.EIO, "here"), LateTransfer(buffer)]
+    with pytest.raises(DiskError):
+        update_pass._finish(piece)
+    assert buffer.tolist() == [7] * 16
+    assert len(pool._free) == pool._made
+
+
+def test_a_read_that_failed_once_is_tried_again(tmp_path: Path) -> None:
+    model, optimizer = make(str(tmp_path))
+    train(model, optimizer, 0, 0, 1)
+    tokens = Batch(9, 0, 0).tokens()
+    with torch.no_grad():
+        expected = model.loss(tokens)  # type: ignore[operator]
+        with failing_after("read", 3, errno.EIO), pytest.raises(DiskError):
+            model.loss(tokens)  # type: ignore[operator]
+        assert torch.equal(model.loss(tokens), expected)  # type: ignore[operator]
+    assert optimizer.memory()["device"].used_bytes == 0
+    reference, other = make(str(tmp_path))
+    assert train(reference, other, 0, 0, 3)[1:] == train(model, optimizer, 0, 1, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from unbounded.errors import BudgetError, PlanError
@@ -60,6 +62,14 @@ def test_gradients_follow_a_fixed_optimizer_but_not_to_disk() -> None:
     huge = budget(2**40, 2**40)
     assert {where.gradients for where in place(UNITS, huge, Plan(optimizer="host"))} == {"host"}
     assert {where.gradients for where in place(UNITS, huge, Plan(optimizer="disk"))} == {"host"}
+
+
+def test_gradients_that_wait_for_their_reduction_are_on_the_device_wherever_they_go_then() -> None:
+    units = [replace(unit, deferred=2 * MIB) for unit in UNITS]
+    plan = Plan(stage=1, gradients="host", optimizer="host")
+    place(units, budget(16 * MIB, 2**40), plan)
+    with pytest.raises(BudgetError, match="device is short by"):
+        place(units, budget(16 * MIB - 1, 2**40), plan)
 
 
 def test_below_stage_three_weights_are_on_the_device() -> None:

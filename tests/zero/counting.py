@@ -70,7 +70,6 @@ class Traffic:
     def __init__(self) -> None:
         self.elements: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self.order: list[tuple[str, int]] = []
 
     @property
     def total(self) -> int:
@@ -79,7 +78,6 @@ class Traffic:
     def clear(self) -> None:
         self.elements.clear()
         self.calls.clear()
-        self.order.clear()
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         weight, position = _WEIGHTS[name]
@@ -88,7 +86,6 @@ class Traffic:
             tensor = args[position] if len(args) > position else next(iter(kwargs.values()))
             self.elements[name] += weight * tensor.numel()
             self.calls[name] += 1
-            self.order.append((name, tensor.numel()))
             return function(*args, **kwargs)
 
         return counted

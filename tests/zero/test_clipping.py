@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import unbounded
 from tests.zero.training import Batch, Run, Task, assert_parity, shard, train_both, train_plain
 
 
@@ -102,3 +103,29 @@ def test_announcing_the_last_backward_changes_no_result(
     ranks: Any, world_size: int, stage: int, max_norm: float | None
 ) -> None:
     assert_parity(ranks(world_size, train_hinted, max_norm, {"stage": stage}))
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_clipping_behind_updates_that_were_announced_without_it_is_refused(tier: str) -> None:
+    task = Task()
+    model = task.model()
+    model, optimizer = shard(model, task.optimizer(model), {"gradients": tier})
+    with optimizer.last_backward():
+        task.loss(model, Batch(0, 0, 0)).backward()
+    with pytest.raises(unbounded.StateError, match=r"last_backward\(max_norm=0.1\)"):
+        optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_step_left_out_behind_an_announced_backward_is_not_taken_from_the_next() -> None:
+    task = Task()
+    model = task.model()
+    model, optimizer = shard(model, task.optimizer(model), {})
+    with optimizer.last_backward():
+        task.loss(model, Batch(0, 0, 0)).backward()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    task.loss(model, Batch(1, 0, 0)).backward()
+    optimizer.step()
+    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.zero.training import Batch, Block, Run, Task, TinyGPT, assert_parity, train_both
+from tests.zero.training import Batch, Block, Run, Task, TinyGPT, assert_parity, shard, train_both
 
 
 class Looped(TinyGPT):
@@ -98,6 +100,27 @@ class UnusedHead(Ordered):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+class Half(nn.Module):
+    """Its second half, as large, never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.used(x).tanh()
+
+
+class HalfUsed(Task):
+    """What a rank owns of a unit may have no gradient at all, while its peer's part has one."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Half(), Half(), Half())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.normal(4, 16)).square().mean()
 
 
 class UsedLater(Ordered):
@@ -212,7 +235,7 @@ TASKS = [
     PartialGradient(),
     Dropout(),
 ]
-BY_RANK = [SkippedApart(), OrderByRank(), UnusedOnOneRank()]
+BY_RANK = [SkippedApart(), OrderByRank(), UnusedOnOneRank(), HalfUsed()]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
@@ -245,3 +268,96 @@ def test_an_unused_parameter_keeps_its_value(ranks: Any) -> None:
     for reference, ours in ranks(2, late_head):
         assert torch.equal(ours.weights["extra.weight"], reference.weights["extra.weight"])
         assert torch.equal(ours.weights["extra.weight"], initial)
+
+
+def skip_a_microbatch(rank: int, world_size: int, plan: dict[str, Any], without_sync: bool) -> list[float]:
+    """Norms of steps of two microbatches; the last rank leaves out a block in the second."""
+    torch.manual_seed(3)
+    model = InOrder(depth=3)
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    norms = []
+    for step in range(2):
+        for micro in range(2):
+            order = [0, 2] if micro and rank == world_size - 1 else [0, 1, 2]
+            with optimizer.no_sync() if without_sync and micro == 0 else contextlib.nullcontext():
+                model(Batch(step, micro, rank).tokens(), order).float().square().mean().backward()
+        norms.append(float(optimizer.clip_grad_norm_(1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize(("stage", "without_sync"), [(1, False), (2, True), (3, True)])
+def test_ranks_with_different_sums_meet_in_one_reduction(ranks: Any, stage: int, without_sync: bool) -> None:
+    expected = ranks(2, skip_a_microbatch, {"stage": 2}, False)
+    for norms in ranks(2, skip_a_microbatch, {"stage": stage, "precision": "bf16"}, without_sync, timeout=30.0):
+        assert norms == pytest.approx(expected[0], rel=2e-2)
+
+
+def step_without_sync(rank: int, world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model = InOrder(depth=3)
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 2})
+    with optimizer.no_sync():
+        order = [0, 2] if rank == world_size - 1 else [0, 1, 2]
+        model(Batch(0, 0, rank).tokens(), order).square().mean().backward()
+    optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_step_reduces_what_one_rank_alone_has_kept_back(ranks: Any) -> None:
+    first, second = ranks(2, step_without_sync, timeout=30.0)
+    torch.manual_seed(3)
+    initial = InOrder(depth=3).state_dict()
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        assert not torch.equal(value, initial[name])
+
+
+def break_off(rank: int, world_size: int) -> list[float]:
+    """The norm of a first microbatch, and again behind a second one whose backward fails before it comes to a unit."""
+    torch.manual_seed(3)
+    model = TinyGPT()
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 2})
+    norms = []
+    for _ in range(2):
+        with optimizer.no_sync():
+            model.loss(Batch(0, 0, rank).tokens()).backward()
+        if norms:
+            output = model(Batch(0, 1, rank).tokens())
+            output.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                output.square().mean().backward()
+            with torch.no_grad():
+                model(Batch(0, 1, rank).tokens())
+        norms.append(float(optimizer.clip_grad_norm_(1e9)))
+        optimizer.zero_grad()
+    return norms
+
+
+def test_a_backward_that_breaks_off_takes_no_earlier_gradient_with_it(ranks: Any) -> None:
+    for before, after in ranks(2, break_off):
+        assert before == after > 0
+
+
+def evaluate_alone(rank: int, world_size: int, stage: int) -> bool:
+    torch.manual_seed(3)
+    model = TinyGPT()
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": stage})
+    for step in range(2):
+        model.loss(Batch(step, 0, rank).tokens()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.wait()
+        if rank == 0:
+            with torch.no_grad():
+                loss = model.loss(Batch(step, 0, 0).tokens())
+        dist.barrier()
+        with torch.no_grad():
+            again = model.loss(Batch(step, 0, 0).tokens())
+    return rank > 0 or torch.equal(loss, again)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_behind_a_wait_one_rank_may_evaluate_alone_where_weights_are_whole(ranks: Any, stage: int) -> None:
+    assert all(ranks(2, evaluate_alone, stage, timeout=30.0))

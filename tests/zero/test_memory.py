@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import unbounded
 from tests.zero.counting import live_bytes, settled_bytes
 from tests.zero.training import Batch, shard
 from unbounded.zero.reduction import IN_FLIGHT, Reduction
@@ -82,6 +83,25 @@ def test_bytes_per_rank_are_the_formula(ranks: Any, world_size: int, stage: int,
         # In the forward: what is at rest, and of the gathered units the one in use, the next, and one on its way out
         # (stages 1 and 2: the parts that are being gathered).
         assert seen["peak"] <= 1.03 * rest + 3 * unit
+
+
+def refuse(rank: int, world_size: int, stage: int, bytes_a_parameter: float) -> bool:
+    model = Stack()
+    on_device = dict.fromkeys(("weights", "gradients", "optimizer"), "device")
+    plan = {"stage": stage, "precision": "bf16", "device_bytes": int(bytes_a_parameter * NUMEL), **on_device}
+    try:
+        shard(model, torch.optim.AdamW(model.parameters()), plan)
+    except unbounded.BudgetError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("stage", "least"), [(1, 10), (2, 8)])
+def test_a_budget_has_room_for_the_gradients_of_its_stage(ranks: Any, stage: int, least: int) -> None:
+    """Two ranks: weights 2, states 10 / 2, gradients 2 / 2, and whole ones of 2 until stage 1 reduces them."""
+    gathered = 1  # what a unit takes on its way
+    assert all(ranks(2, refuse, stage, 0.98 * least))
+    assert not any(ranks(2, refuse, stage, 1.02 * least + gathered))
 
 
 def test_classic_formula_of_the_paper() -> None:
@@ -157,3 +177,44 @@ def gradients_under_way(rank: int, world_size: int) -> int:
 def test_a_slow_reduction_holds_the_backward_back_instead_of_piling_gradients_up(ranks: Any, world_size: int) -> None:
     for most in ranks(world_size, gradients_under_way):
         assert 2 <= most <= IN_FLIGHT + 2  # and the one in the lane's hands, and the one that waits to be taken
+
+
+class Normed(Stack):
+    """The same with a norm of the root's own behind the layers, as every language model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+def whole_gradients(rank: int, world_size: int, stage: int, zero_grad_first: bool) -> int:
+    """The most units that wait with a whole gradient for their reduction, in any backward."""
+    model = Normed()
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"stage": stage})
+    most, collect = [0], Reduction.collect
+
+    def counting_collect(*arguments: Any, **named: Any) -> None:
+        collect(*arguments, **named)
+        most[0] = max(most[0], sum(unit.unreduced is not None for unit in optimizer.engine.units))
+
+    Reduction.collect = counting_collect  # type: ignore[method-assign]
+    try:
+        for step in range(3):
+            loss = model(Batch(step, 0, rank).normal(2, WIDTH)).square().mean()
+            if zero_grad_first:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        Reduction.collect = collect  # type: ignore[method-assign]
+    return most[0]
+
+
+@pytest.mark.parametrize("zero_grad_first", [False, True], ids=["", "zero_grad before the backward"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_unit_waits_with_its_whole_gradient_for_the_root(ranks: Any, stage: int, zero_grad_first: bool) -> None:
+    assert ranks(2, whole_gradients, stage, zero_grad_first) == [0, 0]

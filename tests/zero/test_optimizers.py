@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.zero.training import Batch, Run, Task, assert_parity, average_gradients, shard, train_both, train_plain
+import unbounded
+from tests.zero.training import (
+    Batch,
+    Run,
+    Task,
+    assert_parity,
+    average_gradients,
+    shard,
+    train_both,
+    train_ours,
+    train_plain,
+)
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -88,6 +100,27 @@ class ChangedByHand(Groups):
         optimizer.param_groups[1]["weight_decay"] = 0.1 * step
 
 
+class Unlike(Task):
+    """Groups of one optimizer that keep different states, or decay in different ways."""
+
+    steps = 4
+
+    def __init__(self, kind: Any, options: dict[str, Any]) -> None:
+        self.kind, self.options = kind, options
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        return self.kind([{"params": matrices}, {"params": vectors, **self.options}], lr=1e-2, weight_decay=0.3)
+
+
+UNLIKE = {
+    "Adam, one group decoupled": Unlike(torch.optim.Adam, {"decoupled_weight_decay": True}),
+    "AdamW, one group with amsgrad": Unlike(torch.optim.AdamW, {"amsgrad": True}),
+    "RMSprop, one group with momentum": Unlike(torch.optim.RMSprop, {"momentum": 0.9}),
+}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3)])
 def test_updates_equal_those_of_torch(ranks: Any, name: str, world_size: int, stage: int) -> None:
@@ -100,6 +133,52 @@ def test_updates_equal_those_of_torch(ranks: Any, name: str, world_size: int, st
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (4, 3)])
 def test_groups_keep_their_own_values(ranks: Any, task: Task, world_size: int, stage: int) -> None:
     assert_parity(ranks(world_size, train_both, task, {"stage": stage}))
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_may_differ_in_kind(ranks: Any, name: str, world_size: int) -> None:
+    assert_parity(ranks(world_size, train_both, UNLIKE[name], {}))
+
+
+@pytest.mark.parametrize("optimizer_format", ["exact", "compact"])
+def test_a_sum_that_begins_above_zero_does_so_for_a_model_on_meta_too(optimizer_format: str) -> None:
+    moved = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            model = nn.Linear(128, 128).to(torch.bfloat16)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=100.0)
+        model, optimizer = unbounded.shard(model, optimizer, {"optimizer_format": optimizer_format})
+        before = model.state_dict()["weight"].float()
+        model(torch.ones(2, 128, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        moved.append(float((model.state_dict()["weight"].float() - before).abs().mean()))
+    assert moved[1] == pytest.approx(moved[0], rel=1e-2)
+    assert moved[0] == pytest.approx(0.1 * 2 / 104**0.5, rel=5e-2)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_step_that_cannot_be_planned_changes_nothing_and_the_next_one_runs(tier: str, tmp_path: Path) -> None:
+    task, plan = Groups(), {"optimizer": tier, "disk_path": str(tmp_path)}
+    reference = train_ours(0, 1, task, {})
+    torch.manual_seed(3)
+    model = task.model()
+    model, optimizer = shard(model, task.optimizer(model), plan)
+    losses = []
+    for step in range(task.steps):
+        loss = task.loss(model, Batch(step, 0, 0))
+        loss.backward()
+        losses.append(float(loss))
+        rate, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], None
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[1]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == reference.losses
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, reference.weights[name]), name
 
 
 def sharded_optimizer(rank: int, world_size: int) -> tuple[bool, list[dict[str, Any]], list[dict[str, Any]]]:

@@ -14,6 +14,7 @@ from torch import nn
 import unbounded
 from unbounded.observe import drawing
 from unbounded.optim.rules import NativeRule
+from unbounded.tiers import budget
 from unbounded.tiers.array import DiskArray
 
 BLOCK_SECONDS = 0.02  # of computation in each block, forward and backward, and of each read of the disk
@@ -43,25 +44,47 @@ class SlowBlock(nn.Module):
         return x + self.linear(self.norm(Slow.apply(x)))
 
 
-class SlowRead:
-    """A read that is done so long after it was asked for, whoever waits and when."""
+class SlowTransfer:
+    """A transfer that is done at a time of its own, whoever waits and when."""
 
-    def __init__(self, read: Any) -> None:
-        self.read, self.done = read, time.perf_counter() + BLOCK_SECONDS
+    def __init__(self, transfer: Any, done: float) -> None:
+        self.transfer, self.done = transfer, done
 
     def wait(self) -> None:
         time.sleep(max(0.0, self.done - time.perf_counter()))
-        self.read.wait()
+        self.transfer.wait()
 
 
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read takes as long as a block's computation, any number of them at once."""
     plain_fetch = DiskArray.fetch
-    monkeypatch.setattr(DiskArray, "fetch", lambda *arguments: SlowRead(plain_fetch(*arguments)))
+    monkeypatch.setattr(
+        DiskArray,
+        "fetch",
+        lambda *arguments: SlowTransfer(plain_fetch(*arguments), time.perf_counter() + BLOCK_SECONDS),
+    )
 
 
-def step_seconds(folder: Path, trace_path: Path | None = None) -> float:
+def narrow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads come one at a time, and so do writes: all of a step take about as long as its computation."""
+    for name in ("fetch", "evict"):
+        monkeypatch.setattr(DiskArray, name, _in_turn(getattr(DiskArray, name)))
+
+
+def _in_turn(move: Any) -> Any:
+    free_at = 0.0
+
+    def slow_move(*arguments: Any) -> SlowTransfer:
+        nonlocal free_at
+        free_at = max(free_at, time.perf_counter()) + BLOCK_SECONDS / 4
+        return SlowTransfer(move(*arguments), free_at)
+
+    return slow_move
+
+
+def step_seconds(folder: Path, trace_path: Path | None = None, depth: int = DEPTH) -> float:
     torch.manual_seed(0)
-    model = nn.Sequential(*[SlowBlock() for _ in range(DEPTH)])
+    model = nn.Sequential(*[SlowBlock() for _ in range(depth)])
     plan = {"weights": "disk", "optimizer": "disk", "disk_path": str(folder)}
     model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
 
@@ -159,13 +182,18 @@ def test_states_on_disk_are_read_while_states_in_memory_are_updated(
     assert [unit.states["exp_avg"].tier for unit in optimizer.engine.units].count("disk") == 1
 
 
-def test_a_trace_shows_compute_and_transfers_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    slow_disk(monkeypatch)
+@pytest.mark.parametrize("overlap", ["1", "0"])
+def test_a_trace_shows_compute_beside_every_transfer_lane(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overlap: str
+) -> None:
+    monkeypatch.setenv("UNBOUNDED_OVERLAP", overlap)
+    narrow_disk(monkeypatch)
     path = tmp_path / "step.trace.json"
-    step_seconds(tmp_path, path)
+    step_seconds(tmp_path, path, depth=5 * budget.DEPTH)  # far more units than are on their way at once
     spans = drawing.read_spans(path)
-    lanes = {use.lane: use for use in drawing.lane_uses(spans)}
-    assert {"compute", "disk read", "disk write", "host optimizer"} <= set(lanes)
-    together = drawing.at_once(spans)
-    assert sum(seconds for count, seconds in together.items() if count >= 2) > 0
+    busy = {use.lane: use.busy_seconds for use in drawing.lane_uses(spans)}
+    assert "host optimizer" in busy
+    for lane in ("disk read", "disk write"):
+        together = drawing.at_once([span for span in spans if span.lane in ("compute", lane)])
+        assert (together.get(2, 0) / busy[lane] > 0.03) == (overlap == "1"), (lane, together, busy)
     assert drawing.draw(spans).count("<rect") > DEPTH

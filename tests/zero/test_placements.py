@@ -30,17 +30,25 @@ class Clipped(Task):
     max_norm = 0.1
 
 
-def train_placed(rank: int, world_size: int, precision: str, placements: list[dict[str, Any]]) -> list[Run]:
-    plan = {"stage": 3, "precision": precision}
+FORMATS = {
+    "fp32": {"precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+    "bf16, compact": {"precision": "bf16", "optimizer_format": "compact"},
+    "fp16": {"precision": "fp16"},
+}
+
+
+def train_placed(rank: int, world_size: int, state_format: str, placements: list[dict[str, Any]]) -> list[Run]:
+    plan = {"stage": 3, **FORMATS[state_format]}
     return [train_ours(rank, world_size, Clipped(), {**plan, **placement}) for placement in placements]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("state_format", FORMATS)
 @pytest.mark.parametrize(("world_size", "step"), [(1, 1), (2, 3), (4, 9)])
-def test_every_placement_gives_the_same_bits(ranks: Any, world_size: int, step: int, precision: str) -> None:
+def test_every_placement_gives_the_same_bits(ranks: Any, world_size: int, step: int, state_format: str) -> None:
     """All 27 placements at one rank; a third and a ninth of them at more, with a mixture by patterns."""
     placements = [ALL_ON_DEVICE, MIXED, *PLACEMENTS[::step]]
-    for runs in ranks(world_size, train_placed, precision, placements, timeout=120.0):
+    for runs in ranks(world_size, train_placed, state_format, placements, timeout=120.0):
         for placement, run in zip(placements[1:], runs[1:], strict=True):
             try:
                 assert_identical(runs[0], run)

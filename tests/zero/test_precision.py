@@ -190,6 +190,26 @@ def test_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
         assert trace == expected
 
 
+def train_scaled(rank: int, world_size: int, zero_grad_first: bool) -> list[float]:
+    torch.manual_seed(3)
+    model = TinyGPT()
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"precision": "fp16"})
+    losses = []
+    for step in range(4):
+        loss = optimizer.scale(model.loss(Batch(step, 0, rank).tokens()))
+        losses.append(float(loss) / optimizer.loss_scale.value)
+        if zero_grad_first:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_gradients_cleared_behind_the_forward_are_unscaled_all_the_same(ranks: Any) -> None:
+    assert ranks(2, train_scaled, True) == ranks(2, train_scaled, False)
+
+
 def test_the_scale_has_a_minimum_and_a_maximum() -> None:
     from unbounded.zero.scaler import LossScale
 

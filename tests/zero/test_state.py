@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.zero.training import Batch, Task, TinyGPT, shard
+from tests.zero.training import Batch, Task, TinyGPT, average_gradients, shard
 
 
 def sharded(stage: int, seed: int = 3) -> tuple[nn.Module, Any, dict[str, torch.Tensor]]:
@@ -192,3 +192,50 @@ def test_a_gradient_is_right_where_it_is_held_and_refused_where_not(ranks: Any, 
                 assert value is True or (name in value and "grad" in value), (name, value)
     if world_size == 2 and stage >= 2:
         assert any(isinstance(value, str) for value in seen.values())
+
+
+def clear_by_hand(rank: int, world_size: int, stage: int) -> tuple[list[float], list[float]]:
+    """Norms of the same batch, gradients cleared parameter by parameter; then of the first unit's cleared alone."""
+    task = Task()
+    torch.manual_seed(3)
+    model = task.model()
+    model, optimizer = shard(model, task.optimizer(model), {"stage": stage})
+    norms = []
+    for _ in range(2):
+        task.loss(model, Batch(0, 0, rank)).backward()
+        norms.append(float(optimizer.clip_grad_norm_(1e9)))
+        for parameter in model.parameters():
+            parameter.grad = None
+    task.loss(model, Batch(0, 0, rank)).backward()
+    model.head.weight.grad = None
+    return norms, [float(optimizer.clip_grad_norm_(1e9)), _norm_without_head(task, rank, world_size)]
+
+
+def _norm_without_head(task: Task, rank: int, world_size: int) -> float:
+    torch.manual_seed(3)
+    plain = task.model()
+    task.loss(plain, Batch(0, 0, rank)).backward()
+    average_gradients(plain, world_size)
+    plain.head.weight.grad = None
+    return float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_a_gradient_set_to_none_is_gone_wherever_it_was(ranks: Any, world_size: int, stage: int) -> None:
+    for (first, second), (ours, reference) in ranks(world_size, clear_by_hand, stage):
+        assert first == second > 0
+        assert ours == pytest.approx(reference, rel=1e-5)
+        assert ours < first
+
+
+def test_the_norm_follows_a_gradient_that_was_changed() -> None:
+    task = Task()
+    model = task.model()
+    model, optimizer = shard(model, task.optimizer(model), {})
+    for _ in range(2):  # the second time the norm is taken as gradients come
+        task.loss(model, Batch(0, 0, 0)).backward()
+        before = float(optimizer.clip_grad_norm_(1e9))
+        for parameter in model.parameters():
+            parameter.grad.mul_(10)  # type: ignore[union-attr]
+        assert float(optimizer.clip_grad_norm_(1e9)) == pytest.approx(10 * before, rel=1e-5)
+        optimizer.zero_grad()
