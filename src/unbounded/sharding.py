@@ -84,9 +84,11 @@ def shard(
 def sharded(model: nn.Module) -> Sharded:
     """What runs behind a sharded model."""
     try:
-        return _sharded[model]
+        state = _sharded[model]
     except KeyError:
         raise StateError("this model is not sharded. Call unbounded.shard(model, optimizer) first.") from None
+    state.engine.recover()
+    return state
 
 
 def checkpoint_activations(

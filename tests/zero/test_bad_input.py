@@ -73,6 +73,25 @@ def devices_differ() -> None:
     unbounded.shard(model, adamw(model))
 
 
+def sparse_gradients() -> None:
+    model = TinyGPT()
+    model.embedding = nn.Embedding(31, 11, sparse=True)
+    unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def unfreeze_what_has_no_states() -> None:
+    model = TinyGPT()
+    model.blocks.requires_grad_(False)
+    model, _ = unbounded.shard(model, adamw(model))
+    model.blocks[1].up.weight.requires_grad_(True)
+
+
+def change_weights_in_a_forward() -> None:
+    model = nn.Sequential(nn.Embedding(31, 11, max_norm=0.1), nn.Linear(11, 31))
+    model, _ = unbounded.shard(model, adamw(model), {"weights": "host"})
+    model(torch.arange(5))
+
+
 def unknown_key() -> None:
     plan_of({"prefetch_unit": 2})
 
@@ -125,6 +144,9 @@ SHARDING: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (model_not_a_module, (PlanError, TypeError), ["Tensor"]),
     (optimizer_looks_at_neighbours, PlanError, ["LBFGS", "AdamW"]),
     (devices_differ, PlanError, ["blocks.1.up.weight", "meta", "cpu"]),
+    (sparse_gradients, PlanError, ["'embedding'", "sparse=False"]),
+    (unfreeze_what_has_no_states, StateError, ["blocks.1.up.weight", "trainable"]),
+    (change_weights_in_a_forward, StateError, ["0.weight", "in place", "full_params"]),
     (unknown_key, PlanError, ["'prefetch_unit'", "Did you mean 'prefetch_units'"]),
     (unknown_key_without_a_neighbour, PlanError, ["'zzz'", "stage", "precision"]),
     (bad_stage, PlanError, ["stage is 4", "0, 1, 2, 3"]),
@@ -198,8 +220,35 @@ def _convert(model: nn.Module, weight: Any, optimizer: Any) -> None:
     model.double()
 
 
-def _freeze(model: nn.Module, weight: Any, optimizer: Any) -> None:
-    weight.requires_grad_(False)
+def _write_data(model: nn.Module, weight: Any, optimizer: Any) -> None:
+    weight.data.clamp_(-1, 1)
+
+
+def _write_item_of_data(model: nn.Module, weight: Any, optimizer: Any) -> None:
+    weight.data[0] = 1.0
+
+
+def _step_inside_full_params(model: nn.Module, weight: Any, optimizer: Any) -> None:
+    with unbounded.full_params(model):
+        optimizer.step()
+
+
+def _save_inside_full_params(model: nn.Module, weight: Any, optimizer: Any) -> None:
+    with unbounded.full_params(model):
+        unbounded.save("unused", model, optimizer)
+
+
+def _step_twice_with_clipped_gradients(model: nn.Module, weight: Any, optimizer: Any) -> None:
+    model.loss(Batch(0, 0, 0).tokens()).backward()
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.step()
+
+
+def _add_to_clipped_gradients(model: nn.Module, weight: Any, optimizer: Any) -> None:
+    model.loss(Batch(0, 0, 0).tokens()).backward()
+    optimizer.clip_grad_norm_(0.1)
+    model.loss(Batch(0, 1, 0).tokens()).backward()
 
 
 def _set_gradient(model: nn.Module, weight: Any, optimizer: Any) -> None:
@@ -242,7 +291,12 @@ ACTS: dict[str, Callable[[nn.Module, Any, Any], None]] = {
     "index": _index,
     "initialise": _initialise,
     "convert": _convert,
-    "freeze": _freeze,
+    "write data": _write_data,
+    "write item of data": _write_item_of_data,
+    "step inside full_params": _step_inside_full_params,
+    "save inside full_params": _save_inside_full_params,
+    "step twice": _step_twice_with_clipped_gradients,
+    "add to clipped": _add_to_clipped_gradients,
     "set gradient": _set_gradient,
     "read gradient": _read_gradient,
     "replace": _replace,
@@ -261,7 +315,12 @@ ACTS: dict[str, Callable[[nn.Module, Any, Any], None]] = {
         ("index", ["blocks.1.up.weight", "unbounded.full_params"]),
         ("initialise", ["blocks.1.up.weight", "unbounded.full_params"]),
         ("convert", ["before `shard`"]),
-        ("freeze", ["blocks.1.up.weight", "before `shard`"]),
+        ("write data", ["clamp", "unbounded.full_params"]),
+        ("write item of data", ["setitem", "unbounded.full_params"]),
+        ("step inside full_params", ["optimizer.step", "behind the block"]),
+        ("save inside full_params", ["unbounded.save", "behind the block"]),
+        ("step twice", ["zero_grad"]),
+        ("add to clipped", ["clip_grad_norm_", "zero_grad"]),
         ("set gradient", ["blocks.1.up.weight", "clip_grad_norm_"]),
         ("read gradient", ["blocks.1.up.weight", "grad"]),
         ("replace", ["blocks.1.up.weight"]),

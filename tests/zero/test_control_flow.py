@@ -85,6 +85,13 @@ class TimesByRank(Ordered):
         return [0, *([1] * (1 + 2 * (batch.rank % 2))), 2]
 
 
+class LastSkipped(Ordered):
+    """One rank ends before the blocks that are fetched ahead for it; later it runs none at all."""
+
+    def order(self, batch: Batch) -> list[int]:
+        return list(range(5)) if batch.rank == 0 else [0, 1, 2] if batch.step < 3 else []
+
+
 class UnusedOnOneRank(Ordered):
     def order(self, batch: Batch) -> list[int]:
         return [0, 1, 2] if batch.rank == 0 else [0, 2, 3]  # the last block on none
@@ -212,6 +219,51 @@ class PartialGradient(Task):
         return model.head(model.blocks[2](x)).square().mean()
 
 
+class Penalized(Ordered):
+    """A penalty on the gradient of the inputs: its backward goes through the first backward."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        x = model.embedding(batch.tokens()).detach().requires_grad_()
+        for block in model.blocks:
+            out = block(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return out.square().mean() + slope.square().mean() + super().loss(model, batch)
+
+
+class Forces(nn.Module):
+    """Returns its energy and, as force fields do, the energy's slope, taken inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(11) for _ in range(3))
+        self.head = nn.Linear(11, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        inner = x
+        for block in self.blocks:
+            inner = block(inner)
+        energy = self.head(inner).tanh()
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy.square().mean() + force.square().mean() + self.blocks[0](x).square().mean()
+
+
+class ForceField(Task):
+    def model(self) -> nn.Module:
+        return Forces()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.normal(4, 11))
+
+
+class FrozenForAWhile(Ordered):
+    """Some parameters are frozen after the first step and trained again from the fourth on."""
+
+    def between(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        model.blocks[1].requires_grad_(step >= 3)
+        model.head.bias.requires_grad = step >= 3
+
+
 class Dropout(Task):
     def model(self) -> nn.Module:
         model = TinyGPT()
@@ -233,15 +285,23 @@ TASKS = [
     Abandoned(),
     SubmoduleAlone(),
     PartialGradient(),
+    Penalized(),
+    ForceField(),
+    FrozenForAWhile(),
     Dropout(),
 ]
-BY_RANK = [SkippedApart(), OrderByRank(), UnusedOnOneRank(), HalfUsed()]
+BY_RANK = [SkippedApart(), OrderByRank(), LastSkipped(), UnusedOnOneRank(), HalfUsed()]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2), (2, 3)])
 def test_the_same_on_all_ranks_trains_as_in_plain_pytorch(ranks: Any, task: Task, world_size: int, stage: int) -> None:
     assert_parity(ranks(world_size, train_both, task, {"stage": stage}))
+
+
+@pytest.mark.parametrize("task", [Penalized(), ForceField(), FrozenForAWhile()], ids=lambda task: type(task).__name__)
+def test_the_same_holds_for_one_rank_with_its_weights_on_the_host(ranks: Any, task: Task) -> None:
+    assert_parity(ranks(1, train_both, task, {"weights": "host"}))
 
 
 @pytest.mark.parametrize("task", BY_RANK, ids=lambda task: type(task).__name__)

@@ -39,6 +39,16 @@ class Lora(Task):
         return model(input_ids=tokens, labels=tokens).loss
 
 
+class LoraAgainstItsBase(Lora):
+    """The model without its adapters is the reference in every step, as in preference tuning."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        tokens = batch.tokens()
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(input_ids=tokens).logits
+        return (model(input_ids=tokens).logits - reference - 1).square().mean()
+
+
 class LoraWithHead(Lora):
     """Adapters, and the head trained in full beside them."""
 
@@ -78,7 +88,7 @@ class LoraOnExperts(Lora):
         return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
 
 
-TASKS = [Lora(), LoraWithHead(), LoraRecomputed(), LoraOnExperts()]
+TASKS = [Lora(), LoraAgainstItsBase(), LoraWithHead(), LoraRecomputed(), LoraOnExperts()]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)

@@ -247,3 +247,17 @@ class Widened(nn.LayerNorm):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_of_two_dtypes_train_in_their_own(ranks: Any, world_size: int) -> None:
     assert_parity(ranks(world_size, train_both, WithDouble(), {"precision": None}))
+
+
+class Double(Task):
+    accumulate = 2
+    max_norm = 0.1
+
+    def model(self) -> nn.Module:
+        return TinyGPT().double()
+
+
+@pytest.mark.parametrize("gradients", ["device", "host", "disk"])
+def test_double_precision_adds_up_and_clips_on_every_tier(ranks: Any, gradients: str) -> None:
+    plan = {"precision": None, "gradients": gradients}
+    assert_parity(ranks(2, train_both, Double(), plan))

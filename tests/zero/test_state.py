@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,12 +207,12 @@ def clear_by_hand(rank: int, world_size: int, stage: int) -> tuple[list[float], 
     norms = []
     for _ in range(2):
         task.loss(model, Batch(0, 0, rank)).backward()
-        norms.append(float(optimizer.clip_grad_norm_(1e9)))
+        norms.append(float(optimizer.clip_grad_norm_(math.inf)))
         for parameter in model.parameters():
             parameter.grad = None
     task.loss(model, Batch(0, 0, rank)).backward()
     model.head.weight.grad = None
-    return norms, [float(optimizer.clip_grad_norm_(1e9)), _norm_without_head(task, rank, world_size)]
+    return norms, [float(optimizer.clip_grad_norm_(math.inf)), _norm_without_head(task, rank, world_size)]
 
 
 def _norm_without_head(task: Task, rank: int, world_size: int) -> float:
@@ -234,8 +238,104 @@ def test_the_norm_follows_a_gradient_that_was_changed() -> None:
     model, optimizer = shard(model, task.optimizer(model), {})
     for _ in range(2):  # the second time the norm is taken as gradients come
         task.loss(model, Batch(0, 0, 0)).backward()
-        before = float(optimizer.clip_grad_norm_(1e9))
+        before = float(optimizer.clip_grad_norm_(math.inf))
         for parameter in model.parameters():
             parameter.grad.mul_(10)  # type: ignore[union-attr]
-        assert float(optimizer.clip_grad_norm_(1e9)) == pytest.approx(10 * before, rel=1e-5)
+        assert float(optimizer.clip_grad_norm_(math.inf)) == pytest.approx(10 * before, rel=1e-5)
         optimizer.zero_grad()
+
+
+def forward_inside(rank: int, world_size: int, plan: dict[str, Any]) -> list[bool]:
+    torch.manual_seed(3)
+    model = TinyGPT()
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    tokens = Batch(0, 0, rank).tokens()
+    with torch.no_grad():
+        expected = model(tokens)
+    with unbounded.full_params(model):
+        inside = torch.equal(model(tokens), expected)
+        model.head.bias.add_(1.0)
+        shifted = torch.allclose(model(tokens), expected + 1.0)
+        with torch.enable_grad():
+            model(tokens).square().mean().backward()
+        readable = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    optimizer.step()
+    with torch.no_grad():
+        return [inside, shifted, readable, not torch.allclose(model(tokens), expected + 1.0)]
+
+
+@pytest.mark.parametrize(("world_size", "weights"), [(1, "host"), (1, "disk"), (1, "device"), (2, "device")])
+def test_a_model_may_run_while_its_parameters_are_shown(ranks: Any, world_size: int, weights: str) -> None:
+    for seen in ranks(world_size, forward_inside, {"weights": weights}):
+        assert seen == [True] * 4
+
+
+class Interrupted(nn.Module):
+    """Is stopped in its forward, as by Ctrl-C, while `stops`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.stops = nn.Linear(11, 11), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.stops:
+            raise KeyboardInterrupt
+        return x
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_a_forward_stopped_by_hand_leaves_a_model_to_save_and_to_train(tmp_path: Path, weights: str) -> None:
+    torch.manual_seed(3)
+    model = TinyGPT()
+    model.blocks.insert(1, Interrupted())
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"weights": weights})
+    model.loss(Batch(0, 0, 0).tokens()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.blocks[1].stops = True
+    with pytest.raises(KeyboardInterrupt):
+        model(Batch(1, 0, 0).tokens())
+    model.blocks[1].stops = False
+    unbounded.save(tmp_path / "stopped", model, optimizer)
+    model.blocks[1].stops = True
+    with pytest.raises(KeyboardInterrupt):
+        model(Batch(1, 0, 0).tokens())
+    model.blocks[1].stops = False
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    losses = []
+    for _ in range(2):
+        unbounded.load(tmp_path / "stopped", model, optimizer)
+        losses.append(model.loss(Batch(1, 0, 0).tokens()))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_is_dropped_is_freed(tmp_path: Path, compiled: bool) -> None:
+    model = TinyGPT()
+    if compiled:
+        model.compile(backend="eager")
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
+    model(Batch(0, 0, 0).tokens()).square().mean().backward()
+    optimizer.step()
+    optimizer.wait()
+    alive = weakref.ref(model)
+    del model, optimizer
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
+
+
+def test_frozen_complex_parameters_are_shown_and_kept() -> None:
+    model = nn.Linear(4, 4)
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex128), requires_grad=False)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+    model, _ = unbounded.shard(model, optimizer, {"weights": "host"})
+    with unbounded.full_params(model):
+        model.phase[1] = 2j
+    assert model.state_dict()["phase"].tolist() == [1, 2j, 1]

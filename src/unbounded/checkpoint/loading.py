@@ -46,7 +46,7 @@ from unbounded.errors import StateError
 from unbounded.sharding import Sharded, sharded
 from unbounded.tiers.lane import Handle
 from unbounded.zero.scaler import LossScale
-from unbounded.zero.unit import Unit, WeightState
+from unbounded.zero.unit import Unit
 
 STAGED_BYTES = 256 << 20
 
@@ -61,13 +61,14 @@ def load(
     checkpoint, and a CheckpointError that lists what differs where it is another model's.
     """
     state = sharded(model)
+    state.engine.refuse_inside_full_params("unbounded.load")
     check_optimizer(state, optimizer)
     finish_pending(model)
     _forget_failures(state.engine.units)
     settle(state)
-    for unit in state.engine.units:
-        _finish_fetch(state, unit)
     state.engine.settle()
+    for unit in state.engine.units:
+        state.engine.gathering.wait(unit)  # of one that is whole on the device
     peers = peers_of(model, state.engine.ranks)
     loading = _Loading(state, model, peers, with_optimizer=optimizer is not None)
     try:
@@ -87,14 +88,6 @@ class HalfLoaded(Handle):
                 "usable. Load a whole checkpoint, or build the model anew."
             )
         )
-
-
-def _finish_fetch(state: Sharded, unit: Unit) -> None:
-    """Waits for a fetch in flight; one that met the mark of a failed load has brought nothing and is forgotten."""
-    try:
-        state.engine.gathering.wait(unit)
-    except StateError:
-        unit.state, unit.handle = WeightState.RELEASED, None
 
 
 def _forget_failures(units: Sequence[Unit]) -> None:

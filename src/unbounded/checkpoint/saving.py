@@ -66,6 +66,7 @@ def save(
     raised by the handle's `wait`, or by the next save or load.
     """
     state = sharded(model)
+    state.engine.refuse_inside_full_params("unbounded.save")
     check_optimizer(state, optimizer)
     finish_pending(model)
     settle(state)

@@ -32,11 +32,11 @@ def full_values(engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> Iter
                 unit.written.synchronize()
     engine.raise_failures()
     before = {unit: _open(unit) for unit in engine.units}
-    engine.shown = True
+    engine.shown = engine.gathering.holding = True
     try:
         yield
     finally:
-        engine.shown = False
+        engine.shown = engine.gathering.holding = False
         for unit, values in before.items():
             with engine.failures.noting():
                 _close(unit, values, rules.get(unit.dtype) if unit.trainable else None)
@@ -68,7 +68,7 @@ def _close(unit: Unit, before: torch.Tensor, rule: UpdateRule | None) -> None:
 def keep_writes(unit: Unit, before: torch.Tensor, rule: UpdateRule | None) -> None:
     """Brings what changed in the gathered buffer to the unit's owned weights and whatever completes them."""
     now = unit.owned_part()
-    changed = _bits(now) != _bits(before)
+    changed = (_bits(now) != _bits(before)).view(now.numel(), -1).any(dim=1)
     if not bool(changed.any()):
         return
     if not unit.resident:
@@ -86,8 +86,8 @@ def keep_writes(unit: Unit, before: torch.Tensor, rule: UpdateRule | None) -> No
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of `tensor`, so that a NaN equals itself."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    """The bits of `tensor`, so that a NaN equals itself; complex numbers of 16 bytes have two."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64))
 
 
 def attach_state_dict(model: nn.Module, engine: Engine, rules: Mapping[torch.dtype, UpdateRule]) -> list[Any]:
@@ -97,6 +97,8 @@ def attach_state_dict(model: nn.Module, engine: Engine, rules: Mapping[torch.dty
     }
 
     def collect(*_: Any) -> None:
+        if not engine.collecting:
+            engine.recover()
         engine.collecting += 1
 
     def fill(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -21,6 +21,12 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
     if is_known or managed:
         whose = f" (its parameter {managed[0]!r})" if managed else ""
         raise PlanError(f"this model is already sharded{whose}. Call shard once, and keep the model it returns.")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise PlanError(
+                f"the embedding {name!r} has sparse gradients, which cannot be reduced over flat buffers. "
+                "Make it with sparse=False."
+            )
     first: dict[str, str] = {}
     for member in members:
         first.setdefault(str(member.parameter.device), member.names[0])

@@ -75,6 +75,7 @@ class Engine:
         self.shown = False  # every parameter holds its full value
         self._behind: Stop | None = None  # the site whose backward is running
         self._in_backward = False
+        self._is_differentiable = False  # the backward that runs may be differentiated itself: weights stay
         self._evaluating = False
         self._passed: list[Stop] = []  # claimed for this rank but not visited when they were expected
         self._no_sync = False
@@ -113,10 +114,19 @@ class Engine:
         backward_follows = torch.is_grad_enabled() and self._watch_outputs(stop, outputs)
         if site == 0:
             self._finish(self.forward)
-        if not (backward_follows and stop.inner):
-            self.gathering.drop(stop.units)
+        try:
+            for unit in stop.units:
+                unit.refuse_writes()
+        finally:
+            if not (backward_follows and stop.inner):
+                self.gathering.drop(stop.units)
         if site == 0:
             self.raise_failures(alone=self._evaluating)
+
+    def _enter_backward(self, stop: Stop) -> None:
+        """The gradient of what a site returned is there; where it has a graph, that will read the weights again."""
+        self.before_backward(stop)
+        self._is_differentiable = self._is_differentiable or torch.is_grad_enabled()
 
     def before_backward(self, stop: Stop) -> None:
         """The backward reaches a site, or its forward is recomputed there."""
@@ -141,7 +151,7 @@ class Engine:
         complete = unit.fires == unit.calls and not self._no_sync
         with torch.no_grad():
             self.reduction.collect(unit, gradients, complete=complete, defer=self.defer_reduction or self._no_sync)
-        if (self._behind is None or unit not in self._behind.units) and unit.late:
+        if (self._behind is None or unit not in self._behind.units) and unit.late and not self._is_differentiable:
             unit.late = False
             self.gathering.drop([unit])
         if self.on_complete is not None and complete:
@@ -163,17 +173,24 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._mark_compute(None)
-        self._in_backward, self._behind = False, None
+        behind, self._behind = self._behind, None
+        keeps, self._is_differentiable = self._is_differentiable, False
+        self._in_backward = False
         self._finish(self.backward)
         if not (self.defer_reduction or self._no_sync):
             self.reduction.end()
         if self.ranks.size == 1:
             self.forward.adopt(keep_all=False)
             self.backward.adopt(keep_all=False)
-        self.settle()
+        if keeps:
+            return  # until the next forward begins
+        if not self.forward.active:
+            self.settle()
+        elif behind is not None:  # a backward inside a forward, which goes on
+            self._leave(behind)
 
     def _abandon_backward(self) -> None:
-        self._in_backward, self._behind = False, None
+        self._in_backward, self._behind, self._is_differentiable = False, None, False
         self.backward.end()
         self.reduction.abandon()
         self.settle()
@@ -195,13 +212,13 @@ class Engine:
 
     def _visit(self, stop: Stop, schedule: Schedule) -> None:
         """Claims a site's units and those expected next, and waits for the site's own."""
-        passed = schedule.visit(stop.index)
+        num_ahead, passed = schedule.num_ahead, schedule.visit(stop.index)
         if passed is None and stop in self._passed:
             self._passed.remove(stop)  # late by the agreed order, and kept for this
         elif passed is None:
             self.gathering.claim_alone(stop.units)
         elif self.ranks.size == 1:
-            self._forget(passed)
+            self._forget(passed[:num_ahead])
             schedule.skip()
         else:
             self._passed += [self.stops[index] for index in passed]
@@ -220,7 +237,9 @@ class Engine:
 
     def _finish(self, schedule: Schedule) -> None:
         """Takes part in what the agreed order still holds for other ranks, and keeps nothing for later."""
-        rest = schedule.end()
+        ahead, rest = schedule.end()
+        for index in ahead:
+            self.gathering.drop(self.stops[index].units)
         if self.ranks.size > 1:
             for index in rest:
                 self.gathering.claim(self.stops[index].units)
@@ -237,14 +256,14 @@ class Engine:
                 self.gathering.claim(stop.units)  # a parameter is on its way out of its module: keep it readable
             if tensor.requires_grad:
                 watched = True
-                tensor.register_hook(lambda _, stop=stop: self.before_backward(stop))
+                tensor.register_hook(lambda _, stop=stop: self._enter_backward(stop))
         if not watched and any(unit.trainable for unit in stop.units) and outputs is not None:
             self.gathering.claim(stop.units)  # the outputs are hidden from us, so the backward may come unannounced
         return watched
 
     def _leave(self, stop: Stop) -> None:
         """The backward has moved on from a site: nothing reads its weights, unless a gradient is still to come."""
-        for unit in stop.units:
+        for unit in stop.units if not self._is_differentiable else ():
             if unit.trainable and unit.fires < unit.calls:
                 unit.late = True
             else:
@@ -260,8 +279,24 @@ class Engine:
         """Between passes: releases whatever is still gathered."""
         self._passed.clear()
         for unit in self.units:
+            unit.swap_out()
             unit.forget_views()
             self.gathering.release(unit)
+
+    def recover(self) -> None:
+        """Gives modules their parameters back where a forward was broken off by what no hook sees, such as Ctrl-C."""
+        if any(unit.swapped for unit in self.units) and not hooks.in_module_call():
+            self.forward.end()
+            self._mark_compute(None)
+            self.settle()
+
+    def refuse_inside_full_params(self, what: str) -> None:
+        """Raises where parameters are shown whole: what is written to them reaches the tiers at the end of it."""
+        if self.shown:
+            raise StateError(
+                f"{what} was called inside `with unbounded.full_params(model):`, where what is written to parameters "
+                f"is not kept yet. Call {what} behind the block."
+            )
 
     def raise_failures(self, *, alone: bool = True) -> None:
         """Raises what failed in fetches: where there was a gather on all ranks, else on this one if `alone`.

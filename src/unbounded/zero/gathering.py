@@ -27,6 +27,7 @@ class Gathering:
         self._count_bytes = count_bytes
         self._released = torch.cuda.Event() if device.type == "cuda" else None
         self._has_joined = False
+        self.holding = False  # nothing is released: parameters are shown to the user
 
     def request(self, unit: Unit) -> None:
         """Starts fetching a unit's weights unless they are there or on their way."""
@@ -57,7 +58,7 @@ class Gathering:
         """Frees the bytes of a unit's gathered weights and every claim on them, unless it is resident."""
         unit.claims, unit.late = 0, False
         self._give_up_failed(unit)  # and nobody is left to be told
-        if unit.resident or unit.state is WeightState.RELEASED:
+        if unit.resident or self.holding or unit.state is WeightState.RELEASED:
             return
         self.wait(unit)
         self._mark_released()

@@ -33,6 +33,7 @@ class Gradient:
         self.sum_dtype = torch.promote_types(sum_dtype, wire) if sum_dtype != wire else wire
         self.present = False
         self.consumed = False  # an update scaled or freed it: it cannot be added to
+        self.clipped = False  # a factor waits for the step, which must not scale what comes later
         self.handle: Handle | None = None  # the last addition in flight
         self.array: Array | None = None
         self._wide = tier == "disk"  # there a second copy, to widen from, has no room
@@ -83,7 +84,7 @@ class Gradient:
         """Forgets the gradient; memory on the device goes back at once."""
         if self.handle is not None:
             self.handle.settle()  # what is under way must not land afterwards
-        self.present = self.consumed = False
+        self.present = self.consumed = self.clipped = False
         self._squares = self.handle = None
         if self.tier == "device":
             self.array = None
@@ -118,7 +119,7 @@ class Gradient:
                 _on_host(MemoryArray(part, "device"), start, stop, bounce, write_back=False) as fresh,
                 _on_host(self.array, start, stop, bounce, write_back=True) as held,
             ):
-                kernels.accumulate(held, fresh)
+                _accumulate(held, fresh)
 
     def _widen(self, allocate: Allocate) -> None:
         """In memory: on disk it is wide from the start."""
@@ -138,9 +139,18 @@ class Gradient:
 
 def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
     """In float64 on the host; on CUDA a float32 scalar tensor, so that nothing waits for it."""
+    if part.dtype == torch.float64:
+        return torch.linalg.vector_norm(part).square_()
     if part.device.type == "cpu":
         return kernels.sum_squares(part)
     return torch.linalg.vector_norm(part, dtype=torch.float32).square_()
+
+
+def _accumulate(held: torch.Tensor, fresh: torch.Tensor) -> None:
+    if held.dtype == torch.float64:
+        held.add_(fresh)
+    else:
+        kernels.accumulate(held, fresh)
 
 
 def _stretches(numel: int, bounce: BufferPool) -> Iterator[tuple[int, int]]:

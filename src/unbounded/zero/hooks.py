@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -66,10 +67,13 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
             visitor.after_forward(site, outputs)
         return outputs
 
+    call.compiled = compiled  # type: ignore[attr-defined]
     module._compiled_call_impl = call  # type: ignore[assignment]
+    reference = weakref.ref(module)  # whoever keeps `detach` must not keep the model, which the compiled code does
 
     def detach() -> None:
-        module._compiled_call_impl = compiled
+        if (held := reference()) is not None:
+            held._compiled_call_impl = held._compiled_call_impl.compiled  # type: ignore[union-attr]
 
     return detach
 

@@ -48,8 +48,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.engine.refuse_inside_full_params("optimizer.step")
         units = self._collect()
-        scale = self._clip if self._clip is not None else 1.0
+        scale = self._pending_factor(units)
         if self.loss_scale is not None:
             overflow = not math.isfinite(float(self._total_norm(units)))
             scale = scale / (self.loss_scale.value if self._scaled else 1.0)
@@ -88,12 +89,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{len(self._updated)} units were updated inside last_backward(), before anything could be clipped. "
                 f"Announce the clipping there: `with optimizer.last_backward(max_norm={max_norm}):`."
             )
-        norm = self._total_norm(self._collect())
+        units = self._collect()
+        norm = self._total_norm(units)
         if self.loss_scale is not None and self._scaled:
             norm = norm / self.loss_scale.value
-        before = 1.0 if self._clip is None else self._clip
+        before = self._pending_factor(units)
         norm = norm * before
-        self._clip = self._clip_factor(norm, float(max_norm)) * before
+        if math.isfinite(max_norm):
+            self._clip = self._clip_factor(norm, float(max_norm)) * before
+            for unit in units:
+                unit.gradient.clipped = True
         return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm)
 
     @contextmanager
@@ -182,7 +187,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         order = {site: position for position, site in reversed(list(enumerate(engine.forward.expected)))}
         ranked = [(order.get(stop.index, len(order)), unit) for stop in engine.stops for unit in stop.units]
         ranked.sort(key=lambda entry: entry[0])
-        return [unit for _, unit in ranked if unit.trainable and unit.gradient.present and any(unit.used)]
+        found = [unit for _, unit in ranked if unit.trainable and unit.gradient.present and any(unit.used)]
+        for unit in found:
+            if unit.gradient.consumed and id(unit) not in self._updated:
+                raise StateError(
+                    f"the gradient of unit {unit.name!r} was scaled as the last optimizer.step() read it and cannot be "
+                    "used again. Call optimizer.zero_grad() after each step, and a backward before the next."
+                )
+        return found
 
     def _agree(self, units: list[Unit]) -> list[int]:
         """Makes the ranks agree on which parameters were used and, where their passes went alike, on the order.
@@ -230,6 +242,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.failures.meet()
         return squares
 
+    def _pending_factor(self, units: list[Unit]) -> float | torch.Tensor:
+        """What clipping has left for the step to do, unless the gradients that it was for are gone."""
+        is_pending = self._clip is not None and any(unit.gradient.clipped for unit in units)
+        return self._clip if is_pending and self._clip is not None else 1.0
+
     @staticmethod
     def _clip_factor(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
         if isinstance(norm, torch.Tensor):
@@ -245,5 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _reset(self, units: list[Unit]) -> None:
         self._clip, self._scaled = None, False
         self._updated.clear()
+        for unit in units:
+            unit.gradient.clipped = False
         for unit in self.engine.units:
             unit.calls = unit.fires = 0

@@ -61,6 +61,8 @@ class ManagedParameter(nn.Parameter):
         if name == "detach" and owner is not None and owner._unit.keeper.collecting:
             with torch._C.DisableTorchFunctionSubclass():  # `state_dict` fills the values in afterwards
                 return torch.empty_like(owner, device="meta")
+        if owner is not None and (name == "requires_grad_" or func == _SET_REQUIRES_GRAD):
+            return owner._freeze(not (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
         if owner is not None and (name in _REFUSED or name in _MOVES or _writes_in_place(name)):
             raise StateError(
                 f"{name.strip('_')}() would change the parameter {owner.name!r} behind the engine that keeps it. "
@@ -68,6 +70,18 @@ class ManagedParameter(nn.Parameter):
             )
         args, kwargs = pytree.tree_map_only(ManagedParameter, lambda p: p._unit.borrow(p), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _freeze(self, is_frozen: bool) -> ManagedParameter:
+        """Leaves the parameter's gradient out from the next backward on, or takes it in again."""
+        if not self._unit.trainable and not is_frozen:
+            raise StateError(
+                f"the parameter {self.name!r} was frozen when the model was sharded and has no optimizer states, so it "
+                "cannot be trained now. Call `shard` with it trainable, and freeze it afterwards."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            _SET_REQUIRES_GRAD(self, not is_frozen)
+        (self._unit.frozen.add if is_frozen else self._unit.frozen.discard)(self._index)
+        return self
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -90,7 +104,9 @@ class ManagedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        return self._unit.borrow(self).detach()
+        """The value: to write to where it is all there is of the parameter, else a copy that refuses to be written."""
+        value = self._unit.borrow(self).detach()
+        return value if self._unit.is_all_there_is else value.as_subclass(ReadOnly)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -109,12 +125,32 @@ class ManagedParameter(nn.Parameter):
         raise StateError(f"the parameter {self.name!r} is sharded and cannot be pickled. {_SAVE}")
 
 
+class ReadOnly(torch.Tensor):
+    """A copy of a parameter's value. Writing to it would be lost, so it is refused; what is computed from it is not."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if args and isinstance(args[0], ReadOnly) and (_writes_in_place(name) or name == "__setitem__"):
+            raise StateError(
+                f"{name.strip('_')}() would write to a copy of a sharded parameter, and be lost. "
+                "Write to the parameter inside `with unbounded.full_params(model):`."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 _SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
 _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {
-    "__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "backward", "__setitem__",
+    "__set__", "register_hook", "register_post_accumulate_grad_hook", "backward", "__setitem__",
     "__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "retain_grad",
 }  # fmt: skip
+
+
+_SET_REQUIRES_GRAD = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 def _writes_in_place(name: str) -> bool:

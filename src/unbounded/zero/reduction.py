@@ -53,11 +53,14 @@ class Reduction:
 
     def collect(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, complete: bool, defer: bool) -> None:
         """Takes the gradients of one use of `unit`, on the thread and stream of the backward."""
-        if unit.gradient.consumed:
+        if unit.gradient.consumed or unit.gradient.clipped:
             raise StateError(
-                f"the gradient of unit {unit.name!r} was clipped, scaled or used up by the last optimizer.step(), so "
-                "this backward cannot add to it. Call optimizer.zero_grad() after each step."
+                f"the gradient of unit {unit.name!r} was clipped, scaled or used up by clip_grad_norm_, last_backward "
+                "or the last optimizer.step(), so this backward cannot add to it. Clip behind the last backward of a "
+                "step, and call optimizer.zero_grad() after each step."
             )
+        if unit.frozen:
+            gradients = [None if index in unit.frozen else gradient for index, gradient in enumerate(gradients)]
         full = self._flatten(unit, gradients)
         if unit.unreduced is not None:
             full = unit.unreduced.to(torch.promote_types(full.dtype, torch.float32)).add_(full)
@@ -92,7 +95,7 @@ class Reduction:
         self._submit(unit, full.to(dtype))
 
     def forget(self) -> None:
-        """Nothing that was collected counts any more."""
+        """Nothing waits for a reduction any more."""
         self._deferred = False
 
     def _launch(self) -> None:

@@ -44,6 +44,11 @@ class Schedule:
         self._visited = found + 1
         return passed
 
+    @property
+    def num_ahead(self) -> int:
+        """How many sites beyond the last visit have been handed out."""
+        return max(0, self._issued - self._visited)
+
     def skip(self) -> None:
         """Leaves out what was passed over and not handed out: for one rank, which owes it to nobody."""
         self._issued = max(self._issued, self._visited - 1)
@@ -55,12 +60,12 @@ class Schedule:
         self._issued = max(self._issued, stop)
         return stretch
 
-    def end(self) -> tuple[int, ...]:
-        """The pass is over; returns what of the order was not handed out."""
+    def end(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The pass is over; returns what was handed out for visits that did not come, and what was not handed out."""
         if not self.active:
-            return ()
-        rest, self.active = self.expected[self._issued :], False
-        return rest
+            return (), ()
+        self.active = False
+        return self.expected[self._visited : self._issued], self.expected[self._issued :]
 
     @property
     def mark(self) -> int:

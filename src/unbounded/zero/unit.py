@@ -30,6 +30,7 @@ from unbounded.zero.layout import Layout, find_runs
 from unbounded.zero.parameter import ManagedParameter, hide, manage, show
 from unbounded.zero.units import Member
 
+_version = operator.attrgetter("_version")
 _unflatten = torch._C._nn.unflatten_dense_tensors  # one call makes the views of a whole unit
 
 
@@ -92,9 +93,11 @@ class Unit:
         self.scalars: list[dict[str, float]] = [{} for _ in layout.slots]
         self.used = bytearray(len(layout.slots))  # which parameters have a gradient
         self.unreduced: torch.Tensor | None = None  # whole local gradients waiting for a reduction
-        self._swapped = False  # the modules hold views now
+        self.swapped = False  # the modules hold views now
+        self.frozen: set[int] = set()  # parameters that were frozen after `shard`: their gradients are left out
         self._pass_views: Sequence[torch.Tensor] | None = None  # views in the graph of the pass under way
         self._plain_views: Sequence[torch.Tensor] | None = None
+        self._swapped_in: Sequence[torch.Tensor] = ()  # what the modules hold in the forward under way
         self.calls = 0  # forwards since the last step
         self.fires = 0  # backwards since the last step
         self.keeper: Keeper
@@ -103,6 +106,11 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether this rank keeps the states of all of it."""
         return self.owned == (0, self.layout.numel)
+
+    @property
+    def is_all_there_is(self) -> bool:
+        """Whether the gathered buffer is the weights themselves, which nothing completes and no rank has a copy of."""
+        return self.resident and self.is_whole and not {"low", "master"} & self.states.keys()
 
     @property
     def num_bytes(self) -> int:
@@ -151,16 +159,34 @@ class Unit:
 
     def swap_in(self) -> None:
         """Puts views of the gathered buffer into the modules."""
-        if not self._swapped and not all(map(operator.is_, self._held(), self._placeholders)):
+        if not self.swapped and not all(map(operator.is_, self._held(), self._placeholders)):
             self._report_replaced()
-        self._swapped = True
-        views = self.views()
+        self.swapped = True
+        views = self._swapped_in = self.views()
         _put(self._dicts, self._attributes, map(views.__getitem__, self._pick))
 
     def swap_out(self) -> None:
         """Puts the managed parameters back into the modules."""
-        self._swapped = False
-        _put(self._dicts, self._attributes, self._placeholders)
+        if self.swapped:
+            self.swapped = False
+            _put(self._dicts, self._attributes, self._placeholders)
+
+    def refuse_writes(self) -> None:
+        """Raises where a forward has changed a weight in place: the change would be lost with the gathered buffer."""
+        views, self._swapped_in = self._swapped_in, ()
+        if self.resident or torch.is_inference_mode_enabled() or not any(map(_version, views)):
+            return
+        self._plain_views = None  # with new counters
+        kept = torch.empty(self.weights.numel, dtype=self.dtype, device=self.device)
+        self.weights.fetch(kept).wait()
+        if torch.equal(kept.view(torch.uint8), self.owned_part().view(torch.uint8)):
+            return
+        changed = [slot.name for slot, i in zip(self.layout.slots, self._slot_pick, strict=True) if views[i]._version]
+        raise StateError(
+            f"the forward has changed the parameter {changed[0]!r} in place, which would be lost: it is kept on "
+            f"{self.weights.tier} and read anew for every pass. Change it between steps, inside "
+            "`with unbounded.full_params(model):`."
+        )
 
     def _held(self) -> Iterator[Any]:
         return map(dict.get, self._dicts, self._attributes)
