@@ -100,7 +100,8 @@ def checkpoint_activations(
     come back. "auto" takes the first of these that a GPU has room for, in every forward anew; on a CPU it keeps.
     `policy` is one for all blocks, or (block pattern, policy) pairs. The blocks are the repeated ones that `shard`
     finds, or the submodules that `blocks` names, by pattern or by themselves. Works on any model, sharded or not,
-    before `shard` or after. Results are those of "keep", bit by bit.
+    before `shard` or after. Results are those of "keep", bit by bit, where a block may run twice: BatchNorm counts a
+    forward that is recomputed twice, as under `torch.utils.checkpoint`, so "auto" keeps such blocks.
     """
     found = find_blocks(model) if blocks is None else pick_blocks(model, blocks)
     policies = choose_policies(policy, list(found))

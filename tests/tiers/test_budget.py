@@ -182,8 +182,8 @@ def test_what_the_error_says_would_fit_does_fit(tmp_path: Path) -> None:
 def test_a_disk_without_the_room_is_an_error_of_the_disk_before_the_model_is_touched(tmp_path: Path) -> None:
     """The folder has less than the plan says: the store is reserved whole, so that a step cannot run full."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Sequential(nn.Linear(2**20, 2**20)))  # 12 TiB of states
-    plan = {"precision": "bf16", "host_bytes": "1GiB", "device_bytes": "1GiB", "disk_path": str(tmp_path)}
+        model = nn.Sequential(nn.Sequential(nn.Linear(2**20, 2**20)))  # 12 TiB of states, 2 of them to run it
+    plan = {"precision": "bf16", "host_bytes": "1GiB", "device_bytes": "3TiB", "disk_path": str(tmp_path)}
     with pytest.raises(BudgetError, match=r"disk is short by 1[0-9][.][0-9] TiB"):
         unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
     with pytest.raises(OSError, match=r"short|room|space") as caught:
@@ -191,6 +191,13 @@ def test_a_disk_without_the_room_is_an_error_of_the_disk_before_the_model_is_tou
     assert str(tmp_path) in str(caught.value)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_device_without_the_room_to_run_a_unit_is_an_error_before_anything_is_allocated() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    with pytest.raises(BudgetError, match=r"device_bytes is 1.0 MiB, but the unit 'root' takes 2.0 MiB"):
+        unbounded.shard(model, torch.optim.AdamW(model.parameters()), {"device_bytes": "1MiB"})
+    unbounded.shard(model, torch.optim.AdamW(model.parameters()), {"device_bytes": "3MiB"})
 
 
 def test_sums_of_several_backwards_are_counted_and_refused_where_the_host_has_no_room(tmp_path: Path) -> None:

@@ -339,3 +339,23 @@ def test_frozen_complex_parameters_are_shown_and_kept() -> None:
     with unbounded.full_params(model):
         model.phase[1] = 2j
     assert model.state_dict()["phase"].tolist() == [1, 2j, 1]
+
+
+class Gained(nn.Linear):
+    """Reads what its user keeps on its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.weight.gain
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_what_is_kept_on_a_parameter_is_there_in_forwards(weights: str) -> None:
+    model = nn.Sequential(Gained(4, 4), Gained(4, 4))
+    for number, layer in enumerate(model):
+        layer.weight.gain = number + 2
+    x = torch.randn(2, 4)
+    expected = model(x)
+    model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"weights": weights})
+    assert torch.equal(model(x), expected)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)

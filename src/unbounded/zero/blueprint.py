@@ -111,6 +111,7 @@ def plan_units(specs: Sequence[UnitSpec], plan: Plan, ranks: Ranks, device: torc
     buffers = budgets.size_buffers(host, arrays)
     budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers)
     places = _place_within(sizes, budget, plan, ring=ring, buffers=buffers)
+    _check_gathered(specs, places, plan, on_device)
     ranks.check_same(repr(places), "placement")
     named = {
         kind: tuple((spec.name, getattr(where, kind)) for spec, where in zip(specs, places, strict=True))
@@ -138,6 +139,21 @@ def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
     names = [spec.name for spec in specs]
     for kind in ("weights", "gradients", "optimizer"):
         check_patterns(getattr(plan, kind), kind, names)
+
+
+def _check_gathered(specs: Sequence[UnitSpec], places: Sequence[UnitPlace], plan: Plan, device_bytes: int) -> None:
+    """What runs must be on the device, whole, for as long as it runs."""
+    rows = [
+        (spec.layout.numel * spec.dtype.itemsize, spec.name)
+        for spec, where in zip(specs, places, strict=True)
+        if where.weights != "device"
+    ]
+    largest, name = max(rows, default=(0, ""))
+    if plan.device_bytes is not None and largest > device_bytes:
+        raise BudgetError(
+            f"device_bytes is {format_bytes(device_bytes)}, but the unit {name!r} takes {format_bytes(largest)} of the "
+            f"device while it runs. Raise device_bytes, or split the module into smaller ones."
+        )
 
 
 def _place_within(

@@ -138,12 +138,12 @@ class Gradient:
 
 
 def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
-    """In float64 on the host; on CUDA a float32 scalar tensor, so that nothing waits for it."""
+    """In float64; on CUDA the root of it in float32 first, and as a tensor, so that nothing waits for it."""
     if part.dtype == torch.float64:
         return torch.linalg.vector_norm(part).square_()
     if part.device.type == "cpu":
         return kernels.sum_squares(part)
-    return torch.linalg.vector_norm(part, dtype=torch.float32).square_()
+    return torch.linalg.vector_norm(part, dtype=torch.float32).double().square_()
 
 
 def _accumulate(held: torch.Tensor, fresh: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from unbounded.zero.layout import Layout, find_runs
 from unbounded.zero.parameter import ManagedParameter, hide, manage, show
 from unbounded.zero.units import Member
 
+_OWN = {"_unit", "_index"}
 _version = operator.attrgetter("_version")
 _unflatten = torch._C._nn.unflatten_dense_tensors  # one call makes the views of a whole unit
 
@@ -73,6 +74,8 @@ class Unit:
         self._slot_pick = picks
         self.parameters = [manage(member.parameter, self, i) for i, member in enumerate(ordered)]
         self._placeholders = [self.parameters[place[2]] for place in places]
+        # What users keep on their parameters is there inside forwards too.
+        self._kept_on = [(picks[i], vars(p)) for i, p in enumerate(self.parameters) if vars(p).keys() - _OWN]
 
         self.group_runs = find_runs(layout, [slot.group for slot in layout.slots])
 
@@ -163,6 +166,8 @@ class Unit:
             self._report_replaced()
         self.swapped = True
         views = self._swapped_in = self.views()
+        for index, kept in self._kept_on:
+            vars(views[index]).update({name: value for name, value in kept.items() if name not in _OWN})
         _put(self._dicts, self._attributes, map(views.__getitem__, self._pick))
 
     def swap_out(self) -> None:
