@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
@@ -359,3 +360,16 @@ def test_what_is_kept_on_a_parameter_is_there_in_forwards(weights: str) -> None:
     assert torch.equal(model(x), expected)
     with torch.no_grad():
         assert torch.equal(model(x), expected)
+
+
+def test_the_data_of_a_parameter_is_read_and_copied_like_any_tensor(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    expected = model.weight.detach().clone()
+    model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"weights": "host"})
+    data = model.weight.data
+    torch.save({"weight": data}, tmp_path / "weight.pt")
+    average = torch.zeros(4, 4).lerp_(data, 1.0)
+    for value in (data, data.clone(), copy.deepcopy(data), torch.load(tmp_path / "weight.pt")["weight"], average):
+        assert torch.equal(value, expected)
+    copy.deepcopy(data).add_(1.0)
+    data.clone().add_(1.0)

@@ -71,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unit.gradient.drop()
                 unit.unreduced = None
                 unit.used = bytearray(len(unit.used))
-                unit.calls, unit.fires = unit.calls - unit.fires, 0  # a forward may wait for its backward
+                unit.calls, unit.fires = max(0, unit.calls - unit.fires), 0  # a forward may wait for its backward
         self.engine.reduction.forget()
         self._clip = None
         self._updated.clear()

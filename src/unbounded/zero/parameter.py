@@ -141,6 +141,12 @@ class ReadOnly(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
 
 _SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
 _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
