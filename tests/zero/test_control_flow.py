@@ -256,6 +256,58 @@ class ForceField(Task):
         return model(batch.normal(4, 11))
 
 
+class Keeping(Block):
+    """Keeps an auxiliary loss on itself, made behind its output, so that its backward comes first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.auxiliary = self.up(x).square().mean()
+        return x
+
+
+class Auxiliary(Task):
+    def model(self) -> nn.Module:
+        model = TinyGPT()
+        model.blocks = nn.ModuleList(Keeping(11) for _ in range(4))
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().loss(model, batch) + sum(block.auxiliary for block in model.blocks)
+
+
+class Box:
+    """Nothing sees what is in it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxing(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class BoxedGPT(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Boxing(11) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x).value
+        return self.head(self.norm(x))
+
+
+class Boxed(TwoForwards):
+    """Blocks hide what they return, and there is another forward before the backward."""
+
+    def model(self) -> nn.Module:
+        return BoxedGPT()
+
+
 class FrozenForAWhile(Ordered):
     """Some parameters are frozen after the first step and trained again from the fourth on."""
 
@@ -287,6 +339,8 @@ TASKS = [
     PartialGradient(),
     Penalized(),
     ForceField(),
+    Auxiliary(),
+    Boxed(),
     FrozenForAWhile(),
     Dropout(),
 ]
@@ -299,7 +353,11 @@ def test_the_same_on_all_ranks_trains_as_in_plain_pytorch(ranks: Any, task: Task
     assert_parity(ranks(world_size, train_both, task, {"stage": stage}))
 
 
-@pytest.mark.parametrize("task", [Penalized(), ForceField(), FrozenForAWhile()], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize(
+    "task",
+    [Penalized(), ForceField(), Auxiliary(), Boxed(), FrozenForAWhile()],
+    ids=lambda task: type(task).__name__,
+)
 def test_the_same_holds_for_one_rank_with_its_weights_on_the_host(ranks: Any, task: Task) -> None:
     assert_parity(ranks(1, train_both, task, {"weights": "host"}))
 

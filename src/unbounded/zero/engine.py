@@ -77,6 +77,7 @@ class Engine:
         self._in_backward = False
         self._is_differentiable = False  # the backward that runs may be differentiated itself: weights stay
         self._evaluating = False
+        self._unannounced: set[Unit] = set()  # whose backward will not be seen: they stay until one ends
         self._passed: list[Stop] = []  # claimed for this rank but not visited when they were expected
         self._no_sync = False
         self._computing: AbstractContextManager[None] | None = None
@@ -103,8 +104,11 @@ class Engine:
         for unit in stop.units:
             unit.swap_in()
 
-    def after_forward(self, site: int, outputs: Any) -> None:
-        """A site's forward is over: placeholders return, and the backward's start is marked on the outputs."""
+    def after_forward(self, site: int, outputs: Any, kept: Any = ()) -> None:
+        """A site's forward is over: placeholders return, and the backward's start is marked on the outputs.
+
+        `kept` are tensors of the graph that its modules keep for later: a backward may begin there too.
+        """
         stop = self.stops[site]
         for unit in stop.units:
             unit.swap_out()
@@ -112,6 +116,8 @@ class Engine:
             return
         self._mark_compute(None)
         backward_follows = torch.is_grad_enabled() and self._watch_outputs(stop, outputs)
+        if backward_follows:
+            self._mark_backward(stop, kept)
         if site == 0:
             self._finish(self.forward)
         try:
@@ -185,6 +191,7 @@ class Engine:
         if keeps:
             return  # until the next forward begins
         if not self.forward.active:
+            self._unannounced.clear()
             self.settle()
         elif behind is not None:  # a backward inside a forward, which goes on
             self._leave(behind)
@@ -250,16 +257,21 @@ class Engine:
 
     def _watch_outputs(self, stop: Stop, outputs: Any) -> bool:
         """Marks the start of the backward on what the site returned; says whether there will be one."""
-        watched = False
         for tensor in hooks.find_tensors(outputs):
             if any(holds_storage(tensor, unit) for unit in stop.units):
                 self.gathering.claim(stop.units)  # a parameter is on its way out of its module: keep it readable
-            if tensor.requires_grad:
-                watched = True
-                tensor.register_hook(lambda _, stop=stop: self._enter_backward(stop))
+        watched = self._mark_backward(stop, outputs)
         if not watched and any(unit.trainable for unit in stop.units) and outputs is not None:
             self.gathering.claim(stop.units)  # the outputs are hidden from us, so the backward may come unannounced
+            self._unannounced.update(stop.units)
         return watched
+
+    def _mark_backward(self, stop: Stop, values: Any) -> bool:
+        """Has the gradient of every tensor in `values` announce the site's backward; says whether there is any."""
+        watched = [tensor for tensor in hooks.find_tensors(values) if tensor.requires_grad]
+        for tensor in watched:
+            tensor.register_hook(lambda _: self._enter_backward(stop))
+        return bool(watched)
 
     def _leave(self, stop: Stop) -> None:
         """The backward has moved on from a site: nothing reads its weights, unless a gradient is still to come."""
@@ -281,7 +293,8 @@ class Engine:
         for unit in self.units:
             unit.swap_out()
             unit.forget_views()
-            self.gathering.release(unit)
+            if unit not in self._unannounced:
+                self.gathering.release(unit)
 
     def recover(self) -> None:
         """Gives modules their parameters back where a forward was broken off by what no hook sees, such as Ctrl-C."""

@@ -1,6 +1,6 @@
 """When things happen: the hooks on sites that tell the engine where a pass is. They are all that is attached.
 
-Two hooks a site, and one tensor hook on what a site returns, which marks the start of its backward. A block
+Two hooks a site, and one tensor hook on what a site returns or keeps, which marks the start of its backward. A block
 compiled with `module.compile()` before `shard` gets its two calls around the compiled code instead of inside
 it, where each would break the graph.
 """
@@ -22,7 +22,7 @@ class Visitor(Protocol):
 
     def before_forward(self, site: int) -> None: ...
 
-    def after_forward(self, site: int, outputs: Any) -> None: ...
+    def after_forward(self, site: int, outputs: Any, kept: Any) -> None: ...
 
     def adapt_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
 
@@ -32,14 +32,16 @@ def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> 
     if module._compiled_call_impl is not None:
         return _attach_around(module, site, visitor, is_root=is_root)
 
+    kept = _Kept()
+
     @torch._dynamo.disable
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         visitor.before_forward(site)
         return visitor.adapt_inputs(args, kwargs) if is_root else None
 
     @torch._dynamo.disable
-    def after(_: nn.Module, args: Any, outputs: Any) -> None:
-        visitor.after_forward(site, outputs)
+    def after(module: nn.Module, args: Any, outputs: Any) -> None:
+        visitor.after_forward(site, outputs, kept.find(module))
 
     handles = [
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -54,7 +56,8 @@ def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> 
 
 
 def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> Callable[[], None]:
-    compiled = module._compiled_call_impl
+    compiled, reference = module._compiled_call_impl, weakref.ref(module)
+    kept = _Kept()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         visitor.before_forward(site)
@@ -64,18 +67,47 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
         try:
             outputs = compiled(*args, **kwargs)  # type: ignore[misc]
         finally:
-            visitor.after_forward(site, outputs)
+            visitor.after_forward(site, outputs, kept.find(reference()))
         return outputs
 
     call.compiled = compiled  # type: ignore[attr-defined]
     module._compiled_call_impl = call  # type: ignore[assignment]
-    reference = weakref.ref(module)  # whoever keeps `detach` must not keep the model, which the compiled code does
 
-    def detach() -> None:
+    def detach() -> None:  # whoever keeps this must not keep the model, which the compiled code does
         if (held := reference()) is not None:
             held._compiled_call_impl = held._compiled_call_impl.compiled  # type: ignore[union-attr]
 
     return detach
+
+
+class _Kept:
+    """Tensors of the graph that the modules of a site keep on themselves, such as an auxiliary loss for later.
+
+    Which attributes hold any is found in the first forward that has a graph, and only looked up in the others.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[nn.Module, str]] | None = None
+
+    def find(self, module: nn.Module | None) -> list[Any]:
+        if module is None or not torch.is_grad_enabled() or in_backward():
+            return []
+        if self._places is None:
+            self._places = [
+                (part, name)
+                for part in module.modules()
+                for name, value in vars(part).items()
+                if name not in _OF_MODULES and _has_graph(value)
+            ]
+        return [vars(part).get(name) for part, name in self._places]
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _has_graph(value: Any) -> bool:
+    is_searched = isinstance(value, (torch.Tensor, list, tuple, dict))
+    return is_searched and any(tensor.grad_fn is not None for tensor in find_tensors(value, depth=2))
 
 
 def in_backward() -> bool:
