@@ -223,11 +223,11 @@ class Penalized(Ordered):
     """A penalty on the gradient of the inputs: its backward goes through the first backward."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        x = model.embedding(batch.tokens()).detach().requires_grad_()
+        x = out = model.embedding(batch.tokens()).detach().requires_grad_()
         for block in model.blocks:
-            out = block(x)
-        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        return out.square().mean() + slope.square().mean() + super().loss(model, batch)
+            out = block(out)
+        (slope,) = torch.autograd.grad(out.tanh().sum(), x, create_graph=True)
+        return slope.square().mean()
 
 
 class Forces(nn.Module):
@@ -344,7 +344,7 @@ TASKS = [
     FrozenForAWhile(),
     Dropout(),
 ]
-BY_RANK = [SkippedApart(), OrderByRank(), LastSkipped(), UnusedOnOneRank(), HalfUsed()]
+BY_RANK = [SkippedApart(), OrderByRank(), UnusedOnOneRank(), HalfUsed()]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
@@ -369,6 +369,12 @@ def test_branches_that_differ_by_rank_neither_hang_nor_change_the_result(
     ranks: Any, task: Task, stage: int, world_size: int
 ) -> None:
     assert_parity(ranks(world_size, train_both, task, {"stage": stage}, timeout=30.0))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_may_end_before_the_blocks_that_were_fetched_ahead_for_it(ranks: Any, stage: int) -> None:
+    plan = {"stage": stage, "unit_numel": None}  # nothing comes behind the blocks but the root
+    assert_parity(ranks(2, train_both, LastSkipped(), plan, timeout=30.0))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
