@@ -82,7 +82,7 @@ def shard(
 
 
 def sharded(model: nn.Module) -> Sharded:
-    """What runs behind a sharded model."""
+    """What runs behind a sharded model, whose last forward may have been broken off."""
     try:
         state = _sharded[model]
     except KeyError:

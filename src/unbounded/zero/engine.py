@@ -14,7 +14,7 @@ their own passes do (see `schedule`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +104,7 @@ class Engine:
         for unit in stop.units:
             unit.swap_in()
 
-    def after_forward(self, site: int, outputs: Any, kept: Any = ()) -> None:
+    def after_forward(self, site: int, outputs: Any, kept: Any) -> None:
         """A site's forward is over: placeholders return, and the backward's start is marked on the outputs.
 
         `kept` are tensors of the graph that its modules keep for later: a backward may begin there too.
@@ -117,7 +117,7 @@ class Engine:
         self._mark_compute(None)
         backward_follows = torch.is_grad_enabled() and self._watch_outputs(stop, outputs)
         if backward_follows:
-            self._mark_backward(stop, kept)
+            self._mark_backward(stop, hooks.find_tensors(kept))
         if site == 0:
             self._finish(self.forward)
         try:
@@ -257,18 +257,19 @@ class Engine:
 
     def _watch_outputs(self, stop: Stop, outputs: Any) -> bool:
         """Marks the start of the backward on what the site returned; says whether there will be one."""
-        for tensor in hooks.find_tensors(outputs):
+        tensors = list(hooks.find_tensors(outputs))
+        for tensor in tensors:
             if any(holds_storage(tensor, unit) for unit in stop.units):
                 self.gathering.claim(stop.units)  # a parameter is on its way out of its module: keep it readable
-        watched = self._mark_backward(stop, outputs)
+        watched = self._mark_backward(stop, tensors)
         if not watched and any(unit.trainable for unit in stop.units) and outputs is not None:
             self.gathering.claim(stop.units)  # the outputs are hidden from us, so the backward may come unannounced
             self._unannounced.update(stop.units)
         return watched
 
-    def _mark_backward(self, stop: Stop, values: Any) -> bool:
-        """Has the gradient of every tensor in `values` announce the site's backward; says whether there is any."""
-        watched = [tensor for tensor in hooks.find_tensors(values) if tensor.requires_grad]
+    def _mark_backward(self, stop: Stop, tensors: Iterable[torch.Tensor]) -> bool:
+        """Has the gradient of each of `tensors` announce the site's backward; says whether there will be any."""
+        watched = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in watched:
             tensor.register_hook(lambda _: self._enter_backward(stop))
         return bool(watched)

@@ -119,7 +119,7 @@ class Gradient:
                 _on_host(MemoryArray(part, "device"), start, stop, bounce, write_back=False) as fresh,
                 _on_host(self.array, start, stop, bounce, write_back=True) as held,
             ):
-                _accumulate(held, fresh)
+                _add_up(held, fresh)
 
     def _widen(self, allocate: Allocate) -> None:
         """In memory: on disk it is wide from the start."""
@@ -146,7 +146,7 @@ def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
     return torch.linalg.vector_norm(part, dtype=torch.float32).double().square_()
 
 
-def _accumulate(held: torch.Tensor, fresh: torch.Tensor) -> None:
+def _add_up(held: torch.Tensor, fresh: torch.Tensor) -> None:
     if held.dtype == torch.float64:
         held.add_(fresh)
     else:

@@ -244,8 +244,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _pending_factor(self, units: list[Unit]) -> float | torch.Tensor:
         """What clipping has left for the step to do, unless the gradients that it was for are gone."""
-        is_pending = self._clip is not None and any(unit.gradient.clipped for unit in units)
-        return self._clip if is_pending and self._clip is not None else 1.0
+        if self._clip is None or not any(unit.gradient.clipped for unit in units):
+            return 1.0
+        return self._clip
 
     @staticmethod
     def _clip_factor(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
