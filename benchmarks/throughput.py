@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unbounded
-from unbounded.zero import assembly
+from unbounded.zero.setup import blueprint
 
 SIZES = {  # hidden, layers, heads, ffn
     "tiny": (256, 4, 4, 704),
@@ -102,7 +102,7 @@ class Unbounded:
         self.numel = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
         if options.streamed is not None:
-            assembly.streamed_part = lambda host_threads: options.streamed
+            blueprint.streamed_part = lambda machine: options.streamed
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
         plan |= {key: int(value) for key, value in plan.items() if value.isdigit()}
         if options.activations == "keep":

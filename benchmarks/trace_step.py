@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import unbounded
-from unbounded.observe import drawing
+from unbounded.observe.report.lane_chart import draw_lanes
+from unbounded.observe.spans import at_once, lane_uses, read_spans
 from unbounded.train.gpt import GPT, Shape
 
 
@@ -50,11 +51,11 @@ def main() -> None:
         step()
         step()
         optimizer.wait()
-    spans = drawing.read_spans(path)
-    Path(options.out).write_text(drawing.draw(spans))
-    for use in drawing.lane_uses(spans):
+    spans = read_spans(path)
+    Path(options.out).write_text(draw_lanes(spans))
+    for use in lane_uses(spans):
         print(f"{use.lane:16} {use.busy_seconds:7.3f} s {use.part:5.0%}")
-    print({count: round(seconds, 3) for count, seconds in drawing.at_once(spans).items()}, "->", options.out)
+    print({count: round(seconds, 3) for count, seconds in at_once(spans).items()}, "->", options.out)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="without a GPU"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """After all else is printed, the one line that says whether it held."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or config.option.collectonly or not reporter.stats:
+        return
+    from tests.conclusion import conclude, write_durations
+
+    write_durations((report for reports in reporter.stats.values() for report in reports), config.rootpath)
+    reporter.ensure_newline()
+    reporter.write_line(conclude(reporter.stats, int(getattr(config, "exit_code", 0))))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.exit_code = exitstatus  # type: ignore[attr-defined]
 
 
 def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    """A process group that a test made in this process must not be found by the next one."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,11 @@ What the ranks do with a case is in `tests/rank.py`.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -72,11 +74,17 @@ class Worker:
         self.pipe.close()
 
 
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # not a child that a test has forked
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Pool:
     """Up to `MAX_RANKS` waiting ranks, started when a case first needs them."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.folder = tempfile.mkdtemp(prefix="ranks-")
+        atexit.register(_remove, self.folder, os.getpid())
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(list(PRELOAD))
@@ -107,7 +115,7 @@ class Pool:
 
     def _start(self, world_size: int) -> None:
         for rank in range(len(self.workers), world_size):
-            self.workers.append(Worker(self.context, rank, Path(self.folder.name), self.store.port))
+            self.workers.append(Worker(self.context, rank, Path(self.folder), self.store.port))
 
     def _collect(self, ranks: list[Worker], timeout: float) -> dict[int, Report]:
         """The reports in the order in which they came; without those of ranks that died or did not end in time."""

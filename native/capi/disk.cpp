@@ -10,7 +10,6 @@
 
 #include "disk/crc32c.h"
 #include "disk/engine.h"
-#include "disk/ring.h"
 
 #define UNBOUNDED_API extern "C" __attribute__((visibility("default")))
 
@@ -19,20 +18,13 @@ using EngineHandle = disk::Engine;
 using FileHandle = std::shared_ptr<disk::File>;
 using TransferHandle = std::shared_ptr<disk::Transfer>;
 
-UNBOUNDED_API void* unbounded_disk_engine_open(unsigned num_threads, unsigned queue_depth, std::uint64_t block_bytes,
-                                               int niceness) {
-  return new (std::nothrow) EngineHandle(disk::EngineOptions{num_threads, queue_depth, block_bytes, niceness});
+UNBOUNDED_API void* unbounded_disk_engine_open(unsigned num_threads, std::uint64_t block_bytes, int niceness) {
+  return new (std::nothrow) EngineHandle(disk::EngineOptions{num_threads, block_bytes, niceness});
 }
 
 // Carries out what was submitted, then ends the threads; the handle stays valid until released.
 UNBOUNDED_API void unbounded_disk_engine_close(void* engine) { static_cast<EngineHandle*>(engine)->close(); }
 UNBOUNDED_API void unbounded_disk_engine_release(void* engine) { delete static_cast<EngineHandle*>(engine); }
-
-UNBOUNDED_API unsigned unbounded_disk_width(void* engine, void* file, int operation) {
-  return static_cast<EngineHandle*>(engine)->width(**static_cast<FileHandle*>(file), static_cast<disk::Operation>(operation));
-}
-
-UNBOUNDED_API int unbounded_disk_probe_uring() { return disk::probe_ring(); }
 
 // Reserves blocks for [0, length) and makes the file that long. 0 or errno.
 UNBOUNDED_API int unbounded_disk_allocate(int fd, std::uint64_t length) {
@@ -42,9 +34,9 @@ UNBOUNDED_API int unbounded_disk_allocate(int fd, std::uint64_t length) {
   }
 }
 
-UNBOUNDED_API void* unbounded_disk_file_open(int fd, int direct_fd, int backend) {
+UNBOUNDED_API void* unbounded_disk_file_open(int fd, int direct_fd, int temporary) {
   try {
-    return new FileHandle(std::make_shared<disk::File>(fd, direct_fd, static_cast<disk::Backend>(backend)));
+    return new FileHandle(std::make_shared<disk::File>(fd, direct_fd, temporary != 0));
   } catch (...) {
     return nullptr;
   }
@@ -59,7 +51,7 @@ UNBOUNDED_API void unbounded_disk_file_release(void* file) { delete static_cast<
 // Null with *error set: EBADF where a file is closed, ENOMEM or EAGAIN where memory or threads are short.
 UNBOUNDED_API void* unbounded_disk_submit(void* engine, int operation, std::uint64_t count, void* const* files,
                                           const std::uint64_t* offsets, void* const* data, const std::uint64_t* lengths,
-                                          std::uint64_t* const* sums, std::uint64_t grain, int padded, int* error) {
+                                          std::uint32_t* const* sums, std::uint64_t grain, int padded, int* error) {
   try {
     std::vector<disk::Run> runs(count);
     for (std::uint64_t i = 0; i < count; ++i) {

@@ -14,6 +14,7 @@
 namespace {
 
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+constexpr int kWipeOnFork = 18;     // MADV_WIPEONFORK, Linux 4.14
 
 std::uintptr_t round_up(std::uintptr_t value, std::uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -48,6 +49,9 @@ UNBOUNDED_API void* unbounded_memory_map(std::uint64_t length, std::uint64_t ali
   std::uintptr_t end = base + bytes + slack;
   if (end > start + bytes) ::munmap(reinterpret_cast<void*>(start + bytes), end - start - bytes);
   if (huge != 0) ::madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);
+  // A forked child finds zeros. Shared with it, every page that the parent writes afterwards would be held twice, and
+  // one that a disk or a GPU fills at that moment could end up with the child alone.
+  ::madvise(reinterpret_cast<void*>(start), bytes, kWipeOnFork);
   *error = 0;
   return reinterpret_cast<void*>(start);
 }

@@ -19,6 +19,9 @@ constexpr int kMaxRetries = 1000;  // a millisecond apart for EAGAIN: about a se
 std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 std::uint64_t round_down(std::uint64_t value, std::uint64_t multiple) { return value / multiple * multiple; }
 
+constexpr char kZeros[kAlignment] = {};
+const std::uint32_t kSumOfZeros = crc32c(kZeros, kAlignment, 0);
+
 void cut(std::vector<Piece>& pieces, Mode mode, std::uint64_t start, std::uint64_t end, std::size_t block_bytes) {
   for (std::uint64_t at = start; at < end; at += block_bytes) {
     std::uint64_t length = std::min<std::uint64_t>(block_bytes, end - at);
@@ -42,7 +45,7 @@ std::vector<Piece> split(const Run& run, bool direct, std::size_t block_bytes) {
   std::uint64_t tail = run.length - body_end;
   if (tail == 0) return pieces;
   if (run.padded && head == 0 && !pieces.empty() && pieces.back().length + kAlignment <= block_bytes) {
-    // Joined with the last piece, so that a grain's checksum covers the tail as well.
+    // Joined with the last piece: one transfer less.
     pieces.back().mode = Mode::bounced;
     pieces.back().length += tail;
     pieces.back().io_length += kAlignment;
@@ -70,7 +73,7 @@ char* Bounce::reserve(std::size_t bytes) {
 Block::Block(std::shared_ptr<Transfer> transfer, std::size_t run, const Piece& piece)
     : transfer_(std::move(transfer)), run_(run), piece_(piece) {}
 
-std::uint64_t* Block::sums() const {
+std::uint32_t* Block::sums() const {
   return run().sums == nullptr ? nullptr : run().sums + piece_.start / run().grain;
 }
 
@@ -133,22 +136,27 @@ bool Block::fail(int code) {
   return false;
 }
 
+// Of the grain at `at` of the piece; see Run for padded ones, whose grain is a page.
+std::uint32_t Block::checksum(const char* data, std::uint64_t at) const {
+  std::uint64_t length = std::min<std::uint64_t>(run().grain, piece_.length - at);
+  std::uint32_t sum = crc32c(data + at, length, 0);
+  if (!run().padded) return sum;
+  if (length < kAlignment) sum = crc32c(kZeros, kAlignment - length, sum);
+  return sum ^ kSumOfZeros;
+}
+
 void Block::record(const char* data) {
-  std::uint64_t* slots = sums();
-  if (slots == nullptr) return;
-  for (std::uint64_t at = 0; at < piece_.length; at += run().grain) {
-    std::uint64_t length = std::min<std::uint64_t>(run().grain, piece_.length - at);
-    *slots++ = kWritten | crc32c(data + at, length, 0);
-  }
+  std::uint32_t* slot = sums();
+  if (slot == nullptr) return;
+  for (std::uint64_t at = 0; at < piece_.length; at += run().grain) *slot++ = checksum(data, at);
 }
 
 bool Block::verify(const char* data) {
-  const std::uint64_t* slots = sums();
-  if (slots == nullptr) return true;
-  for (std::uint64_t at = 0; at < piece_.length; at += run().grain, ++slots) {
-    std::uint64_t length = std::min<std::uint64_t>(run().grain, piece_.length - at);
-    if (*slots == (kWritten | crc32c(data + at, length, 0))) continue;
-    code_ = *slots == 0 ? kNeverWritten : kChecksumMismatch;
+  const std::uint32_t* slot = sums();
+  if (slot == nullptr) return true;
+  for (std::uint64_t at = 0; at < piece_.length; at += run().grain) {
+    if (*slot++ == checksum(data, at)) continue;
+    code_ = kChecksumMismatch;
     failed_at_ = at;
     return false;
   }

@@ -11,9 +11,6 @@
 
 namespace unbounded::disk {
 
-// A slot holds the CRC32C of its grain with this bit set; zero means never written.
-inline constexpr std::uint64_t kWritten = std::uint64_t{1} << 32;
-
 enum class Mode {
   direct,    // O_DIRECT between the file and the caller's memory
   bounced,   // O_DIRECT through an aligned buffer: the caller's memory is not aligned, or the tail is padded
@@ -76,7 +73,8 @@ class Block {
   bool retry(int code);
   bool verify(const char* data);
   void record(const char* data);
-  std::uint64_t* sums() const;
+  std::uint32_t checksum(const char* data, std::uint64_t at) const;
+  std::uint32_t* sums() const;
   const Run& run() const { return transfer_->runs()[run_]; }
   char* memory() const { return run().data + piece_.start; }
 

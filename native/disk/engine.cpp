@@ -10,12 +10,13 @@ namespace {
 
 // Enough blocks for a rate that means something: 64 MiB, 16 ms on a disk of 4 GB/s.
 constexpr std::uint64_t kWindowBlocks = 8;
+// Blocks are multiples of this, so that a grain of checksums up to this size lies in one block.
+constexpr std::uint64_t kBlockGrain = 64 * 1024;
 
 EngineOptions normalised(EngineOptions options) {
-  std::uint64_t grains = (options.block_bytes + kChecksumGrain - 1) / kChecksumGrain;
-  options.block_bytes = std::max<std::uint64_t>(1, grains) * kChecksumGrain;
+  std::uint64_t grains = (options.block_bytes + kBlockGrain - 1) / kBlockGrain;
+  options.block_bytes = std::max<std::uint64_t>(1, grains) * kBlockGrain;
   options.num_threads = std::clamp(options.num_threads, 1u, 256u);
-  options.queue_depth = std::clamp(options.queue_depth, 1u, 1024u);
   return options;
 }
 
@@ -35,24 +36,24 @@ Engine::Engine(const EngineOptions& options) : options_(normalised(options)) {}
 std::shared_ptr<Transfer> Engine::submit(Operation operation, std::vector<Run> runs) {
   if (!begin_all(runs)) return nullptr;
   auto transfer = std::make_shared<Transfer>(operation, std::move(runs));
-  std::map<Key, std::vector<Block>> blocks;
+  std::map<dev_t, std::vector<Block>> blocks;
   std::size_t num_blocks = 0;
   for (std::size_t index = 0; index < transfer->runs().size(); ++index) {
     const Run& run = transfer->runs()[index];
     for (const Piece& piece : split(run, run.file->direct(), options_.block_bytes)) {
-      blocks[key_of(*run.file)].emplace_back(transfer, index, piece);
+      blocks[run.file->device()].emplace_back(transfer, index, piece);
       ++num_blocks;
     }
   }
   transfer->expect(num_blocks);
-  for (auto& [key, list] : blocks) launch(key, operation, list);
+  for (auto& [device, list] : blocks) launch(device, operation, list);
   return transfer;
 }
 
-void Engine::launch(const Key& key, Operation operation, std::vector<Block>& blocks) {
+void Engine::launch(dev_t device, Operation operation, std::vector<Block>& blocks) {
   int code = EBADF;
   try {
-    if (auto target = lane(key, operation)) {
+    if (auto target = lane(device, operation)) {
       target->submit(blocks);
       return;
     }
@@ -62,38 +63,21 @@ void Engine::launch(const Key& key, Operation operation, std::vector<Block>& blo
   for (Block& block : blocks) block.abandon(code);
 }
 
-Engine::Key Engine::key_of(const File& file) { return {file.device(), static_cast<int>(file.backend())}; }
-
-std::shared_ptr<Lane> Engine::lane(const Key& key, Operation operation) {
+std::shared_ptr<Lane> Engine::lane(dev_t device, Operation operation) {
   std::lock_guard lock(mutex_);
   if (closed_) return nullptr;
-  Device& entry = devices_[key];
+  Device& entry = devices_[device];
   std::shared_ptr<Lane>& slot = entry.lanes[static_cast<int>(operation)];
-  if (slot == nullptr) slot = make_lane(operation, static_cast<Backend>(key.second), entry.meter);
+  if (slot == nullptr) {
+    LaneOptions options{options_.num_threads, kWindowBlocks * options_.block_bytes,
+                        operation == Operation::read ? "disk-read" : "disk-write", options_.niceness};
+    slot = std::make_shared<Lane>(options, entry.meter);
+  }
   return slot;
 }
 
-std::shared_ptr<Lane> Engine::make_lane(Operation operation, Backend backend, const std::shared_ptr<Meter>& meter) const {
-  LaneOptions options{options_.queue_depth, kWindowBlocks * options_.block_bytes,
-                      operation == Operation::read ? "disk-read" : "disk-write", options_.niceness};
-  int error = 0;
-  if (backend == Backend::uring) {
-    if (auto lane = make_uring_lane(options, meter, &error)) return lane;
-  }
-  options.max_width = options_.num_threads;
-  return make_thread_lane(options, meter);
-}
-
-unsigned Engine::width(const File& file, Operation operation) {
-  std::lock_guard lock(mutex_);
-  auto entry = devices_.find(key_of(file));
-  if (entry == devices_.end()) return 0;
-  const auto& lane = entry->second.lanes[static_cast<int>(operation)];
-  return lane == nullptr ? 0 : lane->width();
-}
-
 void Engine::close() {
-  std::map<Key, Device> devices;
+  std::map<dev_t, Device> devices;
   {
     std::lock_guard lock(mutex_);
     closed_ = true;

@@ -8,8 +8,8 @@
 
 namespace unbounded::disk {
 
-File::File(int fd, int direct_fd, Backend backend)
-    : fd_(fd), direct_fd_(direct_fd), backend_(backend), direct_(direct_fd >= 0) {
+File::File(int fd, int direct_fd, bool temporary)
+    : fd_(fd), direct_fd_(direct_fd), temporary_(temporary), direct_(direct_fd >= 0) {
   struct stat status {};
   if (::fstat(fd, &status) == 0) device_ = status.st_dev;
 }
@@ -51,6 +51,9 @@ void File::close() {
   idle_.wait(lock, [this] { return in_flight_ == 0; });
   if (closed_) return;
   closed_ = true;
+  if (temporary_ && ::ftruncate(fd_, 0) != 0) {
+    // The space comes back with the last descriptor.
+  }
   if (direct_fd_ >= 0 && direct_fd_ != fd_) ::close(direct_fd_);
   ::close(fd_);
 }

@@ -14,19 +14,17 @@ namespace unbounded::disk {
 // O_DIRECT wants memory, offset and length in multiples of the device's block; 4096 covers all in use.
 inline constexpr std::size_t kAlignment = 4096;
 
-enum class Backend : int { threads = 0, uring = 1 };
-
 class File {
  public:
   // Takes ownership of both descriptors. `direct_fd` is -1 where O_DIRECT is not to be used; it may equal
   // `fd`, and O_DIRECT is then taken off that descriptor should the filesystem refuse it later.
-  File(int fd, int direct_fd, Backend backend);
+  // A `temporary` file is emptied when it is closed, since a forked child may have its descriptors for longer.
+  File(int fd, int direct_fd, bool temporary);
   ~File();
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
   dev_t device() const { return device_; }
-  Backend backend() const { return backend_; }
   bool direct() const { return direct_.load(std::memory_order_acquire); }
   int descriptor(bool direct) const { return direct ? direct_fd_ : fd_; }
   // Some filesystems accept O_DIRECT when opening and answer EINVAL to the transfer.
@@ -42,7 +40,7 @@ class File {
  private:
   const int fd_;
   const int direct_fd_;
-  const Backend backend_;
+  const bool temporary_;
   std::atomic<bool> direct_;
   dev_t device_ = 0;
   std::mutex mutex_;

@@ -19,21 +19,20 @@ enum class Operation : int { read = 0, write = 1 };
 // Results that are no errno; shared with the Python side.
 inline constexpr int kShortRead = -1;
 inline constexpr int kChecksumMismatch = -2;
-inline constexpr int kNeverWritten = -3;
 
-// A slot of checksums for every so many bytes, unless a run says otherwise.
-inline constexpr std::size_t kChecksumGrain = 64 * 1024;
-
-// Contiguous bytes of one file and of memory. `sums` is one slot for every `grain` bytes, or null.
-// `padded`: the file's bytes from the end of the run up to the next kAlignment belong to the run as well.
+// Contiguous bytes of one file and of memory. `sums` is one slot for every `grain` bytes, or null: a write puts the
+// CRC32C of each there, a read is held against them.
+// `padded`: the file's bytes from the end of the run up to the next kAlignment belong to the run as well. They count
+// as zeros, and a slot holds the difference (exclusive or) to the checksum of kAlignment zeros: the slots of a file
+// that reads as zeros are zeros.
 struct Run {
   std::shared_ptr<File> file;
   std::uint64_t offset = 0;
   char* data = nullptr;
   std::uint64_t length = 0;
-  std::uint64_t* sums = nullptr;
+  std::uint32_t* sums = nullptr;
   bool padded = false;
-  std::size_t grain = kChecksumGrain;
+  std::size_t grain = kAlignment;
 };
 
 struct Failure {

@@ -1,7 +1,6 @@
 #include "pool.h"
 
 #include <cfenv>
-#include <unistd.h>
 
 namespace unbounded {
 namespace {
@@ -21,7 +20,7 @@ class FloatMode {
 
 }  // namespace
 
-Pool::Pool(int num_threads) : num_threads_(num_threads), process_(getpid()) {
+Pool::Pool(int num_threads) : num_threads_(num_threads) {
   try {
     for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
   } catch (...) {
@@ -30,12 +29,7 @@ Pool::Pool(int num_threads) : num_threads_(num_threads), process_(getpid()) {
   }
 }
 
-Pool::~Pool() {
-  if (getpid() == process_)
-    stop();
-  else
-    new std::vector<std::thread>(std::move(threads_));  // they are not in this process: neither join nor destroy
-}
+Pool::~Pool() { stop(); }
 
 void Pool::stop() {
   {
@@ -69,7 +63,7 @@ void Pool::serve() {
 
 void Pool::run(int64_t num_chunks, Chunk chunk, void* context) {
   Job job{chunk, context, num_chunks};
-  if (num_chunks <= 1 || num_threads_ == 1 || getpid() != process_) return work(job);
+  if (num_chunks <= 1 || num_threads_ == 1) return work(job);
   std::lock_guard turn(turn_);
   {
     std::lock_guard lock(mutex_);

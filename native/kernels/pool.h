@@ -2,6 +2,9 @@
 //
 // The caller works too, so a pool of n threads starts n - 1. Callers on one pool take turns. A job never waits for a
 // sleeping thread: a thread joins while chunks are left, and the caller waits only for those that joined.
+//
+// A pool belongs to the process that made it. A forked child has a copy without threads, which it must neither use nor
+// destroy: destroying a condition variable waits for those who wait on it. The caller of the C ABI sees to that.
 #pragma once
 
 #include <atomic>
@@ -38,7 +41,6 @@ class Pool {
   void stop();
 
   const int num_threads_;
-  const int process_;                 // threads do not survive a fork: a child works alone
   std::mutex turn_;                   // held by the caller whose job it is
   std::mutex mutex_;                  // guards what follows
   std::condition_variable posted_, left_;

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "compact_neon.h"
 #include "table.h"
 
 namespace unbounded {
@@ -39,6 +40,7 @@ struct Neon {
   static I bits(F a) { return {vreinterpretq_s32_f32(a.x)}; }
   static F floats(I a) { return {vreinterpretq_f32_s32(a.x)}; }
   static F sqrt(F a) { return {vsqrtq_f32(a.x)}; }
+  static F magnitude(F a) { return {vabsq_f32(a.x)}; }
   static F fma(F a, F b, F c) { return {vfmaq_f32(c.x, a.x, b.x)}; }
   static F fms(F a, F b, F c) { return {vfmaq_f32(vnegq_f32(c.x), a.x, b.x)}; }
   static F fnma(F a, F b, F c) { return {vfmsq_f32(c.x, a.x, b.x)}; }
@@ -70,7 +72,10 @@ struct Neon {
   static uint16x4_t low_halves(I a) { return vreinterpret_u16_s16(vmovn_s32(a.x)); }
 
   static F load(const float* p) { return {vld1q_f32(p)}; }
-  static F load(const Bf16* p) { return floats(left<16>({vreinterpretq_s32_u32(vmovl_u16(load64(p)))})); }
+  // Floats of their upper halves: of four, and of the last four of eight.
+  static F upper(uint16x4_t x) { return {vreinterpretq_f32_u32(vshll_n_u16(x, 16))}; }
+  static F upper_high(uint16x8_t x) { return {vreinterpretq_f32_u32(vshll_high_n_u16(x, 16))}; }
+  static F load(const Bf16* p) { return upper(load64(p)); }
   static F load(const Fp16* p) { return {vcvt_f32_f16(vreinterpret_f16_u16(load64(p)))}; }
   static void store(float* p, F a) { vst1q_f32(p, a.x); }
   static void store(Bf16* p, F a) {

@@ -175,6 +175,18 @@ template <class V, class R, class T> inline void update_blocks(const Update& giv
   }
 }
 
+#if defined(__aarch64__)
+template <class V, class R, class T> inline void update_blocks_neon(const Update& u, size_t begin, size_t end);
+#endif
+
+// Whole blocks, the way that suits the vectors.
+template <class V, class R, class T> inline void update_whole(const Update& u, size_t begin, size_t end) {
+#if defined(__aarch64__)
+  if constexpr (V::width == 4) return update_blocks_neon<V, R, T>(u, begin, end);
+#endif
+  update_blocks<V, R, T>(u, begin, end);
+}
+
 // The last block, of n < BLOCK elements, filled up with zeros, which change neither its scales nor its other values.
 template <class V, class R, class T> inline void update_short_block(const Update& u, size_t begin, size_t n) {
   Spare<T> padded{};
@@ -192,13 +204,13 @@ template <class V, class R, class T> inline void update_short_block(const Update
   const size_t grad_bytes = u.grad_type == DType::f32 ? 4 : 2;
   __builtin_memcpy(padded.grad, at<char>(u.grad, begin * grad_bytes), n * grad_bytes);
   exchange([](void* to, const void* from, size_t bytes) { __builtin_memcpy(to, from, bytes); });
-  update_blocks<V, R, T>(whole, 0, BLOCK);
+  update_whole<V, R, T>(whole, 0, BLOCK);
   exchange([](const void* from, void* to, size_t bytes) { __builtin_memcpy(to, from, bytes); });
 }
 
 template <class V, class R, class T> inline void update_compact(const Update& u, size_t begin, size_t end) {
   const size_t rest = (end - begin) % BLOCK;
-  if (begin < end - rest) update_blocks<V, R, T>(u, begin, end - rest);
+  if (begin < end - rest) update_whole<V, R, T>(u, begin, end - rest);
   if (rest) update_short_block<V, R, T>(u, end - rest, rest);
 }
 

@@ -1,7 +1,4 @@
-// The pool: every chunk once, callers taking turns, many pools, a fork, and the caller's floating-point mode.
-#include <sys/wait.h>
-#include <unistd.h>
-
+// The pool: every chunk once, callers taking turns, many pools, and the caller's floating-point mode.
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -40,18 +37,6 @@ void pools_come_and_go() {
   }
 }
 
-void a_child_works_alone() {
-  Pool pool(3);
-  every_chunk_runs_once(pool, 10);
-  const pid_t child = fork();
-  if (child == 0) {
-    every_chunk_runs_once(pool, 10);
-    _exit(0);
-  }
-  int status = 1;
-  CHECK(waitpid(child, &status, 0) == child && status == 0);
-}
-
 void denormals_are_kept() {
 #if defined(__x86_64__)
   Pool pool(2);
@@ -79,7 +64,6 @@ int main() {
   }
   callers_take_turns();
   pools_come_and_go();
-  a_child_works_alone();
   denormals_are_kept();
   std::printf("the pool holds\n");
 }

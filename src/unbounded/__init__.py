@@ -15,13 +15,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "shard": "unbounded.sharding",
+    "unshard": "unbounded.sharding",
     "full_params": "unbounded.sharding",
     "checkpoint_activations": "unbounded.sharding",
+    "pipeline": "unbounded.sharding",
+    "tile": "unbounded.zero.parameters.tiles",
+    "tiled_cross_entropy": "unbounded.activations.tiled.loss",
     "save": "unbounded.checkpoint.saving",
     "load": "unbounded.checkpoint.loading",
     "export": "unbounded.checkpoint.exporting",
+    "import_checkpoint": "unbounded.checkpoint.foreign.importing",
     "trace": "unbounded.observe.trace",
     "Plan": "unbounded.planner.plan",
+    "plan": "unbounded.planning",
+    "Machine": "unbounded.machine",
     "UnboundedError": "unbounded.errors",
     "PlanError": "unbounded.errors",
     "BudgetError": "unbounded.errors",
@@ -30,10 +37,15 @@ _HOMES = {
     "CheckpointError": "unbounded.errors",
 }
 
-__all__ = ["__version__", *_HOMES]
+_FRAMEWORKS = ("hf", "lightning", "deepspeed")
+"""Parts that are imported whole on first use; each needs its framework only when something of it is used."""
+
+__all__ = ["__version__", *_HOMES, *_FRAMEWORKS]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FRAMEWORKS:
+        return import_module(f"unbounded.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'unbounded' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
@@ -46,10 +58,16 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from unbounded import deepspeed, hf, lightning
+    from unbounded.activations.tiled.loss import tiled_cross_entropy
     from unbounded.checkpoint.exporting import export
+    from unbounded.checkpoint.foreign.importing import import_checkpoint
     from unbounded.checkpoint.loading import load
     from unbounded.checkpoint.saving import save
     from unbounded.errors import BudgetError, CheckpointError, DiskError, PlanError, StateError, UnboundedError
+    from unbounded.machine import Machine
     from unbounded.observe.trace import trace
     from unbounded.planner.plan import Plan
-    from unbounded.sharding import checkpoint_activations, full_params, shard
+    from unbounded.planning import plan
+    from unbounded.sharding import checkpoint_activations, full_params, pipeline, shard, unshard
+    from unbounded.zero.parameters.tiles import tile

@@ -28,3 +28,18 @@ class DiskError(UnboundedError, OSError):
 
 class CheckpointError(UnboundedError, RuntimeError):
     """A checkpoint that cannot be read as asked."""
+
+
+class PeerError(StateError):
+    """Another rank failed, stopped, ended or went another way, so this one cannot go on."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no whole checkpoint where one was asked for."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class UnsavableError(CheckpointError, TypeError):
+    """A value of the user's that a checkpoint cannot represent."""

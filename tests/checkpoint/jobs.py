@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.zero.training import Batch, TinyGPT, shard
-from unbounded.checkpoint.manifest import read_manifest
-from unbounded.checkpoint.reading import Files
+from unbounded.checkpoint.format.data_files import Files
+from unbounded.checkpoint.format.parsing import read_manifest
 
 
 class Centre(nn.Module):

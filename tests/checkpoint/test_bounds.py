@@ -14,16 +14,18 @@ from torch import nn
 
 import unbounded
 from tests.checkpoint.jobs import assert_same, whole
-from unbounded.checkpoint import job, loading, stream
-from unbounded.checkpoint.manifest import read_manifest
-from unbounded.checkpoint.reading import Files
-from unbounded.checkpoint.targets import Copy, direct_target
-from unbounded.checkpoint.transfer import Transfer
+from unbounded.checkpoint import loading
+from unbounded.checkpoint.format.data_files import Files
+from unbounded.checkpoint.format.parsing import read_manifest
+from unbounded.checkpoint.load.load_plan import Copy, direct_target
+from unbounded.checkpoint.load.transfer import Transfer
+from unbounded.checkpoint.save import save_job, writer
 from unbounded.native.disk import DiskFile
 from unbounded.sharding import sharded
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.budget import size_buffers
+from unbounded.tiers.pipeline import Pipeline
 from unbounded.tiers.staging import size_staging
 
 MIB = 1 << 20
@@ -72,8 +74,8 @@ def test_a_save_writes_and_a_load_reads_every_byte_once(tmp_path: Path, monkeypa
 def test_states_in_host_memory_are_written_and_read_without_a_copy(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(loading, "STAGED_BYTES", 0)
     staged: list[int] = []
-    lease = stream.Writer._lease
-    monkeypatch.setattr(stream.Writer, "_lease", lambda self: (staged.append(1), lease(self))[1])
+    lease = Pipeline.lease
+    monkeypatch.setattr(Pipeline, "lease", lambda self: (staged.append(1), lease(self))[1])
     model, optimizer = build("host")
     unbounded.save(tmp_path / "c", model, optimizer)
     assert len(staged) == 1  # what is small: the random states
@@ -137,13 +139,13 @@ def test_states_on_disk_pass_through_a_few_buffers_that_stay(tmp_path: Path, mon
 @pytest.fixture
 def gate(monkeypatch: Any) -> Iterator[threading.Event]:
     """While it is not set, a save reads nothing of what is large."""
-    gate, begin = threading.Event(), stream.Writer._begin
+    gate, begin = threading.Event(), writer.Writer.read
 
     def held(self: Any, chunk: Any) -> None:
         gate.wait()
         begin(self, chunk)
 
-    monkeypatch.setattr(stream.Writer, "_begin", held)
+    monkeypatch.setattr(writer.Writer, "read", held)
     yield gate
     gate.set()
 
@@ -157,7 +159,7 @@ def test_a_step_beside_a_save_that_stands_still_goes_on_with_its_states_copied_a
     unbounded.save(tmp_path / "now", model, optimizer)
     gate.clear()
     before = tiers.arena.used_bytes, tiers.planned_host_bytes
-    handle = unbounded.save(tmp_path / "behind", model, optimizer, wait=False)
+    handle = unbounded.save(tmp_path / "background", model, optimizer, wait=False)
     training = threading.Thread(target=step, args=(model, optimizer))
     training.start()
     training.join(60)
@@ -168,21 +170,21 @@ def test_a_step_beside_a_save_that_stands_still_goes_on_with_its_states_copied_a
     assert tiers.arena.used_bytes - before[0] < 49 * MIB
     gate.set()
     handle.wait()
-    assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
+    assert_same(whole(tmp_path / "background"), whole(tmp_path / "now"))
     assert (tiers.arena.used_bytes, tiers.planned_host_bytes) == before
 
 
 def test_states_are_copied_aside_before_the_step_comes_to_them(
     tmp_path: Path, monkeypatch: Any, gate: threading.Event
 ) -> None:
-    monkeypatch.setattr(job.SaveJob, "_copies_ahead", lambda self: self.copy)  # as beside a GPU
+    monkeypatch.setattr(save_job.SaveJob, "_copies_ahead", lambda self: self.copy)  # as beside a GPU
     model, optimizer = build("host")
     arena = sharded(model).tiers.arena
     gate.set()
     unbounded.save(tmp_path / "now", model, optimizer)
     gate.clear()
     before = arena.used_bytes
-    handle = unbounded.save(tmp_path / "behind", model, optimizer, wait=False)
+    handle = unbounded.save(tmp_path / "background", model, optimizer, wait=False)
     readers = [unit.reader for unit in sharded(model).engine.units]
     for reader in readers:
         reader._launched.wait(60)
@@ -191,7 +193,7 @@ def test_states_are_copied_aside_before_the_step_comes_to_them(
     step(model, optimizer)
     gate.set()
     handle.wait()
-    assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
+    assert_same(whole(tmp_path / "background"), whole(tmp_path / "now"))
     assert arena.used_bytes == before
 
 
@@ -203,7 +205,7 @@ def test_a_step_waits_for_a_save_where_the_budget_has_no_room_for_copies(
     gate.set()
     unbounded.save(tmp_path / "now", model, optimizer)
     gate.clear()
-    handle = unbounded.save(tmp_path / "behind", model, optimizer, wait=False)
+    handle = unbounded.save(tmp_path / "background", model, optimizer, wait=False)
     training = threading.Thread(target=step, args=(model, optimizer))
     training.start()
     training.join(0.5)
@@ -211,12 +213,12 @@ def test_a_step_waits_for_a_save_where_the_budget_has_no_room_for_copies(
     gate.set()
     training.join()
     handle.wait()
-    assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
+    assert_same(whole(tmp_path / "background"), whole(tmp_path / "now"))
     assert peak.bytes <= (48 + 24) * MIB
 
 
 def test_what_a_save_is_reading_is_not_overwritten_before_it_was_read(tmp_path: Path, monkeypatch: Any) -> None:
-    gate, finish = threading.Event(), stream.Writer._finish
+    gate, finish = threading.Event(), writer.Writer.finish
 
     def held(self: Any, chunk: Any) -> None:
         gate.wait()
@@ -224,8 +226,8 @@ def test_what_a_save_is_reading_is_not_overwritten_before_it_was_read(tmp_path: 
 
     model, optimizer = build("host")
     unbounded.save(tmp_path / "now", model, optimizer)
-    monkeypatch.setattr(stream.Writer, "_finish", held)
-    handle = unbounded.save(tmp_path / "behind", model, optimizer, wait=False)
+    monkeypatch.setattr(writer.Writer, "finish", held)
+    handle = unbounded.save(tmp_path / "background", model, optimizer, wait=False)
     training = threading.Thread(target=step, args=(model, optimizer))
     training.start()
     training.join(0.5)
@@ -233,7 +235,7 @@ def test_what_a_save_is_reading_is_not_overwritten_before_it_was_read(tmp_path: 
     gate.set()
     training.join()
     handle.wait()
-    assert_same(whole(tmp_path / "behind"), whole(tmp_path / "now"))
+    assert_same(whole(tmp_path / "background"), whole(tmp_path / "now"))
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -299,7 +301,7 @@ def test_a_failure_in_the_middle_gives_every_buffer_back(
     assert_same(whole(tmp_path / "again"), whole(tmp_path / "c"))
 
 
-def test_the_padding_behind_a_copy_is_read_only_into_what_is_behind_its_array() -> None:
+def test_the_padding_after_a_copy_is_read_only_into_what_follows_its_array() -> None:
     arena = HostArena(pin=False, num_threads=1)
     held = arena.allocate(torch.float32, 1500)  # 6000 bytes of two pages
     array = MemoryArray(held, "host")
@@ -329,8 +331,8 @@ def test_arrays_of_odd_sizes_are_loaded_into_place_in_few_reads(tmp_path: Path, 
     optimizer.zero_grad()
     unbounded.save(tmp_path / "c", model, optimizer)
     starts: list[int] = []
-    begin = Transfer._begin
-    monkeypatch.setattr(Transfer, "_begin", lambda self, *a: (starts.append(a[1]), begin(self, *a))[1])
+    begin = Transfer.read
+    monkeypatch.setattr(Transfer, "read", lambda self, chunk: (starts.append(chunk.start), begin(self, chunk))[1])
     unbounded.load(tmp_path / "c", model, optimizer)
     arrays = [a for unit in sharded(model).engine.units for a in (unit.weights, *unit.states.values())]
     assert len(starts) == len(arrays) == 16

@@ -16,9 +16,11 @@ from torch import nn
 import unbounded
 from tests.checkpoint.jobs import Odd, assert_same, build, train, whole
 from unbounded.checkpoint import loading
+from unbounded.checkpoint.load import contents
 from unbounded.cli import main
 from unbounded.errors import CheckpointError
 
+FLIPS = int(os.environ.get("UNBOUNDED_FLIPS", "25"))  # of each file; `python -m tests.faults` asks for more
 PRELOAD_IN_RANKS = ["unbounded.checkpoint.loading", "tests.checkpoint.jobs"]
 
 
@@ -50,7 +52,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named_and_changes_nothing(saved: Pa
     before = everything(model, optimizer, tmp_path / "before")
     for path in sorted(saved.iterdir()):
         size = path.stat().st_size
-        places = {0, 1, size // 2, size - 2, *(generator.randrange(size) for _ in range(25))}
+        places = {0, 1, size // 2, size - 2, *(generator.randrange(size) for _ in range(FLIPS))}
         for position in places:
             bit = generator.randrange(8)
             flip(path, position, bit)
@@ -62,7 +64,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named_and_changes_nothing(saved: Pa
 
 
 def test_a_flipped_bit_names_the_tensors_it_hit_and_inspect_finds_it_too(saved: Path, capsys: Any) -> None:
-    from unbounded.checkpoint.manifest import read_manifest
+    from unbounded.checkpoint.format.parsing import read_manifest
 
     entry = read_manifest(saved).tensors["exp_avg", "body.blocks.1.up.weight", None]
     flip(saved / "data-00000.bin", entry.slices[0].offset + 10, 3)
@@ -87,7 +89,7 @@ def damaged_in_place(rank: int, world_size: int, folder: str) -> tuple[list[str]
         flip(Path(f"{folder}/bad/data-00000.bin"), size - 5000, 1)
     if world_size > 1:
         torch.distributed.barrier()
-    before = loading.STAGED_BYTES, loading._Loading._prepare
+    before = loading.STAGED_BYTES, contents.Contents.prepare
     prepare = before[1]
     loading.STAGED_BYTES = 0
 
@@ -100,7 +102,7 @@ def damaged_in_place(rank: int, world_size: int, folder: str) -> tuple[list[str]
         finally:
             files.verify, files.expected = kept
 
-    loading._Loading._prepare = skip_small
+    contents.Contents.prepare = skip_small
     messages = []
     try:
         for action in (
@@ -113,7 +115,7 @@ def damaged_in_place(rank: int, world_size: int, folder: str) -> tuple[list[str]
             messages.append(str(caught.value))
         unbounded.load(f"{folder}/c", model, optimizer)
     finally:
-        loading.STAGED_BYTES, loading._Loading._prepare = before
+        loading.STAGED_BYTES, contents.Contents.prepare = before
     return messages, train(model, optimizer, 2, 4, rank) == expected
 
 
@@ -225,7 +227,7 @@ def test_other_param_groups_are_refused(saved: Path) -> None:
 
 def disagree(rank: int, world_size: int, folder: str) -> str:
     """One rank cannot read what the others can."""
-    from unbounded.checkpoint.reading import Files
+    from unbounded.checkpoint.format.data_files import Files
 
     model, optimizer = build({})
     unbounded.save(f"{folder}/c", model, optimizer)

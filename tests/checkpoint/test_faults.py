@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,52 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 import unbounded
-from tests import ranks as pool
 from tests.checkpoint.jobs import build, train, whole
-from unbounded.checkpoint import folder as folders
-from unbounded.checkpoint import job, saving, stream
-from unbounded.checkpoint.manifest import read_manifest
-from unbounded.errors import CheckpointError, DiskError
+from tests.checkpoint.marks import mark, marked, read_mark, start
+from unbounded.checkpoint import saving
+from unbounded.checkpoint.format import folder as folders
+from unbounded.checkpoint.format.parsing import read_manifest
+from unbounded.checkpoint.save import save_job, writer
+from unbounded.errors import DiskError
 
+# Of jobs that save; `python -m tests.faults` asks for more.
+KILLS = int(os.environ.get("UNBOUNDED_KILLS", "8"))
 PRELOAD_IN_RANKS = ["unbounded.checkpoint.loading", "tests.checkpoint.jobs"]
-
-
-class Marked(nn.Module):
-    """Every weight of one save has the same value, so a mix of two saves shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-
-def marked(number: int) -> Any:
-    model = Marked()
-    model, optimizer = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    mark(model, number)
-    return model, optimizer
-
-
-def mark(model: nn.Module, number: int) -> None:
-    with unbounded.full_params(model):
-        for parameter in model.parameters():
-            parameter.fill_(number)
-
-
-def read_mark(folder: Path) -> int:
-    """The number that everything in the checkpoint agrees on; every byte verified."""
-    manifest = read_manifest(folders.find(folder))
-    values = {float(v) for tensor in whole(folders.find(folder)).values() for v in tensor.unique()}
-    number = manifest.values["extra"]["0"]["number"]
-    assert values == {float(number)}
-    return int(number)
-
-
-def start(target: Callable[..., None], *arguments: Any) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(pool.PRELOAD))
-    process = context.Process(target=target, args=arguments, daemon=True)
-    process.start()
-    return process
 
 
 def save_for_ever(rank: int, world_size: int, folder: str, first: int, store: str) -> None:
@@ -78,7 +41,8 @@ def save_for_ever(rank: int, world_size: int, folder: str, first: int, store: st
     model, optimizer = marked(first)
     for number in range(first, first + 10_000):
         mark(model, number)
-        Path(f"{store}.ready{rank}").touch()
+        if world_size == 1 or number > first:  # the first save of several ranks makes their group
+            Path(f"{store}.ready{rank}").touch()
         unbounded.save(folder, model, optimizer, number=number)
 
 
@@ -110,9 +74,9 @@ def kill_at_random(folder: Path, world_size: int, times: int, seed: int, *, all_
 def test_a_job_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     unbounded.save(folder, *marked(0), number=0)
-    found = kill_at_random(folder, 1, 32, seed=1, all_ranks=True)
+    found = kill_at_random(folder, 1, KILLS, seed=1, all_ranks=True)
     assert found == sorted(found)
-    assert len(set(found)) > 5  # saves did come to an end in between
+    assert len(set(found)) > 2  # saves did come to an end in between
     unbounded.save(folder, *marked(7), number=7)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".c")] == []
 
@@ -120,7 +84,7 @@ def test_a_job_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path
 def test_one_rank_killed_ends_the_others_and_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     unbounded.save(folder, *marked(0), number=0)
-    found = kill_at_random(folder, 2, 18, seed=2, all_ranks=False)
+    found = kill_at_random(folder, 2, KILLS // 2, seed=2, all_ranks=False)
     assert found == sorted(found)
 
 
@@ -138,9 +102,9 @@ def die_at(folder: str, moment: str, exchange: bool) -> None:
         folders._exchange = lambda one, other: False
     rename = os.rename
     if moment == "claimed":
-        job.SaveJob._write_file = die
+        save_job.SaveJob._write_file = die
     elif moment == "data written":
-        job.SaveJob._commit = die
+        save_job.SaveJob._commit = die
     elif moment == "manifest written":
         folders.Claim._put_in_place = die
     elif moment == "moved aside":
@@ -188,7 +152,7 @@ def fail_in_rank(rank: int, world_size: int, folder: str, failing: int, moment: 
     train(model, optimizer, 0, 1, rank)
     unbounded.save(folder, model, optimizer, number=0)
     train(model, optimizer, 1, 2, rank)
-    write, commit = stream.Writer._write, folders.Claim.commit
+    write, commit = writer.Writer.work, folders.Claim.commit
 
     def full(*_: Any) -> Any:
         error = DiskError("write failed: No space left on device (errno 28). Free space on that disk.")
@@ -196,14 +160,14 @@ def fail_in_rank(rank: int, world_size: int, folder: str, failing: int, moment: 
         raise error
 
     if moment == "write" and rank == failing:
-        stream.Writer._write = full
+        writer.Writer.work = full
     elif moment == "manifest" and rank == 0:
         folders.Claim.commit = full
     try:
         with pytest.raises(Exception, match="No space left") as caught:
             unbounded.save(folder, model, optimizer, number=1)
     finally:
-        stream.Writer._write, folders.Claim.commit = write, commit
+        writer.Writer.work, folders.Claim.commit = write, commit
     left = sorted(path.name for path in Path(folder).parent.iterdir())
     if world_size > 1:
         dist.barrier()
@@ -251,7 +215,7 @@ def test_a_real_full_filesystem_is_told_with_what_is_short(tmp_path: Path) -> No
 def test_an_error_in_the_background_is_raised_by_wait_or_by_the_next_save(tmp_path: Path, monkeypatch: Any) -> None:
     model, optimizer = marked(1)
     with monkeypatch.context() as patch:
-        patch.setattr(stream.Writer, "write", lambda *_: (_ for _ in ()).throw(DiskError("gone")))
+        patch.setattr(writer.Writer, "write", lambda *_: (_ for _ in ()).throw(DiskError("gone")))
         handle = unbounded.save(tmp_path / "c", model, optimizer, wait=False)
         with pytest.raises(DiskError, match="gone"):
             handle.wait()
@@ -265,100 +229,25 @@ def test_an_error_in_the_background_is_raised_by_wait_or_by_the_next_save(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_a_program_that_ends_finishes_its_save_and_tells_of_an_error(tmp_path: Path) -> None:
+def test_a_program_that_ends_finishes_its_save_and_exits_with_an_error_if_that_failed(tmp_path: Path) -> None:
     script = (
-        "import sys, torch, unbounded\n"
+        "import atexit, sys, torch\n"
+        'atexit.register(print, "a handler of somebody else\'s")\n'
+        "import unbounded\n"
         "from torch import nn\n"
-        "from unbounded.checkpoint import stream\n"
+        "from unbounded.checkpoint.save import writer\n"
         "def job():\n"
         "    model = nn.Linear(300, 300)\n"
         "    return unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
-        "good, bad = job(), job()\n"
-        "write = stream.Writer.write\n"
-        "stream.Writer.write = lambda *a: 1 / 0 if '/.d.' in a[0].file.path else write(*a)\n"
+        "good = job()\n"
+        "write = writer.Writer.write\n"
+        "writer.Writer.write = lambda *a: 1 / 0 if '/.d.' in a[0].file.path else write(*a)\n"
         "unbounded.save(sys.argv[1] + '/c', *good, wait=False)\n"
-        "unbounded.save(sys.argv[1] + '/d', *bad, wait=False)\n"
+        "unbounded.save(sys.argv[1] + '/d', *job(), wait=False)  # the model is gone before its save has failed\n"
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
     assert whole(tmp_path / "c")
     assert done.stderr.splitlines()[-1] == "unbounded: a save in the background failed: division by zero"
+    assert done.stdout == "a handler of somebody else's\n"
+    assert done.returncode == 120
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-# -- two jobs ----------------------------------------------------------------------------------------------------------
-
-
-def save_many(folder: str, first: int, results: Any) -> None:
-    model, optimizer = marked(first)
-    saved, refused = [], []
-    for number in range(first, first + 25):
-        mark(model, number)
-        try:
-            unbounded.save(folder, model, optimizer, number=number)
-            saved.append(number)
-        except CheckpointError as error:
-            refused.append(str(error))
-    results.put((saved, refused))
-
-
-def test_of_two_jobs_saving_to_one_folder_one_wins_cleanly(tmp_path: Path) -> None:
-    results = multiprocessing.get_context("forkserver").Queue()
-    jobs = [start(save_many, str(tmp_path / "c"), first, results) for first in (1, 1001)]
-    outcomes = [results.get(timeout=60) for _ in jobs]
-    for child in jobs:
-        child.join(30)
-    saved = [number for numbers, _ in outcomes for number in numbers]
-    assert read_mark(tmp_path / "c") in saved
-    assert all("another job is saving" in text for _, refused in outcomes for text in refused)
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-def test_a_folder_that_is_being_saved_to_is_refused_until_it_is_free(tmp_path: Path) -> None:
-    model, optimizer = marked(1)
-    held = folders.claim(tmp_path / "c")
-    with pytest.raises(CheckpointError, match=r"another job is saving to .*/c now"):
-        unbounded.save(tmp_path / "c", model, optimizer, number=1)
-    unbounded.save(tmp_path / "d", model, optimizer, number=1)
-    held.release()
-    unbounded.save(tmp_path / "c", model, optimizer, number=1)
-    assert read_mark(tmp_path / "c") == 1
-
-
-# -- folders -----------------------------------------------------------------------------------------------------------
-
-
-def test_files_of_the_users_are_never_replaced(tmp_path: Path) -> None:
-    model, optimizer = marked(1)
-    (tmp_path / "c").mkdir()
-    unbounded.save(tmp_path / "c", model, optimizer, number=1)  # an empty folder is fine
-    (tmp_path / "c" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds files that are not a checkpoint's: notes\.txt"):
-        unbounded.save(tmp_path / "c", model, optimizer, number=2)
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="is a file"):
-        unbounded.save(tmp_path / "file", model, optimizer, number=2)
-    assert read_mark(tmp_path / "c") == 1
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_link_is_followed_and_parents_are_made(tmp_path: Path) -> None:
-    model, optimizer = marked(1)
-    (tmp_path / "latest").symlink_to(tmp_path / "deep" / "real")
-    unbounded.save(tmp_path / "latest", model, optimizer, number=1)
-    assert (tmp_path / "latest").is_symlink()
-    assert read_mark(tmp_path / "deep" / "real") == read_mark(tmp_path / "latest") == 1
-
-
-def test_extra_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"extra\['loader'\] is a .*object"):
-        unbounded.save(tmp_path / "c", *marked(1), loader=object())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    (model, _), (_, other) = marked(1), marked(2)
-    for wrong in (other, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)):
-        with pytest.raises(unbounded.StateError, match="not the optimizer that shard returned"):
-            unbounded.save(tmp_path / "c", model, wrong)
-    with pytest.raises(unbounded.StateError, match="not sharded"):
-        unbounded.save(tmp_path / "c", Marked())

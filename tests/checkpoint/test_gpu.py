@@ -51,13 +51,13 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int) -> list[float
     return losses
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["now", "behind"])
+@pytest.mark.parametrize("background", [False, True], ids=["now", "background"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_training_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, tier: str, precision: str, behind: bool) -> None:
+def test_training_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, tier: str, precision: str, background: bool) -> None:
     model, optimizer = build(tier, 1, precision=precision)
     train(model, optimizer, 0, 2)
-    handle = unbounded.save(tmp_path / "c", model, optimizer, wait=not behind)
+    handle = unbounded.save(tmp_path / "c", model, optimizer, wait=not background)
     expected = train(model, optimizer, 2, 5)
     handle.wait()
     model, optimizer = build(tier, 2, precision=precision)
@@ -94,7 +94,11 @@ def test_states_pass_from_a_gpu_to_a_machine_without_one_and_back(tmp_path: Path
     unbounded.save(tmp_path / "gpu", model, optimizer)
     expected = train(model, optimizer, 2, 4)
     random = torch.cuda.get_rng_state()
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+    }
     command = [sys.executable, "-c", CHILD, str(tmp_path / "gpu"), str(tmp_path / "cpu")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

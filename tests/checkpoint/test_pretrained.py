@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +15,9 @@ from torch import nn
 
 import unbounded
 from tests.checkpoint.jobs import assert_same
+from tests.resident import Peak
 
-PRELOAD_IN_RANKS = ["transformers", "transformers.models.llama.modeling_llama", "unbounded.checkpoint.pretrained"]
+PRELOAD_IN_RANKS = ["transformers", "transformers.models.llama.modeling_llama", "unbounded.weights.pretrained"]
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -249,50 +248,27 @@ class Wide(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(24))
 
 
-class Peak(threading.Thread):
-    """Watches the process's anonymous memory: files that are mapped count as resident, but cost nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.first = self.peak = self._held()
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        while not self.over.wait(0.01):
-            self.peak = max(self.peak, self._held())
-
-    def stop(self) -> int:
-        self.over.set()
-        self.join()
-        return self.peak - self.first
-
-    @staticmethod
-    def _held() -> int:
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return int(fields["RssAnon"].split()[0]) * 1024
-
-
-def streamed(rank: int, world_size: int, folder: str) -> tuple[float, float]:
-    """Peak growth of memory while streaming in and out with everything on disk, in parts of the model's bytes."""
+def streamed(rank: int, world_size: int, folder: str) -> str:
+    """Streams in and out with everything on disk, each in less memory than half of the model's bytes."""
     from safetensors.torch import save_file
 
-    # A mapping of its own for every large block: what is asked is what is held, not how malloc's heap fragments.
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)
     save_file({f"layers.{i}.weight": torch.full((2048, 2048), float(i)) for i in range(24)}, f"{folder}/w.safetensors")
     with torch.device("meta"):
         model = Wide()
-    total = 24 * 2048 * 2048 * 4
-    peak = Peak()
-    peak.start()
-    model, _ = unbounded.shard(model, plan={"weights": "disk", "host_bytes": "64MiB"}, weights=folder)
-    coming = peak.stop() / total
-    peak = Peak()
-    peak.start()
-    unbounded.export(f"{folder}/out", model)
-    return coming, peak.stop() / total
+    half = 24 * 2048 * 2048 * 4 // 2
+    try:
+        with Peak(half) as coming:
+            model, _ = unbounded.shard(model, plan={"weights": "disk", "host_bytes": "64MiB"}, weights=folder)
+        with Peak(half) as going:
+            unbounded.export(f"{folder}/out", model)
+    except pytest.skip.Exception as skipped:
+        return str(skipped)
+    assert coming.grown_bytes < half
+    assert going.grown_bytes < half
+    return ""
 
 
 def test_streaming_in_and_out_holds_a_few_units_and_not_the_model(ranks: Any, tmp_path: Path) -> None:
-    ((coming, going),) = ranks(1, streamed, str(tmp_path))
-    assert coming < 0.5
-    assert going < 0.5
+    (skipped,) = ranks(1, streamed, str(tmp_path))
+    if skipped:
+        pytest.skip(skipped)

@@ -12,8 +12,8 @@ import torch
 
 import unbounded
 from tests.checkpoint.jobs import assert_same, build, train, whole
-from unbounded.checkpoint.manifest import TensorEntry
-from unbounded.checkpoint.slices import GRAIN, Extent, Run, RunMap, Slice, deal, find_runs, plan_extents
+from unbounded.checkpoint.format.manifest import TensorEntry
+from unbounded.checkpoint.format.slices import GRAIN, BlockRange, FileRun, RunMap, Slice, deal, find_runs, plan_blocks
 
 PRELOAD_IN_RANKS = ["unbounded.checkpoint.loading", "tests.checkpoint.jobs"]
 
@@ -138,10 +138,10 @@ def test_boxes_of_tensor_parallel_shards_cover_a_matrix() -> None:
     left, right = Slice(0, 0, 24, ((0, 3), (0, 2))), Slice(1, 8, 36, ((0, 3), (2, 5)))
     runs = RunMap([left, right], (3, 5), 4)
     assert runs.first_gap() is None
-    assert runs.covering(1, 8) == [Run(1, 2, 0, 4), Run(2, 5, 1, 8), Run(5, 7, 0, 8), Run(7, 8, 1, 20)]
+    assert runs.covering(1, 8) == [FileRun(1, 2, 0, 4), FileRun(2, 5, 1, 8), FileRun(5, 7, 0, 8), FileRun(7, 8, 1, 20)]
     assert RunMap([left], (3, 5), 4).first_gap() == 2
     entry = TensorEntry("w", "weight", (3, 5), torch.float32, (left, right))
-    assert entry.run_map().covering(0, 15) == runs.covering(0, 15)
+    assert entry.runs.covering(0, 15) == runs.covering(0, 15)
 
 
 def test_ranks_that_all_hold_everything_write_every_element_once() -> None:
@@ -157,7 +157,7 @@ def test_ranks_that_all_hold_everything_write_every_element_once() -> None:
 
 def test_reads_are_whole_blocks_joined_across_small_gaps() -> None:
     edges = [0, 100, 200, 250, 350, 405]
-    assert plan_extents([(5, 20), (130, 140)], edges, 100) == [Extent(0, 200)]
-    assert plan_extents([(260, 270), (5, 20)], edges, 100) == [Extent(0, 100), Extent(250, 350)]
-    assert plan_extents([(249, 251), (404, 405)], edges, 0) == [Extent(200, 405)]
-    assert plan_extents([(100, 200)], edges, 0) == [Extent(100, 200)]
+    assert plan_blocks([(5, 20), (130, 140)], edges, 100) == [BlockRange(0, 200)]
+    assert plan_blocks([(260, 270), (5, 20)], edges, 100) == [BlockRange(0, 100), BlockRange(250, 350)]
+    assert plan_blocks([(249, 251), (404, 405)], edges, 0) == [BlockRange(200, 405)]
+    assert plan_blocks([(100, 200)], edges, 0) == [BlockRange(100, 200)]

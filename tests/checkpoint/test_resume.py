@@ -195,28 +195,28 @@ def test_what_is_each_ranks_own_comes_back_to_it(ranks: Any, tmp_path: Path) -> 
         assert same_noise
 
 
-def behind(
+def save_in_background(
     rank: int, world_size: int, folder: str, plan: dict[str, Any], copied: bool = False
 ) -> tuple[Any, Any, bool]:
-    from unbounded.checkpoint import job
+    from unbounded.checkpoint.save import save_job
 
-    has_room = job.SaveJob._has_room_to_copy
-    job.SaveJob._has_room_to_copy = lambda self: copied or has_room(self)
+    has_room = save_job.SaveJob._has_room_to_copy
+    save_job.SaveJob._has_room_to_copy = lambda self: copied or has_room(self)
     try:
-        return _behind(rank, folder, plan)
+        return _save_in_background(rank, folder, plan)
     finally:
-        job.SaveJob._has_room_to_copy = has_room
+        save_job.SaveJob._has_room_to_copy = has_room
 
 
-def _behind(rank: int, folder: str, plan: dict[str, Any]) -> tuple[Any, Any, bool]:
+def _save_in_background(rank: int, folder: str, plan: dict[str, Any]) -> tuple[Any, Any, bool]:
     model, optimizer = build(plan)
     train(model, optimizer, 0, 2, rank)
     unbounded.save(f"{folder}/now", model, optimizer)
-    handle = unbounded.save(f"{folder}/behind", model, optimizer, wait=False, note=torch.ones(3))
+    handle = unbounded.save(f"{folder}/background", model, optimizer, wait=False, note=torch.ones(3))
     first = train(model, optimizer, 2, 5, rank)
     handle.wait()
     other, optimizer = build(plan, seed=99)
-    extra = unbounded.load(f"{folder}/behind", other, optimizer)
+    extra = unbounded.load(f"{folder}/background", other, optimizer)
     return first, train(other, optimizer, 2, 5, rank), torch.equal(extra["note"], torch.ones(3))
 
 
@@ -226,61 +226,64 @@ def test_a_save_in_the_background_holds_the_states_of_its_moment(
     ranks: Any, tmp_path: Path, world_size: int, tier: str
 ) -> None:
     plan = {"precision": "bf16", "weights": tier, "optimizer": tier}
-    for expected, resumed, same in ranks(world_size, behind, str(tmp_path), plan):
+    for expected, resumed, same in ranks(world_size, save_in_background, str(tmp_path), plan):
         assert resumed == expected
         assert same
-    assert_same(whole(tmp_path / "now"), whole(tmp_path / "behind"))
+    assert_same(whole(tmp_path / "now"), whole(tmp_path / "background"))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_states_that_a_device_has_room_to_copy_are_saved_from_the_copy(ranks: Any, tmp_path: Path, stage: int) -> None:
     plan = {"precision": "bf16", "weights": "device", "optimizer": "device", "stage": stage}
-    for expected, resumed, same in ranks(2, behind, str(tmp_path), plan, True):
+    for expected, resumed, same in ranks(2, save_in_background, str(tmp_path), plan, True):
         assert resumed == expected
         assert same
-    assert_same(whole(tmp_path / "now"), whole(tmp_path / "behind"))
+    assert_same(whole(tmp_path / "now"), whole(tmp_path / "background"))
 
 
 def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]]:
     """A save whose chunks are slow, so that the update is there before its states were read, and no room to copy."""
     import time
 
-    from unbounded.checkpoint import stream
+    from unbounded.checkpoint.save import segments, writer
 
     events: list[str] = []
-    take = stream.Writer._write
-    stream.CHUNK_BYTES = stream.BLOCK_BYTES = stream.LARGE_BYTES = 4096  # many chunks of a small file
+    take = writer.Writer.work
+    writer.CHUNK_BYTES = writer.BLOCK_BYTES = segments.CHUNK_BYTES = segments.LARGE_BYTES = (
+        4096  # many chunks of a small file
+    )
 
     def slow(self: Any, chunk: Any) -> Any:
         time.sleep(0.01)
         events.append("read")
         return take(self, chunk)
 
-    stream.Writer._write = slow
+    writer.Writer.work = slow
     try:
         model, optimizer = build({"weights": "host", "optimizer": "host"})
         optimizer.tiers.borrow_host = lambda num_bytes: False
         train(model, optimizer, 0, 2, rank)
         unbounded.save(f"{folder}/now", model, optimizer)
         events.clear()
-        handle = unbounded.save(f"{folder}/behind", model, optimizer, wait=False)
+        handle = unbounded.save(f"{folder}/background", model, optimizer, wait=False)
         events.append("returned")
         first = train(model, optimizer, 2, 3, rank)
         optimizer.wait()
         events.append("stepped")
         handle.wait()
     finally:
-        stream.Writer._write = take
-        stream.CHUNK_BYTES, stream.BLOCK_BYTES, stream.LARGE_BYTES = 16 << 20, 1 << 20, 1 << 20
+        writer.Writer.work = take
+        writer.CHUNK_BYTES = segments.CHUNK_BYTES = 16 << 20
+        writer.BLOCK_BYTES = segments.LARGE_BYTES = 1 << 20
     other, optimizer = build({}, seed=99)
-    unbounded.load(f"{folder}/behind", other, optimizer)
+    unbounded.load(f"{folder}/background", other, optimizer)
     return first, train(other, optimizer, 2, 3, rank), events
 
 
 def test_a_step_waits_for_what_a_slow_save_has_not_read_yet(ranks: Any, tmp_path: Path) -> None:
     expected, resumed, events = ranks(1, slowed, str(tmp_path))[0]
     assert resumed == expected
-    assert_same(whole(tmp_path / "now"), whole(tmp_path / "behind"))
+    assert_same(whole(tmp_path / "now"), whole(tmp_path / "background"))
     assert events[: events.index("stepped")].count("read") > 10
 
 

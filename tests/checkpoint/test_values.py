@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unbounded
-from unbounded.checkpoint.values import decode, encode
+from unbounded.checkpoint.format.values import decode, encode
 
 
 def there_and_back(value: Any) -> Any:

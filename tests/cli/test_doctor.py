@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import resource
 from pathlib import Path
 
 import pytest
 
 from tests.native.faults import mounted_tmpfs
-from unbounded.cli import checks, main
-from unbounded.cli.doctor import BROKEN, NOTE, OK, Finding, examine
+from unbounded.cli import main
+from unbounded.cli.doctor import BROKEN, NOTE, OK, Finding, checks, examine
 from unbounded.errors import UnboundedError
 from unbounded.native import library
-from unbounded.native.disk import bindings
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -24,7 +22,7 @@ def test_it_reports_every_part_of_this_machine_and_exits_with_zero(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = by_name(examine(tmp_path))
-    assert {"python", "native core", "simd", "io_uring", "disk path", "O_DIRECT", "disk free"} <= set(found)
+    assert {"python", "native core", "simd", "disk path", "O_DIRECT", "disk free"} <= set(found)
     assert {"host memory", "huge pages", "memory lock limit"} <= set(found)
     assert any(name.startswith("gpu") for name in found)
     assert found["native core"].status == OK
@@ -59,14 +57,6 @@ def test_a_missing_core_is_broken_and_ends_what_needs_it(monkeypatch: pytest.Mon
     assert "pip install ." in found["native core"].remedy
     assert "disk path" not in found
     assert "host memory" in found
-
-
-def test_io_uring_refused_is_a_note_that_says_what_to_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings.disk(), "probe_uring", lambda: errno.EPERM)
-    finding = checks.io_uring()
-    assert finding.status == NOTE
-    assert "Operation not permitted (errno 1); threads are used" in finding.value
-    assert "seccomp" in finding.remedy
 
 
 @pytest.mark.parametrize(("limit", "status"), [(resource.RLIM_INFINITY, OK), (8 << 20, OK), (64 << 10, NOTE)])

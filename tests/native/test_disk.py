@@ -1,4 +1,4 @@
-"""Named files through the disk engine, on both backends, against what plain reads and writes give."""
+"""Named files through the disk engine, against what plain reads and writes give."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import pytest
 import torch
 
 from unbounded.native.disk import DiskEngine, crc32c, crc32c_combine
-from unbounded.native.disk.bindings import disk
 from unbounded.native.memory import host_buffer
 
 KIB, MIB = 1 << 10, 1 << 20
-BACKENDS = ["threads", pytest.param("io_uring", marks=pytest.mark.skipif(disk().probe_uring() != 0, reason="refused"))]
 
 
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest) -> Iterator[DiskEngine]:
-    with DiskEngine(backend=request.param, block_bytes=MIB) as opened:
+@pytest.fixture
+def engine() -> Iterator[DiskEngine]:
+    with DiskEngine(block_bytes=MIB) as opened:
         yield opened
 
 
@@ -117,7 +115,7 @@ def test_a_handle_may_be_waited_on_by_several_threads_several_times(engine: Disk
 
 
 def test_a_wait_with_a_timeout_says_when_it_is_not_over(tmp_path: Path) -> None:
-    with DiskEngine(backend="threads", num_threads=1) as engine, engine.open(tmp_path / "file", create=True) as file:
+    with DiskEngine(num_threads=1) as engine, engine.open(tmp_path / "file", create=True) as file:
         data = host_buffer(64 * MIB)
         handles = [file.write(0, data) for _ in range(4)]
         assert not handles[-1].wait(timeout_seconds=0)

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.native.test_disk import BACKENDS, MIB, random_bytes
+from tests.native.test_disk import MIB, random_bytes
 from unbounded.errors import DiskError
 from unbounded.native.disk import DiskEngine, ExtentStore
-from unbounded.native.disk.layout import STRIPE_BYTES, Extent, FreeList, Span, lane_bytes, parts
+from unbounded.native.disk.layout import STRIPE_BYTES, Extent, FileSpan, FreeList, lane_bytes, parts
 from unbounded.native.memory import host_buffer
 
 
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest) -> Iterator[DiskEngine]:
-    with DiskEngine(backend=request.param) as opened:
+@pytest.fixture
+def engine() -> Iterator[DiskEngine]:
+    with DiskEngine() as opened:
         yield opened
 
 
@@ -68,7 +68,7 @@ def test_parts_of_an_extent_are_written_and_read_at_their_offsets(
 
 
 def test_freed_space_is_used_again_also_in_pieces(engine: DiskEngine, tmp_path: Path) -> None:
-    with ExtentStore(tmp_path, 16 * MIB, checksum=True, engine=engine) as store:
+    with ExtentStore(tmp_path, 16 * MIB, engine=engine) as store:
         extents = [store.allocate(MIB) for _ in range(16)]
         assert store.free_bytes == 0
         for extent in extents[::2]:
@@ -112,7 +112,7 @@ def make_extent(nbytes: int, num_paths: int, pieces: int) -> Extent:
         cuts = [65536] * min(pieces - 1, size // 65536)
         spans = [*cuts, size - sum(cuts)]
         ends = [sum(spans[index + 1 :]) for index in range(len(spans))]
-        lanes.append(tuple(Span(end, length) for end, length in zip(ends, spans, strict=True) if length))
+        lanes.append(tuple(FileSpan(end, length) for end, length in zip(ends, spans, strict=True) if length))
     return Extent(0, nbytes, 0, tuple(lanes))
 
 
@@ -139,7 +139,7 @@ def test_a_free_list_gives_the_tightest_span_and_joins_what_comes_back() -> None
     assert spans.take(1) is None
     for index in (3, 5, 4):  # 4 joins its neighbours
         spans.give(taken[index][0])
-    assert spans.take(30 * 65536) == (Span(30 * 65536, 30 * 65536),)
+    assert spans.take(30 * 65536) == (FileSpan(30 * 65536, 30 * 65536),)
     spans.give(taken[0][0])
     spans.give(taken[7][0])
     spans.give(taken[8][0])

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.native.faults import mounted_tmpfs, run_python
-from tests.native.test_disk import BACKENDS, MIB, random_bytes
-from unbounded.errors import DiskError
+from tests.native.faults import mounted_tmpfs
+from tests.native.test_disk import MIB, random_bytes
 from unbounded.native.disk import DiskEngine, ExtentStore, place
 from unbounded.native.memory import host_buffer
 
 
-@pytest.fixture(params=BACKENDS)
-def engine(request: pytest.FixtureRequest) -> Iterator[DiskEngine]:
-    with DiskEngine(backend=request.param, block_bytes=MIB) as opened:
+@pytest.fixture
+def engine() -> Iterator[DiskEngine]:
+    with DiskEngine(block_bytes=MIB) as opened:
         yield opened
 
 
@@ -42,7 +38,7 @@ if sys.argv[2] == "named":  # a filesystem on which neither O_TMPFILE nor removi
         return real(path, flags, *rest)
     place.os.open = staticmethod(refuse)
 from unbounded.native.memory import host_buffer
-store = ExtentStore(sys.argv[1], 64 << 20, engine=DiskEngine(backend="threads"))
+store = ExtentStore(sys.argv[1], 64 << 20, engine=DiskEngine())
 data, extent = host_buffer(64 << 20), store.allocate(64 << 20)
 store.write(extent, data).wait()
 print("ready", flush=True)
@@ -104,56 +100,14 @@ def test_a_thousand_files_and_stores_leave_no_descriptor_or_thread(tmp_path: Pat
     data = host_buffer(8192)
     DiskEngine().close()
     before = count("fd"), count("task")
-    with DiskEngine(backend="threads") as engine:
+    with DiskEngine() as engine:
         for index in range(1000):
             file = engine.open(tmp_path / "file", create=True)
             file.write(0, data).wait()
             if index % 2:  # the others go with their last reference
                 file.close()
         del file
-    for backend in ("threads", "auto"):
-        for _ in range(20):
-            with DiskEngine(backend=backend) as engine, ExtentStore(tmp_path, MIB, engine=engine) as store:
-                store.write(store.allocate(8192), data).wait()
+    for _ in range(40):
+        with DiskEngine() as engine, ExtentStore(tmp_path, MIB, engine=engine) as store:
+            store.write(store.allocate(8192), data).wait()
     assert (count("fd"), count("task")) == before
-
-
-REFUSED_URING = """
-import sys
-from tests.native.faults import refuse_io_uring
-refuse_io_uring()
-from unbounded.native.disk import DiskEngine, ExtentStore
-from unbounded.native.memory import host_buffer
-with ExtentStore(sys.argv[1], 1 << 20) as store:
-    store.write(store.allocate(4096), host_buffer(4096)).wait()
-    print(store.backends[0])
-try:
-    DiskEngine(backend="io_uring")
-except OSError as error:
-    print(error.errno, error)
-"""
-
-
-def test_where_seccomp_refuses_io_uring_threads_are_used(tmp_path: Path) -> None:
-    done = run_python(REFUSED_URING, tmp_path)
-    if "seccomp is not allowed here" in done.stderr:
-        pytest.skip("seccomp is not allowed here")
-    chosen, refused = done.stdout.splitlines()
-    assert chosen == "threads"
-    assert refused.startswith(f"{errno.EPERM} io_uring is refused here: Operation not permitted (errno 1). Use backend")
-
-
-def test_a_forked_child_is_told_to_make_its_own_engine(engine: DiskEngine, tmp_path: Path) -> None:
-    file = engine.open(tmp_path / "file", create=True)
-    file.write(0, host_buffer(4096)).wait()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child == 0:
-        try:
-            file.read(0, host_buffer(4096))
-        except DiskError as error:
-            os._exit(0 if "made before a fork" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    file.read(0, host_buffer(4096)).wait()  # the parent goes on

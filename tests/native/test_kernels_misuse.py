@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -13,7 +12,6 @@ from tests.native.kernel_runs import RULES, empty_states, train
 from unbounded.errors import PlanError, StateError
 from unbounded.native import kernels
 from unbounded.native.kernels import Pool, Rule
-from unbounded.native.pool import default_pool
 
 RULE = RULES["adamw"]
 
@@ -119,17 +117,6 @@ def test_many_python_threads_share_one_pool() -> None:
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
     assert sums == [50_000.0 * i * i for i in range(6)]
-
-
-def test_a_forked_child_works_without_its_parents_threads() -> None:
-    pool, parent = Pool(3), default_pool()
-    values = torch.ones(100_000)
-    child = os.fork()
-    if child == 0:
-        good = kernels.sum_squares(values, pool) == 100_000 and default_pool() is not parent
-        os._exit(0 if good and kernels.sum_squares(values) == 100_000 else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    pool.close()
 
 
 def test_flushing_denormals_in_torch_changes_nothing_here() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from unbounded.observe.amounts import show_bytes, show_count, show_seconds
 from unbounded.observe.metrics import Metrics, read_metrics
-from unbounded.observe.progress import Lines, Silence, Step, Tier, describe, open_progress, render, sparkline
+from unbounded.observe.progress import Lines, Silence, Step, Tier, describe, render, sparkline
+from unbounded.observe.report.display import Steady, open_progress
 
 STEP = Step(
     step=20,
@@ -19,6 +20,11 @@ STEP = Step(
     tokens_per_second=12_345.6,
     tflops=0.0421,
     seconds_left=125,
+    norm=0.75,
+    lr=3e-4,
+    epoch=1.25,
+    seconds=0.5,
+    peak_tflops=0.1,
     tiers={"device": Tier(3 << 20, 4 << 20), "host": Tier(2 << 30, None), "disk": Tier(0, 1 << 30)},
     lanes={"compute": 0.7, "disk read": 0.95},
 )
@@ -26,8 +32,8 @@ STEP = Step(
 
 def test_a_step_is_one_line_with_its_numbers() -> None:
     assert describe(STEP) == (
-        "step 20/50  loss 2.5000  12,346 tokens/s  0.0421 TFLOP/s  "
-        "device 3.0 MiB host 2.0 GiB  disk read 95%  2:05 left"
+        "step 20/50  loss 2.5000  norm 0.75  lr 0.0003  epoch 1.25  0.5 s a step, 42% of peak  "
+        "12,346 tokens/s  0.0421 TFLOP/s  device 3.0 MiB host 2.0 GiB  disk read 95%  2:05 left"
     )
 
 
@@ -47,14 +53,18 @@ def test_the_panel_shows_bars_of_memory_against_budgets() -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 20/50" in shown
     assert "3.0 MiB of 4.0 MiB" in shown
-    assert "busiest lane: disk read 95%" in shown
-    assert "2:05 left" in shown
-    assert len(shown.splitlines()) == 5
+    assert "busiest: disk read 95%" in shown
+    assert "2:05 left, 0.5 s a step, 42% of peak" in shown
+    assert "norm 0.75  lr 0.0003  epoch 1.25" in shown
+    assert "██████████░░░░░░░░░░░░░░" in shown  # 20 of 50, told apart without colour
+    assert len(shown.splitlines()) == 6
 
 
 def test_only_the_first_rank_speaks_and_only_a_terminal_gets_a_panel() -> None:
     assert isinstance(open_progress(speaks=False, log_every=1), Silence)
-    assert isinstance(open_progress(speaks=True, log_every=1), Lines)  # pytest's output is no terminal
+    shown = open_progress(speaks=True, log_every=1)
+    assert isinstance(shown, Steady)
+    assert isinstance(shown.inner, Lines)  # pytest's output is no terminal
 
 
 def test_a_sparkline_falls_with_its_values() -> None:

@@ -73,30 +73,18 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
 
 
 CHILD = """
-import sys, threading, torch
+import sys, torch
+from tests.resident import Peak
 from tests.tiers import test_budget as case
-
-def resident():  # without the pages of libraries, which come with the first use of their code
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-def watch():
-    while not done.wait(0.001):
-        seen.append(resident())
 
 torch.set_num_threads(1)
 case.train_warm(torch.nn.Sequential(torch.nn.Linear(64, 64)), sys.argv[1])
-before = resident()
-seen, done = [before], threading.Event()
-watcher = threading.Thread(target=watch)
-watcher.start()
-model, optimizer = case.shard_stack(sys.argv[1])
-losses = case.train(model, optimizer, lambda: seen.append(resident()))
-done.set()
-watcher.join()
+with Peak(case.DEVICE + case.HOST + case.ALLOWANCE) as peak:
+    model, optimizer = case.shard_stack(sys.argv[1])
+    losses = case.train(model, optimizer)
 held = case.held_bytes(model)
 assert losses[-1] < losses[0], losses
-print(sum(held.values()), held["disk"], max(seen) - before)
+print(sum(held.values()), held["disk"], peak.grown_bytes)
 """
 
 
@@ -111,20 +99,23 @@ def train_warm(model: nn.Module, folder: str) -> None:
 
 
 def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).parents[2])
-    # Buffers of half a MiB behave as those of real sizes do: freed, they leave the process. Else the heap keeps them.
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    # Buffers of half a MiB behave as those of real sizes do: freed, they leave glibc's heap. Otherwise it keeps them.
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_states_of_twice_the_hosts_budget_train_with_the_resident_set_inside_the_budgets(tmp_path: Path) -> None:
     done = run_child(CHILD, tmp_path)
+    if "no cgroup may be made" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
     total, on_disk, grown = map(int, done.stdout.split())
     assert total >= 2 * HOST
     assert on_disk > total - HOST - DEVICE
-    assert total - on_disk < grown <= DEVICE + HOST + ALLOWANCE, f"the resident set grew by {grown / 2**20:.0f} MiB"
+    assert grown <= DEVICE + HOST + ALLOWANCE, f"the resident set grew by {grown / 2**20:.0f} MiB"
+    assert grown == 0 or grown > total - on_disk  # 0: under a limit, nothing was measured
 
 
 @pytest.mark.parametrize(
@@ -183,8 +174,9 @@ def test_a_disk_without_the_room_is_an_error_of_the_disk_before_the_model_is_tou
     """The folder has less than the plan says: the store is reserved whole, so that a step cannot run full."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Sequential(nn.Linear(2**20, 2**20)))  # 12 TiB of states, 2 of them to run it
-    plan = {"precision": "bf16", "host_bytes": "1GiB", "device_bytes": "3TiB", "disk_path": str(tmp_path)}
-    with pytest.raises(BudgetError, match=r"disk is short by 1[0-9][.][0-9] TiB"):
+    plan = {"precision": "bf16", "host_bytes": "1GiB", "device_bytes": "20TiB", "disk_path": str(tmp_path)}
+    plan |= dict.fromkeys(("weights", "gradients", "optimizer"), "disk")  # the device has room: no tiles
+    with pytest.raises(BudgetError, match=r"disk is short by [0-9]+[.][0-9] TiB"):
         unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
     with pytest.raises(OSError, match=r"short|room|space") as caught:
         unbounded.shard(model, torch.optim.AdamW(model.parameters()), {**plan, "disk_bytes": "100TiB"})
@@ -194,8 +186,10 @@ def test_a_disk_without_the_room_is_an_error_of_the_disk_before_the_model_is_tou
 
 
 def test_a_device_without_the_room_to_run_a_unit_is_an_error_before_anything_is_allocated() -> None:
-    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
-    with pytest.raises(BudgetError, match=r"device_bytes is 1.0 MiB, but the unit 'root' takes 2.0 MiB"):
+    model = nn.Sequential(nn.LayerNorm(2**18, bias=False), nn.LayerNorm(2**18, bias=False))  # which nothing can tile
+    with pytest.raises(
+        BudgetError, match=r"device_bytes leaves 1.0 MiB for the model, but the unit 'root' takes 2.0 MiB"
+    ):
         unbounded.shard(model, torch.optim.AdamW(model.parameters()), {"device_bytes": "1MiB"})
     unbounded.shard(model, torch.optim.AdamW(model.parameters()), {"device_bytes": "3MiB"})
 

@@ -21,14 +21,14 @@ from torch import nn
 
 import unbounded
 from tests.zero.training import Batch, TinyGPT, shard
-from unbounded.checkpoint import folder as folders
-from unbounded.checkpoint.manifest import read_manifest
-from unbounded.checkpoint.reading import Files
+from unbounded.checkpoint.format import folder as folders
+from unbounded.checkpoint.format.data_files import Files
+from unbounded.checkpoint.format.parsing import read_manifest
 from unbounded.errors import DiskError
 from unbounded.native.disk.extents import ExtentStore
 from unbounded.native.disk.handle import disk_error
 from unbounded.sharding import sharded
-from unbounded.zero.update import Piece
+from unbounded.zero.step.update_pass import Piece
 
 ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
 TIMEOUT = 30.0
@@ -182,7 +182,7 @@ def meet_a_failure(rank: int, world_size: int, store: str, stage: int, where: st
         with failing_after("write", 0 if rank == world_size - 1 else sys.maxsize, errno.EIO):
             model.loss(Batch(2, 0, rank).tokens()).backward()  # type: ignore[operator]
             for unit in optimizer.engine.units:
-                unit.gradient.handle and unit.gradient.handle.settle()
+                unit.gradient.adding and unit.gradient.adding.settle()
         model.loss(Batch(2, 1, rank).tokens()).backward()  # type: ignore[operator]
         optimizer.step()
 
@@ -252,7 +252,7 @@ def lose_the_last_write(rank: int, world_size: int, folder: str) -> tuple[list[s
     with failing_after("write", writes[0] - 1 if rank == world_size - 1 else sys.maxsize, errno.EIO):
         train(model, optimizer, rank, 1, 1, wait=False)
         for unit in optimizer.engine.units:
-            unit.written.settle()
+            unit.states_written.settle()
     met = []
     for act in (
         optimizer.wait,
@@ -313,7 +313,7 @@ def test_buffers_go_back_when_the_last_transfer_is_over_and_not_when_the_first_h
     pool = update_pass.bounce
     lease = pool.lease()
     buffer = lease.tensor(torch.uint8, 16)
-    piece = Piece(optimizer.engine.units[0], None, 0, 16, [], leases=[lease])  # type: ignore[arg-type]
+    piece = Piece(optimizer.engine.units[0], None, 1.0, 0, 16, [], leases=[lease])  # type: ignore[arg-type]
     piece.waits += [FailedTransfer("read", errno.EIO, "here"), LateTransfer(buffer)]
     with pytest.raises(DiskError):
         update_pass._finish(piece)
@@ -369,7 +369,7 @@ if sys.argv[2] == "wait":
 
 @pytest.mark.parametrize("end", ["exits", "wait"], ids=["at-its-end", "killed"])
 def test_the_disk_tier_leaves_nothing_behind(tmp_path: Path, end: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     command = [sys.executable, "-c", CHILD, str(tmp_path), end]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from unbounded.errors import BudgetError, PlanError
-from unbounded.planner.placement import Budget, UnitBytes, UnitPlace, check_patterns, place, read_placement
 from unbounded.planner.plan import Plan
-from unbounded.planner.streaming import choose_streamed, streamed_part
+from unbounded.planner.presets import UNMEASURED
+from unbounded.planner.solve import Shortage, solve
+from unbounded.planner.states import Budget, UnitBytes, UnitPlace, check_patterns, read_placement
+from unbounded.planner.step.streaming import choose_streamed, streamed_part
 
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.
@@ -23,6 +25,13 @@ LIGHT_ON_HOST, DISK = UnitPlace("host", "host", "disk"), UnitPlace("disk", "disk
 
 def budget(device: int, host: int, disk: int = 2**40, *, device_reserve: int = 0, host_reserve: int = 0) -> Budget:
     return Budget(device, host, disk, device_reserve, host_reserve)
+
+
+def place(units: list[UnitBytes], room: Budget, plan: Plan) -> tuple[UnitPlace, ...]:
+    solved = solve(units, room, plan, UNMEASURED)
+    if isinstance(solved, Shortage):
+        raise solved.error()
+    return solved.places
 
 
 def test_what_fits_the_device_stays_on_the_device() -> None:
@@ -128,7 +137,7 @@ def test_a_fixed_tier_that_is_short_while_others_have_room_says_so() -> None:
 
 
 def test_the_part_to_stream_falls_with_the_number_of_threads_and_ends_at_none() -> None:
-    parts = [streamed_part(threads) for threads in range(1, 33)]
+    parts = [streamed_part(replace(UNMEASURED, host_threads=threads)) for threads in range(1, 33)]
     assert parts == sorted(parts, reverse=True)
     assert parts[0] == pytest.approx(3.0 / 3.35)  # one thread: the link's 3 Gparam/s beside its 0.35
     assert parts[-1] == 0.0  # the host's kernel takes all the memory has

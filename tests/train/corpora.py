@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unbounded.train.data.document import Split, open_reader
+from unbounded.train.data.sequences import Corpus
 from unbounded.train.data.source import open_source
-from unbounded.train.data.stream import Corpus
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
 
 WORDS = [
@@ -29,7 +29,7 @@ WORDS = [
     "compute",
     "goes",
     "on",
-    "behind",
+    "while",
     "it",
     "in",
     "lanes",
@@ -52,7 +52,7 @@ def write_texts(path: Path, count: int = 400) -> Path:
 
 def make_corpus(*paths: Path, tokenizer: Tokenizer | None = None, **options: Any) -> Corpus:
     data_format = options.pop("data_format", "auto")
-    reader = open_reader(open_source([str(path) for path in paths], data_format), data_format, "text", "messages")
+    reader = open_reader(open_source([str(path) for path in paths], data_format), data_format, "text", None)
     options = {"split": Split(), "sequence_length": 32, "seed": 0} | options
     return Corpus(reader, tokenizer or ByteTokenizer(), **options)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from unbounded.observe.metrics import read_metrics
-from unbounded.train.config import Config
-from unbounded.train.job import run
-from unbounded.train.summary import Summary
+from unbounded.train.options.config import Config
+from unbounded.train.run.summary import Summary
+from unbounded.train.training import run
 
 
 def tiny(output: Path, data: Path, **settings: Any) -> Config:

@@ -55,6 +55,9 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, model: Path, caps
     assert 'Did you mean "batch_tokens"?' in refuse(capsys, tmp_path / "typo.toml")
     assert "contradict" in refuse(capsys, "--steps", 5, "--epochs", 1)
     assert "Did you mean 'stage'?" in refuse(capsys, *TINY, "--data", data, "--plan", "stge=3")
+    assert "Did you mean 'host'?" in refuse(capsys, *TINY, "--data", data, "--plan", "weights=cpu")
+    assert "Did you mean 'disk'?" in refuse(capsys, *TINY, "--data", data, "--plan", "optimizer=nvme")
+    assert 'Did you mean "host"?' in refuse(capsys, *TINY, "--data", data, "--activations", "cpu")
     assert "which is not a size" in refuse(capsys, *TINY, "--data", data, "--device-bytes", "lots")
     assert 'no checkpoint in "' in refuse(capsys, *TINY, "--data", data, "--resume", "must", "--output", tmp_path / "x")
 
@@ -65,7 +68,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pytest
     assert main(["train", *TINY, *map(str, run), "--steps", "1"]) == 0
     capsys.readouterr()
     said = refuse(capsys, *TINY, *run, "--steps", 2, "--width", 48)
-    assert "tokens.weight" in said
+    assert "holds another run: its shape is [2, 32, 2, 32], and not [2, 48, 2, 32]. Choose another --output" in said
+    assert main(["train", *TINY, *map(str, run), "--steps", "2", "--width", "48", "--resume", "never"]) == 0
 
 
 def test_the_summary_says_what_a_run_came_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

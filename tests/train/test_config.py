@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from unbounded.train.config import Config
+from unbounded.cli import build_parser
 from unbounded.train.errors import InputError
-from unbounded.train.flags import add_arguments, read_config
+from unbounded.train.options.config import Config
+from unbounded.train.options.flags import make_config
+from unbounded.train.options.settings import close_settings
+
+
+def read_config(arguments: Sequence[str]) -> Config:
+    return make_config(vars(build_parser("train").parse_args(["train", *arguments])))
 
 
 def write(path: Path, text: str) -> str:
@@ -39,34 +45,37 @@ def test_a_flag_beats_the_file_also_where_the_file_says_it_in_another_way(tmp_pa
     assert "contradict" in refusal(write(tmp_path / "both.toml", "epochs = 2\nsteps = 3\n"))
 
 
-def test_every_setting_is_a_flag_with_help() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    text = parser.format_help()
+def test_every_setting_is_a_flag_with_help_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser("train").parse_args(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
     for one in fields(Config):
+        about = f"{one.metadata['help']} (default: {one.metadata['shown']})"
         assert "--" + one.name.replace("_", "-") in text
-        assert one.metadata["help"]
+        assert " ".join(about.split()) in text.replace("- ", "-") or about in text
+        assert one.metadata["shown"] not in ("", "None", "()", "False")
 
 
 def test_values_of_all_kinds_are_read_from_flags() -> None:
     config = read_config(
-        ["--data", "a", "b", "--tensorboard", "--device-bytes", "2GiB", "--decay", "linear", "--clip", "0"]
+        ["--data", "a", "b", "--report-to", "tensorboard,wandb", "--device-bytes", "2GiB"]
+        + ["--decay", "linear", "--clip", "0"]
     )
-    assert (config.data, config.tensorboard, config.device_bytes, config.decay, config.clip) == (
-        ("a", "b"), True, "2GiB", "linear", 0.0,
+    assert (config.data, config.report_to, config.device_bytes, config.decay, config.clip) == (
+        ("a", "b"), ("tensorboard", "wandb"), "2GiB", "linear", 0.0,
     )  # fmt: skip
 
 
 def test_a_misspelt_key_gets_a_suggestion(tmp_path: Path) -> None:
     path = write(tmp_path / "run.toml", "sequence_lenght = 5\n")
-    assert refusal(path) == f'"{path}" has the unknown key "sequence_lenght". Did you mean "sequence_length"?'
+    assert refusal(path) == f'"{path}" has the unknown key \'sequence_lenght\'. Did you mean "sequence_length"?'
 
 
 def test_a_misspelt_flag_ends_the_command_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in (
         (["--warm-up", "5"], 'there is no flag "--warm-up". Did you mean "--warmup"?'),
-        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--plan", "stage"], 'argument --plan: "stage" is not key=value'),
+        (["--steps", "many"], "argument --steps: 'many' is not a whole number"),
+        (["--plan", "stage"], "argument --plan: 'stage' is not key=value"),
     ):
         with pytest.raises(SystemExit) as caught:
             read_config(arguments)
@@ -101,3 +110,11 @@ def test_values_of_the_wrong_type_are_refused_with_their_key(tmp_path: Path) -> 
 )
 def test_contradictions_are_refused(arguments: list[str], said: str) -> None:
     assert said in refusal(*arguments)
+
+
+def test_a_leading_tilde_is_the_users_home_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = read_config(["--output", "~/runs/a", "--data", "~/a.txt", "b.txt", "--trace", "~nobody-here/t.json"])
+    closed = close_settings(config, kind="cpu", world_size=1)
+    assert (closed.output, closed.data) == ("/home/me/runs/a", ("/home/me/a.txt", "b.txt"))
+    assert closed.trace == str(Path.cwd() / "~nobody-here" / "t.json")

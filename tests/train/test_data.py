@@ -12,8 +12,8 @@ from tests.train.corpora import make_corpus, sentences, write_jsonl, write_texts
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.heldout import pack_held_out, share
 from unbounded.train.data.loader import Batch, Loader, merge
+from unbounded.train.data.sequences import Corpus, count_tokens
 from unbounded.train.data.source import Block, DataFile, open_source, read_text
-from unbounded.train.data.stream import Corpus, count_tokens
 from unbounded.train.data.tokenizer import IGNORED
 from unbounded.train.errors import DataError, InputError
 
@@ -217,7 +217,7 @@ def test_plain_text_among_chats_is_refused(tmp_path: Path) -> None:
     chat = write_jsonl(tmp_path / "a.jsonl", [{"messages": []}])
     (tmp_path / "b.txt").write_text("text")
     with pytest.raises(DataError, match="plain text among chat data"):
-        open_reader(open_source([str(chat), str(tmp_path / "b.txt")]), "auto", "text", "messages")
+        open_reader(open_source([str(chat), str(tmp_path / "b.txt")]), "auto", "text", None)
 
 
 def test_a_block_that_begins_at_a_line_begins_there(tmp_path: Path) -> None:

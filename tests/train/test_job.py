@@ -20,11 +20,11 @@ import unbounded
 from tests.train.corpora import sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
 from unbounded.observe.metrics import read_metrics
-from unbounded.train import loop
 from unbounded.train.errors import DataError, InputError, TrainingError
-from unbounded.train.summary import describe_summary
+from unbounded.train.run.summary import describe_summary
+from unbounded.train.step import loop
 
-PRELOAD_IN_RANKS = ["unbounded.train.job", "unbounded.sharding"]
+PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding"]
 
 
 @pytest.fixture
@@ -108,8 +108,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_losses_of_one_that_was_not(tmp_
     config = tiny(tmp_path / "whole", texts, steps=9, checkpoint_every=4)
     train(config)
     stopped = replace(config, output=str(tmp_path / "stopped"))
-    with pytest.raises(_Killed):
-        _train_until(stopped, step=6)
+    with pytest.raises(Killed):
+        train_until(stopped, step=6)
     assert train(stopped).step == 9
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
@@ -118,18 +118,18 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, texts: Path, r
     config = tiny(tmp_path / "whole", texts, steps=8, checkpoint_every=4)
     train(config)
     moved = replace(config, output=str(tmp_path / "moved"))
-    with pytest.raises(_Killed):
-        _train_until(moved, step=5)
+    with pytest.raises(Killed):
+        train_until(moved, step=5)
     ranks(2, train_on_rank, moved)
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
 
 
-def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint_to_go_on_from(tmp_path: Path, texts: Path) -> None:
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(tmp_path: Path, texts: Path) -> None:
     config = tiny(tmp_path / "whole", texts, steps=7)
     train(config)
     stopped = replace(config, output=str(tmp_path / "stopped"))
     former = signal.getsignal(signal.SIGTERM)
-    summary = _train_until(stopped, step=3, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    summary = train_until(stopped, step=3, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert (summary.signal, summary.step) == (signal.SIGTERM, 3)
     assert summary.checkpoint == tmp_path / "stopped" / "step-00000003"
     assert signal.getsignal(signal.SIGTERM) == former
@@ -169,12 +169,12 @@ def test_the_learning_rate_warms_up_and_falls_also_across_a_resumption(tmp_path:
     config = tiny(
         tmp_path / "out", texts, steps=10, warmup=2, lr=1e-2, final_lr=1e-3, decay="linear", checkpoint_every=3
     )
-    with pytest.raises(_Killed):
-        _train_until(config, step=7)
+    with pytest.raises(Killed):
+        train_until(config, step=7)
     train(config)
     rates = [line["lr"] for line in read_metrics(tmp_path / "out" / "metrics.jsonl")]
-    expected = [1e-2 * (0.1 + 0.9 * (1 - done / 8)) for done in range(9)]
-    assert rates == pytest.approx([1e-2, *expected])
+    expected = [1e-2 * (0.1 + 0.9 * (1 - done / 8)) for done in range(8)]
+    assert rates == pytest.approx([5e-3, 1e-2, *expected])
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_naming_step_module_and_checkpoint(
@@ -246,15 +246,15 @@ def test_epochs_become_steps_by_counting_tokens(tmp_path: Path) -> None:
     assert summary.num_steps == 8
 
 
-class _Killed(BaseException):
+class Killed(BaseException):
     """Stands for a kill: nothing of the job may handle it."""
 
 
-def _train_until(config: Any, *, step: int, act: Callable[[], None] | None = None) -> Any:
+def train_until(config: Any, *, step: int, act: Callable[[], None] | None = None) -> Any:
     """Train, but do `act` (die, if not given) within the 1-based `step`."""
 
     def die() -> None:
-        raise _Killed
+        raise Killed
 
     former = loop.Trainer._seed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 
 from tests.train.corpora import save_model, save_tokenizer, sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, train
-from unbounded.train.config import Config
+from unbounded.cli import main
 from unbounded.train.errors import InputError
+from unbounded.train.options.config import Config
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
@@ -114,7 +117,7 @@ def test_adapters_on_a_model_that_streams_in_train_as_on_one_loaded_whole(
         torch.manual_seed(Config().seed)  # peft draws the adapters next
         return model
 
-    monkeypatch.setattr("unbounded.train.pretrained._build_empty", load)
+    monkeypatch.setattr("unbounded.train.huggingface._build_empty", load)
     train(fine_tune(tmp_path / "whole", texts, **settings))
     assert dtypes == [torch.bfloat16 if precision == "bf16" else torch.float32]
     assert losses(tmp_path / "streamed") == losses(tmp_path / "whole")
@@ -171,3 +174,35 @@ def _plain_loss(folder: Path, texts: Path) -> float:
     with torch.no_grad():
         scores = model(torch.from_numpy(batch.inputs)).logits.float()
     return torch.nn.functional.cross_entropy(scores.flatten(0, 1), torch.from_numpy(batch.targets).flatten()).item()
+
+
+def test_an_export_keeps_the_models_own_settings_of_generation(tmp_path: Path, folder: Path, texts: Path) -> None:
+    base = shutil.copytree(folder, tmp_path / "base")
+    (base / "generation_config.json").write_text('{"max_new_tokens": 77, "temperature": 0.6, "eos_token_id": [1, 2]}')
+    export = tmp_path / "export"
+    train(fine_tune(tmp_path / "out", texts, model=str(base), export=str(export), steps=1))
+    found, before = (json.loads((place / "config.json").read_text()) for place in (export, base))
+    assert {key: found[key] for key in found if key not in ("dtype", "transformers_version")} == {
+        key: before[key] for key in before if key not in ("dtype", "transformers_version")
+    }
+    assert before["use_cache"]
+    generation = json.loads((export / "generation_config.json").read_text())
+    assert (generation["max_new_tokens"], generation["temperature"], generation["eos_token_id"]) == (77, 0.6, [1, 2])
+    assert main(["export", str(tmp_path / "out" / "step-00000001"), str(tmp_path / "later")]) == 0
+    assert json.loads((tmp_path / "later" / "config.json").read_text())["use_cache"]
+    assert json.loads((tmp_path / "later" / "generation_config.json").read_text())["max_new_tokens"] == 77
+
+
+@pytest.mark.parametrize("where", ["base", "base/tuned", ".", "link", "out"])
+def test_an_export_that_would_overwrite_the_base_model_or_the_run_is_refused(
+    tmp_path: Path, folder: Path, texts: Path, where: str
+) -> None:
+    base = shutil.copytree(folder, tmp_path / "base")
+    (tmp_path / "link").symlink_to(base)
+    held = {path.name: path.read_bytes() for path in base.iterdir()}
+    config = fine_tune(tmp_path / "out", texts, model=str(base), export=str(tmp_path / where), steps=1)
+    with pytest.raises(
+        InputError, match=r"--export .* would overwrite what --(model|output) .* Choose a folder of its own"
+    ):
+        train(config)
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == held

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from unbounded.train import objective
 from unbounded.train.gpt import GPT, Shape
-from unbounded.train.objective import summed_loss
-from unbounded.train.schedule import lr_factor, weight_decay_groups
+from unbounded.train.step import objective
+from unbounded.train.step.objective import MicroBatch, summed_loss
+from unbounded.train.step.schedule import lr_factor, weight_decay_groups
 
 
 def test_the_rate_rises_over_the_warm_up_and_falls_to_its_end() -> None:
@@ -39,7 +39,7 @@ def test_the_loss_in_tiles_has_the_value_and_gradient_of_the_whole(monkeypatch: 
     results = []
     for tile in (1 << 24, 11 * 5):  # five rows at once: does not divide the 24
         monkeypatch.setattr(objective, "_TILE_LOGITS", tile)
-        loss = summed_loss(model, inputs, targets)
+        loss = summed_loss(model, MicroBatch(inputs, targets))
         results.append((loss.detach(), torch.autograd.grad(loss, list(model.parameters()))))
     torch.testing.assert_close(results[0], results[1])
 

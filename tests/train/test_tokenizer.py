@@ -58,7 +58,7 @@ def test_a_template_that_rewrites_earlier_turns_trains_on_the_last_answer(tmp_pa
 
 def test_a_template_that_hides_where_answers_begin_is_refused(tmp_path: Path) -> None:
     tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template="{{ messages|length }}"))
-    with pytest.raises(DataError, match="does not put answers behind their prompt"):
+    with pytest.raises(DataError, match="does not put answers after their prompt"):
         tokenizer.encode([CHAT])
 
 

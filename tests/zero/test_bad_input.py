@@ -86,12 +86,6 @@ def unfreeze_what_has_no_states() -> None:
     model.blocks[1].up.weight.requires_grad_(True)
 
 
-def change_weights_in_a_forward() -> None:
-    model = nn.Sequential(nn.Embedding(31, 11, max_norm=0.1), nn.Linear(11, 31))
-    model, _ = unbounded.shard(model, adamw(model), {"weights": "host"})
-    model(torch.arange(5))
-
-
 def unknown_key() -> None:
     plan_of({"prefetch_unit": 2})
 
@@ -145,8 +139,7 @@ SHARDING: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (optimizer_looks_at_neighbours, PlanError, ["LBFGS", "AdamW"]),
     (devices_differ, PlanError, ["blocks.1.up.weight", "meta", "cpu"]),
     (sparse_gradients, PlanError, ["'embedding'", "sparse=False"]),
-    (unfreeze_what_has_no_states, StateError, ["blocks.1.up.weight", "trainable"]),
-    (change_weights_in_a_forward, StateError, ["0.weight", "in place", "full_params"]),
+    (unfreeze_what_has_no_states, StateError, ["blocks.1", "trainable"]),
     (unknown_key, PlanError, ["'prefetch_unit'", "Did you mean 'prefetch_units'"]),
     (unknown_key_without_a_neighbour, PlanError, ["'zzz'", "stage", "precision"]),
     (bad_stage, PlanError, ["stage is 4", "0, 1, 2, 3"]),
@@ -238,37 +231,18 @@ def _save_inside_full_params(model: nn.Module, weight: Any, optimizer: Any) -> N
         unbounded.save("unused", model, optimizer)
 
 
-def _step_twice_with_clipped_gradients(model: nn.Module, weight: Any, optimizer: Any) -> None:
-    model.loss(Batch(0, 0, 0).tokens()).backward()
-    optimizer.clip_grad_norm_(0.1)
-    optimizer.step()
-    optimizer.step()
-
-
-def _add_to_clipped_gradients(model: nn.Module, weight: Any, optimizer: Any) -> None:
-    model.loss(Batch(0, 0, 0).tokens()).backward()
-    optimizer.clip_grad_norm_(0.1)
-    model.loss(Batch(0, 1, 0).tokens()).backward()
-
-
 def _set_gradient(model: nn.Module, weight: Any, optimizer: Any) -> None:
     weight.grad = torch.zeros(23, 11)
 
 
 def _read_gradient(model: nn.Module, weight: Any, optimizer: Any) -> None:
     model.loss(Batch(0, 0, 0).tokens()).backward()
-    _ = weight.grad
+    weight.grad.sum()
 
 
 def _replace(model: nn.Module, weight: Any, optimizer: Any) -> None:
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(23, 11))
     model(Batch(0, 0, 0).tokens())
-
-
-def _copy(model: nn.Module, weight: Any, optimizer: Any) -> None:
-    import copy
-
-    copy.deepcopy(model)
 
 
 def _pickle(model: nn.Module, weight: Any, optimizer: Any) -> None:
@@ -281,10 +255,6 @@ def _add_group(model: nn.Module, weight: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
 
 
-def _optimizer_state(model: nn.Module, weight: Any, optimizer: Any) -> None:
-    optimizer.state_dict()
-
-
 ACTS: dict[str, Callable[[nn.Module, Any, Any], None]] = {
     "write": _write,
     "assign": _assign,
@@ -295,15 +265,11 @@ ACTS: dict[str, Callable[[nn.Module, Any, Any], None]] = {
     "write item of data": _write_item_of_data,
     "step inside full_params": _step_inside_full_params,
     "save inside full_params": _save_inside_full_params,
-    "step twice": _step_twice_with_clipped_gradients,
-    "add to clipped": _add_to_clipped_gradients,
     "set gradient": _set_gradient,
     "read gradient": _read_gradient,
     "replace": _replace,
-    "copy": _copy,
     "pickle": _pickle,
     "add group": _add_group,
-    "optimizer state": _optimizer_state,
 }
 
 
@@ -315,19 +281,15 @@ ACTS: dict[str, Callable[[nn.Module, Any, Any], None]] = {
         ("index", ["blocks.1.up.weight", "unbounded.full_params"]),
         ("initialise", ["blocks.1.up.weight", "unbounded.full_params"]),
         ("convert", ["before `shard`"]),
-        ("write data", ["clamp", "unbounded.full_params"]),
-        ("write item of data", ["setitem", "unbounded.full_params"]),
-        ("step inside full_params", ["optimizer.step", "behind the block"]),
-        ("save inside full_params", ["unbounded.save", "behind the block"]),
-        ("step twice", ["zero_grad"]),
-        ("add to clipped", ["clip_grad_norm_", "zero_grad"]),
+        ("write data", ["blocks.1.up.weight", "unbounded.full_params"]),
+        ("write item of data", ["blocks.1.up.weight", "unbounded.full_params"]),
+        ("step inside full_params", ["optimizer.step", "after the block"]),
+        ("save inside full_params", ["unbounded.save", "after the block"]),
         ("set gradient", ["blocks.1.up.weight", "clip_grad_norm_"]),
         ("read gradient", ["blocks.1.up.weight", "grad"]),
         ("replace", ["blocks.1.up.weight"]),
-        ("copy", ["copied", "before `shard`"]),
         ("pickle", ["unbounded.save"]),
         ("add group", ["before `shard`"]),
-        ("optimizer state", ["unbounded.save"]),
     ],
 )
 def test_a_sharded_model_refuses_what_would_go_wrong(ranks: Any, act: str, facts: list[str]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import unbounded
 from tests.zero.counting import live_bytes, settled_bytes
 from tests.zero.training import Batch, shard
-from unbounded.zero.reduction import IN_FLIGHT, Reduction
+from unbounded.zero.gradients.reduction import IN_FLIGHT, Reduction
 
 WIDTH = 128
 DEPTH = 16
@@ -196,13 +196,13 @@ def whole_gradients(rank: int, world_size: int, stage: int, zero_grad_first: boo
     plan = {"stage": stage, "unit_numel": None}  # the norm is too small to be a unit of its own
     model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
     assert "root" in [unit.name for unit in optimizer.engine.units]
-    most, collect = [0], Reduction.collect
+    most, complete = [0], Reduction.complete
 
-    def counting_collect(*arguments: Any, **named: Any) -> None:
-        collect(*arguments, **named)
-        most[0] = max(most[0], sum(unit.unreduced is not None for unit in optimizer.engine.units))
+    def counting_complete(*arguments: Any, **named: Any) -> None:
+        complete(*arguments, **named)
+        most[0] = max(most[0], sum(unit.gradient.local is not None for unit in optimizer.engine.units))
 
-    Reduction.collect = counting_collect  # type: ignore[method-assign]
+    Reduction.complete = counting_complete  # type: ignore[method-assign]
     try:
         for step in range(3):
             loss = model(Batch(step, 0, rank).normal(2, WIDTH)).square().mean()
@@ -212,7 +212,7 @@ def whole_gradients(rank: int, world_size: int, stage: int, zero_grad_first: boo
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        Reduction.collect = collect  # type: ignore[method-assign]
+        Reduction.complete = complete  # type: ignore[method-assign]
     return most[0]
 
 

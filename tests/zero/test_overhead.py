@@ -13,6 +13,7 @@ from tests.zero.counting import watched_lines
 from tests.zero.training import shard
 from unbounded.native.disk.extents import ExtentStore
 from unbounded.tiers.arena import HostArena
+from unbounded.tiers.pool import BufferPool
 
 
 class Many(nn.Module):
@@ -66,7 +67,15 @@ def allocations_of_steps(rank: int, world_size: int, folder: str, plan: dict[str
 
         return call
 
+    pools: list[BufferPool] = []
+    make_pool = BufferPool.__init__
+
+    def remember(pool: BufferPool, *arguments: Any) -> None:
+        make_pool(pool, *arguments)
+        pools.append(pool)
+
     real = HostArena.allocate, ExtentStore.allocate
+    BufferPool.__init__ = remember  # type: ignore[method-assign]
     HostArena.allocate, ExtentStore.allocate = map(counting, real)  # type: ignore[method-assign]
     try:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
@@ -80,9 +89,19 @@ def allocations_of_steps(rank: int, world_size: int, folder: str, plan: dict[str
             optimizer.zero_grad()
             optimizer.wait()
             counts.append(asked[0])
+            fill(pools)
     finally:
+        BufferPool.__init__ = make_pool  # type: ignore[method-assign]
         HostArena.allocate, ExtentStore.allocate = real  # type: ignore[method-assign]
     return counts
+
+
+def fill(pools: list[BufferPool]) -> None:
+    """Has all buffers of the pools made: how many are out at once, and so made by use, is a matter of timing."""
+    for pool in pools:
+        leases = [pool.lease() for _ in range(pool.count)]
+        for lease in leases:
+            lease.release()
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import unbounded
-from unbounded.observe import drawing
+from unbounded.observe import spans as spans_of
+from unbounded.observe.report.lane_chart import draw_lanes
 from unbounded.optim.rules import NativeRule
 from unbounded.tiers import budget
 from unbounded.tiers.array import DiskArray
@@ -145,11 +146,11 @@ def test_a_forward_waits_for_new_weights_and_not_for_states_on_their_way_to_disk
     model(torch.randn(4, 64, device=device)).square().mean().backward()
     optimizer.step()
     model(torch.randn(4, 64, device=device))
-    (unit,) = [unit for unit in optimizer.engine.units if unit.update is not None]
-    assert not unit.written.launched()
+    (unit,) = [unit for unit in optimizer.engine.units if unit.weights_ready is not None]
+    assert not unit.states_written.launched()
     may_write.set()
     optimizer.wait()
-    assert unit.written.launched()
+    assert unit.states_written.launched()
 
 
 def test_states_on_disk_are_read_while_states_in_memory_are_updated(
@@ -190,10 +191,10 @@ def test_a_trace_shows_compute_beside_every_transfer_lane(
     narrow_disk(monkeypatch)
     path = tmp_path / "step.trace.json"
     step_seconds(tmp_path, path, depth=5 * budget.DEPTH)  # far more units than are on their way at once
-    spans = drawing.read_spans(path)
-    busy = {use.lane: use.busy_seconds for use in drawing.lane_uses(spans)}
+    spans = spans_of.read_spans(path)
+    busy = {use.lane: use.busy_seconds for use in spans_of.lane_uses(spans)}
     assert "host optimizer" in busy
     for lane in ("disk read", "disk write"):
-        together = drawing.at_once([span for span in spans if span.lane in ("compute", lane)])
+        together = spans_of.at_once([span for span in spans if span.lane in ("compute", lane)])
         assert (together.get(2, 0) / busy[lane] > 0.03) == (overlap == "1"), (lane, together, busy)
-    assert drawing.draw(spans).count("<rect") > DEPTH
+    assert draw_lanes(spans).count("<rect") > DEPTH

@@ -34,7 +34,7 @@ FORMATS = {
     "fp32": {"precision": "fp32"},
     "bf16": {"precision": "bf16"},
     "bf16, compact": {"precision": "bf16", "optimizer_format": "compact"},
-    "fp16": {"precision": "fp16"},
+    "fp16": {"precision": "fp16", "loss_scale": 1, "loss_scale_window": 0},
 }
 
 

@@ -211,7 +211,7 @@ def test_gradients_cleared_behind_the_forward_are_unscaled_all_the_same(ranks: A
 
 
 def test_the_scale_has_a_minimum_and_a_maximum() -> None:
-    from unbounded.zero.scaler import LossScale
+    from unbounded.zero.step.loss_scale import LossScale
 
     scale = LossScale(value=4.0)
     seen = []

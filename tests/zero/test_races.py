@@ -11,8 +11,8 @@ import torch
 
 from tests.zero.test_control_flow import Loop, Shuffled, SkippedApart
 from tests.zero.training import Batch, Run, Task, TinyGPT, assert_identical, shard, train_ours
-from unbounded.zero import updates
-from unbounded.zero.gathering import Gathering
+from unbounded.zero.passes.gathering import Gathering
+from unbounded.zero.step import updates
 
 
 class Clipped(Task):
@@ -79,9 +79,9 @@ def gather_behind_updates(rank: int, world_size: int, stage: int) -> tuple[int, 
         clock.now = updated[unit.name] = clock.now + 1
         run_now(self, unit, *arguments)
 
-    def fetch_at(self: Any, unit: Any) -> None:
+    def fetch_at(self: Any, unit: Any, *arguments: Any) -> None:
         nonlocal num_gathered
-        fetch(self, unit)
+        fetch(self, unit, *arguments)
         num_gathered += 1
         if clock.waited < updated.get(unit.name, 0):
             early.append(unit.name)

@@ -256,13 +256,13 @@ def forward_inside(rank: int, world_size: int, plan: dict[str, Any]) -> list[boo
     with unbounded.full_params(model):
         inside = torch.equal(model(tokens), expected)
         model.head.bias.add_(1.0)
-        shifted = torch.allclose(model(tokens), expected + 1.0)
+        shifted = torch.allclose(model(tokens), expected + 1.0, atol=1e-5)
         with torch.enable_grad():
             model(tokens).square().mean().backward()
         readable = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     optimizer.step()
     with torch.no_grad():
-        return [inside, shifted, readable, not torch.allclose(model(tokens), expected + 1.0)]
+        return [inside, shifted, readable, not torch.allclose(model(tokens), expected + 1.0, atol=1e-5)]
 
 
 @pytest.mark.parametrize(("world_size", "weights"), [(1, "host"), (1, "disk"), (1, "device"), (2, "device")])

@@ -165,7 +165,7 @@ def average_gradients(model: nn.Module, world_size: int) -> None:
 @contextmanager
 def small_units(numel: int | None) -> Iterator[None]:
     """Leaf modules of at least `numel` elements become units of their own, so that tiny models have many."""
-    from unbounded.zero import units
+    from unbounded.zero import sites as units
 
     before = units.SMALL_NUMEL
     units.SMALL_NUMEL = before if numel is None else numel

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from unbounded.checkpoint import folder as folders
-from unbounded.checkpoint.adapters import adapter_folder, file_names, write_config
-from unbounded.checkpoint.manifest import Manifest, TensorEntry, read_manifest
-from unbounded.checkpoint.reading import Files
-from unbounded.checkpoint.snapshot import BUFFER, WEIGHT
-from unbounded.checkpoint.tensorfile import Planned, ShardWriter, plan_file, plan_shards
-from unbounded.checkpoint.weightfiles import ADAPTER_WEIGHTS
+from unbounded.checkpoint.format import folder as folders
+from unbounded.checkpoint.format.checks import mapping
+from unbounded.checkpoint.format.data_files import Files
+from unbounded.checkpoint.format.manifest import BUFFER, WEIGHT, Manifest, TensorEntry
+from unbounded.checkpoint.format.parsing import read_manifest
+from unbounded.checkpoint.safetensors_writer import Planned, ShardWriter, plan_file, plan_shards
 from unbounded.errors import CheckpointError
 from unbounded.planner.sizes import parse_bytes
+from unbounded.weights.adapter_files import adapter_folder, file_names, write_config
+from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS
 
 PIECE_NUMEL = 1 << 24
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
@@ -42,15 +43,24 @@ def export_checkpoint(
     it the checkpoint's own configuration is written, where it has one.
     """
     max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-    source = folders.find(checkpoint)
-    manifest = read_manifest(source)
     target = Path(folder).expanduser()
+    manifest = folders.read_whole(checkpoint, lambda source: _export(source, target, max_bytes))
+    if config is not None:
+        _copy_beside(Path(config).expanduser(), target)
+    elif not manifest.values.get("adapters"):
+        _write_config(manifest, target)
+    return target
+
+
+def _export(source: Path, target: Path, max_bytes: int) -> Manifest:
+    manifest = read_manifest(source)
     adapters: dict[str, Any] = manifest.values.get("adapters") or {}
     entries = {e.name: e for e in [*manifest.of_kind(WEIGHT), *manifest.of_kind(BUFFER)] if e.rank is None}
     with Files(source, manifest) as files:
         files.check_present()
         for adapter, about in adapters.items():
             names, place = file_names(adapter, about), adapter_folder(target, adapter)
+            _check_names(names, entries, source)
             planned = [_plan(entries[name], key) for name, keys in names.items() for key in keys]
             _copy(files, entries, names, ShardWriter(place, [plan_file(ADAPTER_WEIGHTS, planned)]))
             write_config(place, about)
@@ -59,11 +69,13 @@ def export_checkpoint(
             ordered = sorted(entries, key=lambda name: order.get(name, len(order)))
             plans = plan_shards([_plan(entries[name], name) for name in ordered], max_bytes)
             _copy(files, entries, {name: [name] for name in ordered}, ShardWriter(target, plans))
-    if config is not None:
-        _copy_beside(Path(config).expanduser(), target)
-    elif not adapters:
-        _write_config(manifest, target)
-    return target
+    return manifest
+
+
+def _check_names(names: Mapping[str, list[str]], entries: Mapping[str, TensorEntry], source: Path) -> None:
+    missing = [name for name in names if name not in entries]
+    if missing:
+        raise CheckpointError(f"the checkpoint in {source} has no {missing[0][:100]}, which an adapter is made of.")
 
 
 def _plan(entry: TensorEntry, key: str) -> Planned:
@@ -96,9 +108,17 @@ def _copy_beside(source: Path, target: Path) -> None:
             shutil.copy(path, target / path.name)
 
 
+def _read_config(text: str) -> dict[str, Any]:
+    try:
+        return mapping(json.loads(text), "it")
+    except (ValueError, RecursionError) as error:
+        reason = str(error)[:200]
+        raise CheckpointError(f"the checkpoint's configuration is not usable: {reason}. Pass config=folder.") from None
+
+
 def _write_config(manifest: Manifest, target: Path) -> None:
     if "config" in manifest.values:
-        config = json.loads(manifest.values["config"])
+        config = _read_config(manifest.values["config"])
         config["architectures"] = [manifest.values["model"].rpartition(".")[2]]
         dtypes = {str(e.dtype).removeprefix("torch.") for e in manifest.of_kind(WEIGHT) if e.dtype.is_floating_point}
         if len(dtypes) == 1:

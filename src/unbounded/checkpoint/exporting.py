@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded.checkpoint.adapters import adapter_folder, describe_adapters, file_names, write_config
+from unbounded.checkpoint.format.folder import told
 from unbounded.checkpoint.peers import Peers, peers_of
+from unbounded.checkpoint.safetensors_writer import Planned, ShardWriter, plan_file, plan_shards
 from unbounded.checkpoint.saving import settle
-from unbounded.checkpoint.snapshot import persistent_buffers
-from unbounded.checkpoint.tensorfile import Planned, ShardWriter, plan_file, plan_shards
-from unbounded.checkpoint.weightfiles import ADAPTER_WEIGHTS
 from unbounded.planner.sizes import parse_bytes
 from unbounded.sharding import Sharded, sharded
-from unbounded.zero.unit import Unit
+from unbounded.weights.adapter_files import adapter_folder, describe_adapters, file_names, write_config
+from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS
+from unbounded.zero.sites import persistent_buffers
+from unbounded.zero.whole_values import whole_values
 
 logger = logging.getLogger("unbounded")
 Names = Mapping[str, list[str]]  # a tensor of the model -> what it is called in the files
@@ -45,8 +46,9 @@ def export(
     model the adapters alone are written, for `PeftModel.from_pretrained`.
     """
     state = sharded(model)
+    state.engine.phases.confirm("unbounded.export()")
     settle(state)
-    peers = peers_of(model, state.engine.ranks)
+    peers = peers_of(model, state.engine.axes.world)
     target = Path(folder).expanduser()
     adapters = describe_adapters(model)
     if adapters:
@@ -75,8 +77,13 @@ def _export_adapters(
         written |= set(names)
         planned = [replace(tensors[name], name=key) for name, keys in names.items() for key in keys]
         _write(state, peers, ShardWriter(place, [plan_file(ADAPTER_WEIGHTS, planned)]), names, loose)
-        peers.agree(partial(write_config, place, about) if peers.rank == 0 else lambda: None)
+        peers.agree(partial(_write_adapter_config, place, about) if peers.rank == 0 else lambda: None)
     _report_unwritten(state, written, speaks=peers.rank == 0)
+
+
+def _write_adapter_config(place: Path, about: Mapping[str, Any]) -> None:
+    with told(place, "exporting to"):
+        write_config(place, about)
 
 
 def _report_unwritten(state: Sharded, written: set[str], *, speaks: bool) -> None:
@@ -94,7 +101,11 @@ def _loose(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _planned(state: Sharded, loose: Mapping[str, torch.Tensor]) -> dict[str, Planned]:
-    slots = {slot.name: (unit.dtype, slot.shape) for unit in state.engine.units for slot in unit.layout.slots}
+    slots: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for held in state.engine.axes.pipeline.objects(
+        {slot.name: (unit.dtype, slot.global_shape) for unit in state.engine.units for slot in unit.layout.slots}
+    ):
+        slots = held | slots
     slots |= {name: (value.dtype, tuple(value.shape)) for name, value in loose.items()}
     return {name: Planned(name, *about) for name, about in slots.items()}
 
@@ -123,24 +134,19 @@ def _write(state: Sharded, peers: Peers, writer: ShardWriter, names: Names, loos
 
 def _write_units(state: Sharded, writer: ShardWriter | None, names: Names) -> Exception | None:
     """Every rank takes part in every gather, also after the writing one has failed; its error is given back."""
-    error = None
-    for unit in state.engine.units:
-        if not any(slot.name in names for slot in unit.layout.slots):
-            continue
-        for slot, value in zip(unit.layout.slots, _gathered(state, unit), strict=True):
-            if writer is not None and error is None:
-                try:
-                    for key in names.get(slot.name, ()):
-                        writer.write(key, value.detach().cpu())
-                except Exception as caught:
-                    error = caught
-        state.engine.gathering.release(unit)
+    error, written = None, set()
+    units = [unit for unit in state.engine.units if any(slot.name in names for slot in unit.layout.slots)]
+    for values in whole_values(state.engine, units):
+        for name, first, value in values:
+            if writer is None or error is not None or (name, first) in written:
+                continue
+            written.add((name, first))
+            try:
+                for key in names.get(name, ()):
+                    writer.write(key, value, first)
+            except Exception as caught:
+                error = caught
     return error
-
-
-def _gathered(state: Sharded, unit: Unit) -> list[torch.Tensor]:
-    state.engine.gathering.gather([unit])
-    return unit.slot_views(unit.fill)
 
 
 def _in_order(model: nn.Module, names: Mapping[str, Any]) -> list[str]:
@@ -161,6 +167,13 @@ def _raise(error: Exception | None) -> None:
 
 def _save_beside(target: Path, model: Any, tokenizer: Any) -> None:
     """Configuration, generation settings and tokenizer, as `save_pretrained` leaves them."""
+    with told(target, "exporting to"):
+        _save_config(target, model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+
+
+def _save_config(target: Path, model: Any) -> None:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained") and not hasattr(model, "peft_config"):
         config = copy.deepcopy(config)
@@ -170,7 +183,5 @@ def _save_beside(target: Path, model: Any, tokenizer: Any) -> None:
             config.dtype = str(next(iter(dtypes))).removeprefix("torch.")
         config.save_pretrained(target)
         generation: Any = getattr(model, "generation_config", None)
-        if hasattr(generation, "save_pretrained"):
-            generation.save_pretrained(target)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
+        if hasattr(generation, "to_json_string"):  # as it was, also where save_pretrained would object to it
+            (target / "generation_config.json").write_text(generation.to_json_string())

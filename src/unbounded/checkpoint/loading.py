@@ -1,52 +1,38 @@
 """`load`: a checkpoint into a running model, whatever its number of ranks, stage, tiers and state format.
 
-    all   manifest, files, model and optimizer compared: nothing is changed while anything differs
-    all   small values read and verified
-    all   states in one pass; every block is verified before it is used
-    all   agree; counts, hyper-parameters, random states; gathered copies made stale
+    rank 0  finds the checkpoint
+    all     manifest, files, model and optimizer compared: nothing is changed while anything differs
+    all     small values read and verified
+    all     states in one pass; every block is verified before it is used
+    all     agree; counts, hyper-parameters, random states; gathered copies made stale
 
 Nothing half-loaded can be used. A rank's share up to STAGED_BYTES, and no more than the host's budget has left, is
-verified whole before anything is changed, so the model is as it was before. A larger one is put in place as it is
-read, because reading twice would halve the speed and a second copy would double the memory; should a block then turn
-out to be damaged, every unit is marked, on all ranks, and refuses to be trained, read or saved until a load succeeds.
+verified whole before anything is changed, so a damaged checkpoint leaves the model as it was. A larger one is put in
+place as it is read, because reading twice would halve the speed and a second copy would double the memory. Where
+anything fails after the model has begun to change (a damaged block, or the disk tier while it takes what was staged),
+every unit is marked, on all ranks, and refuses to be trained, read or saved until a load succeeds.
+
+A checkpoint that another job replaces while it is read is read again from the start: the new one is whole, too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from unbounded.checkpoint import differences, values
-from unbounded.checkpoint import folder as folders
-from unbounded.checkpoint.gradients import StoredGradients
-from unbounded.checkpoint.manifest import Manifest, read_manifest
+from unbounded.checkpoint.format import folder as folders
+from unbounded.checkpoint.format.folder import ATTEMPTS
+from unbounded.checkpoint.load.contents import Contents
+from unbounded.checkpoint.load.transfer import Transfer
 from unbounded.checkpoint.peers import Peers, peers_of
-from unbounded.checkpoint.reading import Files
-from unbounded.checkpoint.saving import check_optimizer, finish_pending, settle
-from unbounded.checkpoint.snapshot import (
-    BUFFER,
-    LOOSE,
-    persistent_buffers,
-    restore_random_states,
-)
-from unbounded.checkpoint.targets import (
-    Conversion,
-    Copy,
-    Source,
-    plan_unit,
-    wanted_groups,
-)
-from unbounded.checkpoint.transfer import Transfer
-from unbounded.errors import StateError
+from unbounded.checkpoint.random_states import restore_random_states
+from unbounded.checkpoint.saving import check_optimizer, finish_pending
+from unbounded.errors import CheckpointError, MissingCheckpointError, StateError
 from unbounded.sharding import Sharded, sharded
-from unbounded.tiers.lane import Handle
-from unbounded.zero.scaler import LossScale
-from unbounded.zero.unit import Unit
 
 STAGED_BYTES = 256 << 20
 
@@ -57,44 +43,38 @@ def load(
     """All ranks must call this. Brings the checkpoint in `folder` into the model and gives back its `extra`.
 
     With `optimizer` its states, step counts, hyper-parameters, loss scale, gradients added up so far and the random
-    states come back too; without it only weights and buffers. Raises a FileNotFoundError where there is no whole
-    checkpoint, and a CheckpointError that lists what differs where it is another model's.
+    states come back too; without it only weights and buffers. Raises a FileNotFoundError on all ranks where there is
+    no whole checkpoint, and a CheckpointError that lists what differs where it is another model's or optimizer's.
     """
     state = sharded(model)
     state.engine.refuse_inside_full_params("unbounded.load")
     check_optimizer(state, optimizer)
     finish_pending(model)
-    _forget_failures(state.engine.units)
-    settle(state)
-    state.engine.settle()
-    for unit in state.engine.units:
-        state.engine.gathering.wait(unit)  # of one that is whole on the device
-    peers = peers_of(model, state.engine.ranks)
-    loading = _Loading(state, model, peers, with_optimizer=optimizer is not None)
-    try:
-        return loading.run(folder)
-    finally:
-        loading.close()
+    state.engine.phases.confirm("unbounded.load()")
+    _put_aside_failures(state)
+    peers = peers_of(model, state.engine.axes.world)
+    return _Loading(state, model, peers, with_optimizer=optimizer is not None).run(folder)
 
 
-class HalfLoaded(Handle):
-    """Stands in a unit's place of an update in flight: whoever needs the unit's states meets the error."""
+def _put_aside_failures(state: Sharded) -> None:
+    """Waits for whatever is under way. What has failed is no reason not to load: loading is how to go on.
 
-    def __init__(self, reason: str) -> None:
-        super().__init__()
-        self.fail(
-            StateError(
-                f"a load failed after it had begun to change the model ({reason}), so the model's states are not "
-                "usable. Load a whole checkpoint, or build the model anew."
-            )
-        )
-
-
-def _forget_failures(units: Sequence[Unit]) -> None:
-    """A load that failed, or an update that the disk failed, is no reason not to load: this is how to go on."""
-    for unit in units:
-        if any(handle is not None and handle.failed() for handle in (unit.update, unit.written)):
+    A gradient that was lost stays so until it is dropped, which a load with the optimizer does.
+    """
+    engine = state.engine
+    for unit in engine.units:
+        handles = [unit.weights_ready, unit.states_written, unit.gradient.adding if unit.trainable else None]
+        for handle in handles:
+            if handle is not None:
+                handle.finish()
+        if any(handle is not None and handle.failed() for handle in handles[:2]):
             unit.forget_update()
+    engine.settle()
+    for unit in engine.units:
+        engine.gathering.wait(unit)  # of one that is whole on the device
+    engine.failures.forget()
+    if engine.device.type == "cuda":
+        torch.cuda.current_stream(engine.device).synchronize()
 
 
 class _Loading:
@@ -102,74 +82,58 @@ class _Loading:
 
     def __init__(self, state: Sharded, model: nn.Module, peers: Peers, *, with_optimizer: bool) -> None:
         self.state, self.model, self.peers, self.with_optimizer = state, model, peers, with_optimizer
-        self.units: Sequence[Unit] = state.engine.units
-        self.files: Files | None = None
-
-    def close(self) -> None:
-        if self.files is not None:
-            self.files.close()
+        self._folder = Path()
+        self._identity: tuple[int, ...] | None = None
+        self._is_over = False
 
     def run(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
-        found = self.peers.agree(lambda: self._find(folder))
-        self.folder = Path(found[0])
-        self.peers.agree(self._open)
-        needs = self.peers.agree(self._prepare)
-        rooms = self.peers.agree(self._room)
-        staged = all(need <= room for need, room in zip(needs, rooms, strict=True))
-        transfer = Transfer(self.files, self.source, self.state.rules, self.state.tiers.staging, staged=staged)  # type: ignore[arg-type]
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._load(folder)
+            except Exception:
+                if self._is_over or attempt == ATTEMPTS or not self._was_replaced():
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        self._find(folder)
+        contents = Contents(self.state, self.model, self._folder, self.peers, with_optimizer=self.with_optimizer)
         try:
-            self.peers.agree(lambda: self._transfer(transfer))
-            self.peers.agree(transfer.install)
-        except BaseException as error:
-            if not staged:
-                self._mark(str(error))
-            raise
-        self._finish()
-        return dict(self.extra)
+            marks = self.peers.agree(contents.open)
+            if len(set(marks)) > 1:
+                raise CheckpointError(
+                    f"the ranks see different checkpoints in {self._folder}. Load from a shared disk."
+                )
+            needs = self.peers.agree(contents.prepare)
+            rooms = self.peers.agree(self._room)
+            staged = all(need <= room for need, room in zip(needs, rooms, strict=True))
+            self._bring_in(contents, staged=staged)
+        finally:
+            contents.close()
+        return dict(contents.extra)
 
-    # -- before anything is changed --------------------------------------------------------------------------------
+    def _find(self, folder: str | os.PathLike[str]) -> None:
+        """Only the first rank looks, and all of them get its answer."""
 
-    def _find(self, folder: str | os.PathLike[str]) -> str:
-        return str(folders.find(folder)) if self.peers.rank == 0 else ""
+        def look() -> tuple[str, str, tuple[int, ...] | None]:
+            if self.peers.rank > 0:
+                return "", "", None
+            try:
+                found = folders.find(folder)
+            except MissingCheckpointError as error:
+                return "", str(error), None
+            return str(found), "", folders.identify(found)
 
-    def _open(self) -> None:
-        self.manifest: Manifest = read_manifest(self.folder)
-        self.files = Files(self.folder, self.manifest)
-        self.files.check_present()
-        self.source = Source(self.manifest)
-        self.buffers = persistent_buffers(self.model)
-        found = differences.of_model(self.model, self.units, self.source)
-        if self.with_optimizer and not found:
-            found = differences.of_optimizer(self.model, self.state, self.source, self.peers.size)
-        differences.refuse(found, self.folder, self.manifest)
+        found, missing, self._identity = self.peers.agree(look)[0]
+        if missing:
+            raise MissingCheckpointError(missing)
+        self._folder = Path(found)
 
-    def _prepare(self) -> int:
-        """Reads and verifies what is small, plans the rest; how many bytes this rank will put in place."""
-        stored = self.manifest.values
-        extras = stored["extra"]
-        rank = self.peers.rank
-        taken = rank if str(rank) in extras else 0
-        self.extra = values.decode(extras[str(taken)], self._getter(taken))
-        self.random = None
-        if self.with_optimizer and rank < len(stored["random"]):
-            self.random = values.decode(stored["random"][rank], self._getter(rank))
-        if self.with_optimizer:
-            self.options = [values.decode(g["options"], self._getter(0)) for g in stored["optimizer"]["groups"]]
-        self.new_buffers = {name: self._read_buffer(name) for name in self.buffers}
-        self.copies: list[Copy] = []
-        self.conversions: list[Conversion] = []
-        for unit in self.units:
-            rule = self.state.rules.get(unit.dtype) if unit.trainable else None
-            every = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
-            for part in plan_unit(unit, self.source, every, wanted_groups(unit, rule, with_states=self.with_optimizer)):
-                if isinstance(part, Copy):
-                    self.copies.append(part)
-                else:
-                    self.conversions.append(part)
-        self.gradients = StoredGradients(self.manifest, self.source, self.peers.rank) if self.with_optimizer else None
-        gradients = self.gradients.num_bytes if self.gradients is not None else 0
-        converted = sum((c.stop - c.start) * 4 for c in self.conversions)
-        return sum(copy.nbytes for copy in self.copies) + converted + gradients
+    def _was_replaced(self) -> bool:
+        """All ranks must call this. Whether another checkpoint lies where this one was read from."""
+        if self._identity is None:
+            return False
+        return bool(self.peers.agree(lambda: folders.identify(self._folder) != self._identity)[0])
 
     def _room(self) -> int:
         """How much this rank may hold in memory until all of it is verified."""
@@ -179,70 +143,68 @@ class _Loading:
             return STAGED_BYTES
         return min(STAGED_BYTES, budget - tiers.arena.used_bytes - pool.count * pool.buffer_bytes)
 
-    def _getter(self, rank: int) -> values.Get:
-        def get(name: str) -> torch.Tensor:
-            assert self.files is not None
-            return self.files.read_tensor(self.manifest.tensors[LOOSE, name, rank])
+    def _bring_in(self, contents: Contents, *, staged: bool) -> None:
+        assert contents.files is not None
+        staging = self.state.tiers.staging
+        transfer = Transfer(contents.files, contents.source, self.state.rules, staging, staged=staged)
+        has_begun = not staged
+        try:
+            self.peers.agree(lambda: self._transfer(contents, transfer))
+            has_begun = True
+            self.peers.agree(transfer.install)
+            self._is_over = True  # the others may be done from here on
+            self._finish(contents)
+        except BaseException as error:
+            if has_begun:
+                self._mark(str(error))
+            raise
 
-        return get
-
-    def _read_buffer(self, name: str) -> torch.Tensor:
-        assert self.files is not None
-        tensors = self.manifest.tensors
-        own = tensors.get((BUFFER, name, self.peers.rank))
-        if own is None or self.manifest.values["world_size"] != self.peers.size:
-            own = tensors[BUFFER, name, None]
-        return self.files.read_tensor(own)
-
-    # -- states ----------------------------------------------------------------------------------------------------
-
-    def _transfer(self, transfer: Transfer) -> None:
+    def _transfer(self, contents: Contents, transfer: Transfer) -> None:
         with torch.no_grad():
-            transfer.copy(self.copies)
-            transfer.convert(self.conversions)
+            transfer.copy(contents.copies)
+            transfer.convert(contents.conversions)
             if self.with_optimizer:
                 assert self.state.optimizer is not None
                 transfer.later(self.state.optimizer.zero_grad)
-                assert self.files is not None
-                assert self.gradients is not None
-                self.gradients.put(self.units, self.files, self.state.engine.reduction, transfer.later)
+                contents.put_gradients(transfer.later)
 
     def _mark(self, reason: str) -> None:
-        for unit in self.units:
-            unit.update = HalfLoaded(reason)
+        """Whoever needs states of the model is told, until a load succeeds."""
+        for unit in self.state.engine.units:
+            unit.spoil(
+                StateError(
+                    f"a load failed after it had begun to change the model ({reason}), so the model's states are not "
+                    "usable. Load a whole checkpoint, or build the model anew."
+                )
+            )
             self.state.engine.gathering.invalidate(unit)
 
-    # -- values ----------------------------------------------------------------------------------------------------
-
-    def _finish(self) -> None:
-        """Nothing here can fail: everything was read before."""
+    def _finish(self, contents: Contents) -> None:
+        """Nothing here can fail: everything was read and checked before."""
+        engine = self.state.engine
         with torch.no_grad():
-            for name, value in self.new_buffers.items():
-                self.buffers[name].copy_(value)
-        for unit in self.units:
+            for name, value in contents.new_buffers.items():
+                contents.buffers[name].copy_(value)
+        for unit in engine.units:
             unit.forget_update()
             if unit.resident and not unit.is_whole:
-                self.state.engine.gathering.invalidate(unit)
-        if self.state.engine.device.type == "cuda":
-            torch.cuda.current_stream(self.state.engine.device).synchronize()
+                engine.gathering.invalidate(unit)
+        if engine.device.type == "cuda":
+            torch.cuda.current_stream(engine.device).synchronize()
         if self.with_optimizer:
-            self._finish_optimizer()
-        if self.random is not None:
-            restore_random_states(self.random, self.state.engine.device)
+            self._finish_optimizer(contents)
+        if contents.random is not None:
+            restore_random_states(contents.random, engine.device)
 
-    def _finish_optimizer(self) -> None:
-        saved, optimizer = self.manifest.values["optimizer"], self.state.optimizer
+    def _finish_optimizer(self, contents: Contents) -> None:
+        optimizer = self.state.optimizer
         assert optimizer is not None
-        described = self.manifest.values["parameters"]
-        for unit in self.units:
+        for unit in self.state.engine.units:
             for index, slot in enumerate(unit.layout.slots):
-                entry = described[self.source.names[slot.name]]
-                unit.steps[index] = entry.get("step", 0)
-                unit.scalars[index] = values.decode(entry.get("scalars", {}), self._getter(0))
-        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+                unit.steps[index], unit.scalars[index] = contents.counts[slot.name]
+        for group, options in zip(optimizer.param_groups, contents.options, strict=True):
             group.update(options)
-        if optimizer.loss_scale is not None and saved["loss_scale"] is not None:
-            optimizer.loss_scale = LossScale(**saved["loss_scale"])
-        optimizer.skipped_steps = saved["skipped_steps"]
-        optimizer._scaled = saved["scaled"]
-        optimizer._clip = values.decode(saved["clip"], self._getter(0))
+        optimizer.resume(contents.progress)
+        if contents.factor is not None:
+            for unit in self.state.engine.units:
+                unit.gradient.scale(contents.factor)

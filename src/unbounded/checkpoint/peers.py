@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from unbounded.zero.collectives import Ranks
+from unbounded.ranks.axis import Axis
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Peers:
     """The ranks of one model, as a checkpoint sees them."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Axis) -> None:
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
 
     def agree(self, work: Callable[[], T]) -> list[T]:
@@ -37,8 +37,8 @@ class Peers:
 _peers: weakref.WeakKeyDictionary[nn.Module, Peers] = weakref.WeakKeyDictionary()
 
 
-def peers_of(model: nn.Module, ranks: Ranks) -> Peers:
+def peers_of(model: nn.Module, ranks: Axis) -> Peers:
     """All ranks must call this. The model's peers, with their group made at the first call."""
     if model not in _peers:
-        _peers[model] = Peers(ranks.lane("gloo"))
+        _peers[model] = Peers(ranks.lane("checkpoint", "gloo"))
     return _peers[model]

@@ -6,7 +6,10 @@
     rank 0  manifest, commit
 
 In the background the arrays are read while training goes on: every unit carries a reader until its states have been
-read. The update that would overwrite them asks it for way (`readers`).
+read. The update that would overwrite them asks it to make way (`readers`).
+
+An error of a save in the background is raised by its handle, or by the next save or load of the model. One that
+nobody has asked for when the program ends is printed, and the program exits with a status that is not 0.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded.checkpoint.job import SaveJob
+from unbounded.checkpoint.save.save_job import SaveJob
 from unbounded.errors import StateError
+from unbounded.optim.recognition import unwrap
+from unbounded.process import OwningProcess
 from unbounded.sharding import Sharded, sharded
 
 
@@ -32,9 +37,12 @@ class Save:
     def __init__(self) -> None:
         self._over = threading.Event()
         self._error: BaseException | None = None
+        self._owner = OwningProcess()
 
     def wait(self) -> None:
+        self._owner.check("this save in the background")
         self._over.wait()
+        _unasked.discard(self)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -42,11 +50,18 @@ class Save:
     def done(self) -> bool:
         return self._over.is_set()
 
+    def is_here(self) -> bool:
+        """Whether this process is the one that saves, and no child of it."""
+        return self._owner.is_here()
+
     def _end(self, error: BaseException | None) -> None:
         self._error = error
+        if error is not None:
+            _unasked.add(self)  # also where the model, and with it this handle, is gone before anybody asks
         self._over.set()
 
 
+_unasked: set[Save] = set()
 _pending: weakref.WeakKeyDictionary[nn.Module, Save] = weakref.WeakKeyDictionary()
 
 
@@ -69,6 +84,7 @@ def save(
     state.engine.refuse_inside_full_params("unbounded.save")
     check_optimizer(state, optimizer)
     finish_pending(model)
+    state.engine.phases.confirm("unbounded.save()")
     settle(state)
     job = SaveJob(state, model, folder, optimizer is not None, extra, copy=not wait)
     job.begin()
@@ -81,7 +97,7 @@ def save(
         return handle
     _pending[model] = handle
     # Not a daemon: a program that ends finishes its save first.
-    threading.Thread(target=_run_behind, args=(job, handle), name="unbounded-save").start()
+    threading.Thread(target=_run_in_background, args=(job, handle), name="unbounded-save").start()
     job.wait_for_gradients()
     return handle
 
@@ -103,19 +119,22 @@ def settle(state: Sharded) -> None:
         state.optimizer.wait()
     else:
         state.engine.failures.meet()
+    for unit in state.engine.units:
+        if unit.trainable:
+            unit.gradient.write_out()
     if state.engine.device.type == "cuda":
         torch.cuda.current_stream(state.engine.device).synchronize()
 
 
 def check_optimizer(state: Sharded, optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is not None and optimizer is not state.optimizer:
+    if optimizer is not None and unwrap(optimizer) is not state.optimizer:
         raise StateError(
             f"the {type(optimizer).__name__} given is not the optimizer that shard returned with this model. "
             "Pass the one that it returned."
         )
 
 
-def _run_behind(job: SaveJob, handle: Save) -> None:
+def _run_in_background(job: SaveJob, handle: Save) -> None:
     try:
         job.finish()
     except BaseException as error:
@@ -124,9 +143,31 @@ def _run_behind(job: SaveJob, handle: Save) -> None:
         handle._end(None)
 
 
+class _Unflushable:
+    """Takes the place of stderr in a program that must not exit with 0.
+
+    A program's status is settled when handlers of `atexit` run, with one exception: Python exits with 120 where a
+    standard stream cannot be flushed at the very end, after all handlers. Others' calls to `flush` work as ever.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        if sys._getframe().f_back is None:  # called by the interpreter itself
+            raise OSError("a save in the background failed")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @atexit.register
-def _tell_pending() -> None:
-    """At exit the threads have ended; an error that nobody asked for is at least printed."""
-    for handle in list(_pending.values()):
-        if handle.done() and handle._error is not None:
-            print(f"unbounded: a save in the background failed: {handle._error}", file=sys.stderr)
+def _tell_unasked() -> None:
+    """At exit the threads have ended; an error that nobody has asked for is printed, and changes the exit status."""
+    unasked = [handle for handle in _unasked if handle.is_here()]
+    for handle in unasked:
+        print(f"unbounded: a save in the background failed: {handle._error}", file=sys.stderr)
+    if unasked:
+        sys.stderr = _Unflushable(sys.stderr)  # type: ignore[assignment]

@@ -7,6 +7,7 @@ inside run, so that `unbounded --help` stays instant: only the verb that was typ
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -14,20 +15,22 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-VERBS = ("train", "plan", "bench", "doctor", "inspect", "export", "report")
+from unbounded.cli.parser import StrictParser
+
+VERBS = ("train", "plan", "bench", "doctor", "inspect", "export", "import", "report")
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
 def available_verbs() -> list[str]:
     """The verbs whose module is there."""
-    return [verb for verb in VERBS if find_spec(f"unbounded.cli.{verb}") is not None]
+    return [verb for verb in VERBS if find_spec(_module_name(verb)) is not None]
 
 
 def build_parser(typed: str | None = None) -> argparse.ArgumentParser:
     """The parser, with the arguments of the verb `typed` and the one-line help of all."""
     import unbounded
 
-    parser = argparse.ArgumentParser(prog="unbounded", description="Trains models that do not fit.")
+    parser = StrictParser(prog="unbounded", description="Trains models that do not fit.")
     parser.add_argument("--version", action="version", version=f"unbounded {unbounded.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in available_verbs():
@@ -38,17 +41,32 @@ def build_parser(typed: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _module_name(verb: str) -> str:
+    """The module of a verb; one that is a word of Python's cannot have its name."""
+    return f"unbounded.cli.{'import_checkpoint' if verb == 'import' else verb}"
+
+
 def _verb_module(verb: str) -> ModuleType:
-    return import_module(f"unbounded.cli.{verb}")
+    return import_module(_module_name(verb))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code: its own, 2 for what the user can put right, 130 for Ctrl-C."""
+    if not _has_output():
+        return EXIT_USER_ERROR
+    for stream in (sys.stdout, sys.stderr):  # names of files may hold bytes that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     verb = next((word for word in words if not word.startswith("-")), None)
-    args = build_parser(verb).parse_args(words)
+    parser = build_parser(verb)
+    if any("\0" in word for word in words):
+        parser.error("an argument has a zero byte in it. Leave that out.")
+    args = parser.parse_args(words)
     try:
-        return int(_verb_module(args.verb).run(args) or 0)
+        code = int(_verb_module(args.verb).run(args) or 0)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         _complain("interrupted")
         return EXIT_INTERRUPTED
@@ -56,12 +74,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        from unbounded.errors import UnboundedError
-
-        if not isinstance(error, UnboundedError | FileNotFoundError) or _debugging():
+        said = describe(error)
+        if said is None or _debugging():
             raise
-        _complain(str(error))
+        _complain(said)
         return EXIT_USER_ERROR
+
+
+def describe(error: Exception) -> str | None:
+    """What to tell the user of an error that he can put right; None for one that is a fault of this program."""
+    from unbounded.errors import UnboundedError
+
+    if isinstance(error, UnboundedError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f'"{error.filename}" cannot be used: {error.strerror} (errno {error.errno}). Give another path.'
+    return str(error) if isinstance(error, OSError) else None
+
+
+def _has_output() -> bool:
+    """Whether there is a standard output; a closed stream is opened on nothing, so that no file takes its number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    if sys.stdout is None:
+        _complain("standard output is closed. Send it to a file, or to /dev/null.")
+        return False
+    return True
 
 
 def _debugging() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 HELP = "write a checkpoint's weights (or its adapters) as a safetensors folder that from_pretrained reads"
 
@@ -17,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from unbounded.checkpoint.conversion import export_checkpoint
 
-    folder = export_checkpoint(args.checkpoint, args.out, config=args.config, max_shard_bytes=args.max_shard)
+    # Of a user who is not known, ~name is a name like any other; below, Path.expanduser would raise.
+    out, config = (path and os.path.abspath(os.path.expanduser(path)) for path in (args.out, args.config))
+    folder = export_checkpoint(args.checkpoint, out, config=config, max_shard_bytes=args.max_shard)
     files = sorted(folder.rglob("*.safetensors"))
     print(f"{folder}: {sum(path.stat().st_size for path in files):,} bytes in {len(files)} file(s) of weights")
     if not (folder / "config.json").exists() and not any(folder.rglob("adapter_config.json")):

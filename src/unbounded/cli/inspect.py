@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unbounded.checkpoint.manifest import Manifest
+    from unbounded.checkpoint.format.manifest import Manifest
 
 HELP = "show what is in a checkpoint, and with --verify check every byte of it"
 
@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from unbounded.checkpoint import folder as folders
-    from unbounded.checkpoint.manifest import read_manifest
-    from unbounded.checkpoint.reading import Files
+    from unbounded.checkpoint.format import folder as folders
+    from unbounded.checkpoint.format.data_files import Files
+    from unbounded.checkpoint.format.parsing import read_manifest
 
     folder = folders.find(args.checkpoint)
     manifest = read_manifest(folder)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unbounded.train.summary import Summary
+    from unbounded.train.run.summary import Summary
 
 HELP = "train a model beyond its memory; without arguments, a real job on what every machine has"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag for every setting."""
-    from unbounded.train.flags import add_arguments as add
+    from unbounded.train.options.flags import add_arguments as add
 
     add(parser)
 
@@ -23,12 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; 0: done, 1: failed, 2: bad input, 130 and 143: interrupted by Ctrl-C or SIGTERM, after saving."""
     from unbounded.errors import CheckpointError, PlanError, UnboundedError
+    from unbounded.observe.launch import read_launch
     from unbounded.train.errors import InputError
-    from unbounded.train.flags import make_config
-    from unbounded.train.interrupts import exit_code
+    from unbounded.train.options.flags import make_config
+    from unbounded.train.run.interrupts import exit_code
 
+    read_launch()  # what makes no sense is refused before torch is there
     config = make_config(vars(args))
-    from unbounded.train.job import run as train
+    from unbounded.train.training import run as train
 
     try:
         summary = train(config)
@@ -37,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
             raise  # for the command line to say, with exit code 2
         print(f"unbounded: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    if int(os.environ.get("RANK", "0")) == 0:
+    if summary.speaks:
         _print(summary)
     return 0 if summary.signal is None else exit_code(summary.signal)
 
 
 def _print(summary: Summary) -> None:
-    from unbounded.train.summary import describe_summary
+    from unbounded.train.run.summary import describe_summary
 
     if summary.sample:
         print(f"\n--- a sample ---\n{summary.sample}\n----------------")
@@ -51,4 +52,4 @@ def _print(summary: Summary) -> None:
     for line in describe_summary(summary):
         print(line)
     if summary.signal is not None:
-        print(f"\ninterrupted behind step {summary.step} and saved. The same command goes on from there.")
+        print(f"\ninterrupted after step {summary.step} and saved. The same command goes on from there.")

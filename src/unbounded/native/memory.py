@@ -1,7 +1,8 @@
 """Host memory by the page: aligned anonymous buffers as tensors, faulting them in, and how much is free.
 
 A buffer is a mapping of its own: exactly as large as asked (torch's pinned allocator rounds up to a power of
-two), zero until written, on huge pages where the system gives them, and unmapped when its last tensor dies.
+two), zero until written, on huge pages where the system gives them, and unmapped when its last tensor dies. A forked
+child finds zeros there, so that it holds no copy of what its parent writes.
 Pinning is not done here; whoever registers a buffer with a device must unregister it first.
 """
 

@@ -1,7 +1,8 @@
 """Threads of the native core that the host kernels run on.
 
 A pool sleeps between jobs and never spins against torch's threads. Several Python threads may use one pool (they
-take turns) or pools of their own. Results never depend on the number of threads.
+take turns) or pools of their own. Results never depend on the number of threads. A pool belongs to the process that
+made it: a forked child makes its own, and `default_pool` does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import TracebackType
 
 from unbounded.errors import PlanError, StateError, UnboundedError
 from unbounded.native.library import declare
+from unbounded.process import OwningProcess, finalize, module_lock
 
 SIMD_VARIABLE = "UNBOUNDED_SIMD"
 
@@ -39,7 +41,6 @@ class Pool:
     """`num_threads` threads, the caller's included; closed explicitly, as a context, or when collected."""
 
     def __init__(self, num_threads: int, *, simd: str | None = None) -> None:
-        self._handle: int | None = None
         self._users = 0
         self._idle = threading.Condition()
         if num_threads < 1:
@@ -47,16 +48,20 @@ class Pool:
         self.num_threads = num_threads
         self.simd = _resolve(simd)
         create = declare("unbounded_pool_create", ctypes.c_void_p, [ctypes.c_int, ctypes.c_char_p])
-        self._close = declare("unbounded_pool_close", None, [ctypes.c_void_p])
-        self._handle = create(num_threads, self.simd.encode())
+        self._owner = OwningProcess()
+        self._handle: int | None = create(num_threads, self.simd.encode())
         if self._handle is None:
             raise UnboundedError(
                 f"a pool of {num_threads} threads could not be started. Raise the limit on processes, or ask for fewer."
             )
+        close = declare("unbounded_pool_close", None, [ctypes.c_void_p])
+        self._close = finalize(self, close, self._handle)
+        self._close.atexit = False  # a lane may still be working; the system ends the threads
 
     @contextmanager
     def borrow(self) -> Iterator[int]:
         """The native handle, kept open until the block ends."""
+        self._owner.check("this pool of threads")
         with self._idle:
             if self._handle is None:
                 raise StateError("the pool is closed. Make a new Pool, or close it only after its last use.")
@@ -69,13 +74,18 @@ class Pool:
                 self._users -= 1
                 self._idle.notify_all()
 
+    def is_here(self) -> bool:
+        """Whether its threads run in this process."""
+        return self._owner.is_here()
+
     def close(self) -> None:
         """Waits for the jobs in flight, then ends the threads; more than once is harmless."""
+        if not self._owner.is_here():
+            return
         with self._idle:
-            handle, self._handle = self._handle, None
+            self._handle = None
             self._idle.wait_for(lambda: self._users == 0)
-        if handle is not None:
-            self._close(handle)
+        self._close()
 
     def __enter__(self) -> Pool:
         return self
@@ -85,30 +95,16 @@ class Pool:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self._close(self._handle)
-            self._handle = None
-
 
 _default: Pool | None = None
-_default_lock = threading.Lock()
+_default_lock = module_lock()
 
 
 def default_pool() -> Pool:
     """The pool used where none is given: this rank's share of the cores that the process may use."""
     global _default
     with _default_lock:
-        if _default is None:
+        if _default is None or not _default.is_here():
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             _default = Pool(max(1, len(os.sched_getaffinity(0)) // max(1, ranks)))
         return _default
-
-
-def _forget_default() -> None:
-    """Threads do not survive a fork: a child makes a default pool of its own."""
-    global _default, _default_lock
-    _default, _default_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_default)

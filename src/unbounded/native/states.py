@@ -5,7 +5,8 @@ exact    bf16 weights + `low` int16 (together the fp32 master, exactly reversibl
 compact  bf16 or fp16 weights + `low` int8; moments 8-bit codes with one fp32 `_scale` for every BLOCK elements
 
 Names are torch.optim's: exp_avg and momentum_buffer are first moments (signed), exp_avg_sq and sum second ones.
-All arrays start as zeros. Pure: no tensors are touched here.
+Moments start as zeros; `low` starts as what the first weights leave over. In the compact format zeros are the code of
+zero moments and a zero scale. Pure: no tensors are touched here.
 """
 
 from __future__ import annotations

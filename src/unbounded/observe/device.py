@@ -99,6 +99,6 @@ class DeviceClock:
 
         with torch.cuda.device(device):
             event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.Stream(device))  # an idle stream: the event happens now, not behind queued work
+            event.record(torch.cuda.Stream(device))  # an idle stream: the event happens now, not after queued work
             event.synchronize()
         return _Reference(event, time.perf_counter_ns())

@@ -6,8 +6,9 @@ file: one addition a span. Times are `time.perf_counter_ns`, which is the monoto
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
+
+from unbounded.process import module_lock
 
 DISK_READ = "disk read"
 DISK_WRITE = "disk write"
@@ -17,6 +18,10 @@ GATHER = "gather"
 REDUCE = "reduce"
 COMPUTE = "compute"
 HOST_OPTIMIZER = "host optimizer"
+
+STEP, PASS = "step", "pass"
+MARKS = (STEP, PASS)
+"""Not lanes: spans of whole steps, and of their forward and backward passes. They are kept in traces, not counted."""
 
 LANES = (COMPUTE, GATHER, REDUCE, HOST_TO_DEVICE, DEVICE_TO_HOST, HOST_OPTIMIZER, DISK_READ, DISK_WRITE)
 
@@ -41,7 +46,7 @@ class Totals:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = module_lock()
         self._lanes: dict[str, list[int]] = {}
 
     def add(self, lane: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:

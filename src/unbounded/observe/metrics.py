@@ -1,72 +1,86 @@
-"""The numbers of a run: one JSON object a line, and TensorBoard events beside them when asked for."""
+"""The numbers of a run: one JSON object a line, and the same for the boards that were asked for."""
 
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unbounded.errors import StateError
+from unbounded.observe.boards import Board
+from unbounded.observe.replacing import write_file
+
+FILE_NAME = "metrics.jsonl"
 
 
 class Metrics:
     """Appends to `folder/metrics.jsonl`; a resumed run first drops the lines of steps that will be done again."""
 
-    def __init__(self, folder: Path, *, after_step: int = 0, tensorboard: bool = False) -> None:
-        self.path = folder / "metrics.jsonl"
+    def __init__(self, folder: Path, *, after_step: int = 0, boards: Sequence[Board] = ()) -> None:
+        self.path = folder / FILE_NAME
         folder.mkdir(parents=True, exist_ok=True)
         _trim(self.path, after_step)
         self._file = self.path.open("a")
-        self._board = _open_board(folder) if tensorboard else None
+        self._boards = boards
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Add one line; numbers also go to TensorBoard."""
+        """Add one line; numbers also go to the boards."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+        numbers = {f"{kind}/{name}": value for name, value in _flatten(values)}
+        for board in self._boards:
+            board.write(step, numbers)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file and the boards."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
 
 def read_metrics(path: Path, kind: str = "step") -> list[dict[str, Any]]:
     """The lines of one kind, a torn last line left out."""
     lines = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if line["kind"] == kind:
+        if isinstance(line, dict) and line.get("kind") == kind and isinstance(line.get("step"), int):
             lines.append(line)
     return lines
+
+
+def is_metrics(path: Path) -> bool:
+    """Whether `path` is free for metrics: nothing there, or a file whose first line is one of ours (or torn)."""
+    if not path.exists():
+        return not path.is_symlink()
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline(64)
+    return not first or first.startswith(b'{"kind": ')
+
+
+def _flatten(values: dict[str, Any]) -> list[tuple[str, float]]:
+    """The numbers of a line; those of a table under the table's name."""
+    flat: list[tuple[str, float]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat += [(f"{name}/{inner}", number) for inner, number in _flatten(value)]
+        elif isinstance(value, (int, float)):
+            flat.append((name, value))
+    return flat
 
 
 def _trim(path: Path, after_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(errors="replace").splitlines():
         try:
             if json.loads(text)["step"] <= after_step:
                 kept.append(text + "\n")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # torn by a kill
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text("".join(kept))
-    partial.replace(path)
-
-
-def _open_board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise StateError('TensorBoard is not installed. Install it: pip install "unbounded[tensorboard]".') from None
-    return SummaryWriter(str(folder))
+    write_file(path, "".join(kept))

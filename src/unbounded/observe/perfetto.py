@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unbounded.observe.lanes import LANES
+
+BEGINNING = '{"displayTimeUnit": "ms", "otherData": {"epoch_ns": '
+"""Every trace file begins so: what does not is not ours to replace."""
 
 _ROWS_PER_LANE = 64
 
@@ -65,11 +68,10 @@ def events(spans: Iterable[SpanRecord], *, origin_ns: int, rank: int) -> Iterato
 def write(path: Path, spans: list[SpanRecord], *, origin_ns: int, epoch_ns: int, rank: int, num_dropped: int) -> None:
     """Write the whole file beside its place and rename it there, so that a reader never meets half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    about = {"displayTimeUnit": "ms", "otherData": {"epoch_ns": epoch_ns, "rank": rank, "dropped_spans": num_dropped}}
+    partial = path.with_name(f".{secrets.token_hex(6)}.partial")
     try:
         with partial.open("w") as file:
-            file.write(json.dumps(about)[:-1] + ',\n"traceEvents": [\n')
+            file.write(f'{BEGINNING}{epoch_ns}, "rank": {rank}, "dropped_spans": {num_dropped}}},\n"traceEvents": [\n')
             for index, event in enumerate(events(spans, origin_ns=origin_ns, rank=rank)):
                 file.write((",\n" if index else "") + json.dumps(event, separators=(",", ":")))
             file.write("\n]}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -23,7 +22,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Step:
-    """The state of a run behind a step."""
+    """The state of a run after a step."""
 
     step: int
     num_steps: int
@@ -31,8 +30,29 @@ class Step:
     tokens_per_second: float
     tflops: float
     seconds_left: float
+    norm: float = 0.0
+    lr: float = 0.0
+    epoch: float = 0.0
+    seconds: float = 0.0
+    peak_tflops: float | None = None
     tiers: dict[str, Tier] = field(default_factory=dict)
     lanes: dict[str, float] = field(default_factory=dict)  # busy seconds of each lane in a second
+
+    @property
+    def speed(self) -> str:
+        """Tokens and operations a second."""
+        return f"{self.tokens_per_second:,.0f} tokens/s  {self.tflops:.3g} TFLOP/s"
+
+    @property
+    def pace(self) -> str:
+        """Seconds of a step, and the share reached of what the device can do where that is known."""
+        share = f", {self.tflops / self.peak_tflops:.0%} of peak" if self.peak_tflops else ""
+        return f"{self.seconds:.3g} s a step{share}"
+
+    @property
+    def optimization(self) -> str:
+        """The gradient's norm, the learning rate, and how far into the data the run is."""
+        return f"norm {self.norm:.3g}  lr {self.lr:.3g}  epoch {self.epoch:.2f}"
 
     @property
     def busiest_lane(self) -> str:
@@ -96,8 +116,9 @@ def describe(step: Step) -> str:
     parts = [
         f"step {step.step}/{step.num_steps}",
         f"loss {step.loss:.4f}",
-        f"{step.tokens_per_second:,.0f} tokens/s",
-        f"{step.tflops:.3g} TFLOP/s",
+        step.optimization,
+        step.pace,
+        step.speed,
         tiers,
         step.busiest_lane,
         f"{show_seconds(step.seconds_left)} left",
@@ -133,28 +154,26 @@ class Panel:
 
 def render(step: Step, losses: list[float]) -> Any:
     """The panel of a step as a rich renderable."""
-    from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 1))
     share = step.step / max(step.num_steps, 1)
-    speed = f"{step.tokens_per_second:,.0f} tokens/s  {step.tflops:.3g} TFLOP/s"
-    left = f"{show_seconds(step.seconds_left)} left"
-    table.add_row(Text(f"step {step.step}/{step.num_steps}", "bold"), _bar(ProgressBar, share), f"{left}  {speed}")
-    table.add_row(
-        f"loss {step.loss:.4f}", sparkline(losses), f"busiest lane: {step.busiest_lane}" if step.lanes else ""
-    )
+    left = f"{show_seconds(step.seconds_left)} left, {step.pace}"
+    table.add_row(Text(f"step {step.step}/{step.num_steps}", "bold"), draw_bar(share), left)
+    table.add_row(f"loss {step.loss:.4f}", sparkline(losses), step.optimization)
+    table.add_row("speed", f"busiest: {step.busiest_lane}" if step.lanes else "", step.speed)
     for name, tier in step.tiers.items():
         budget = tier.budget_bytes
         of = f" of {show_bytes(budget)}" if budget else ""
-        share = tier.used_bytes / budget if budget else 0.0
-        table.add_row(name, _bar(ProgressBar, share), f"{show_bytes(tier.used_bytes)}{of}")
+        table.add_row(name, draw_bar(tier.used_bytes / budget) if budget else "", f"{show_bytes(tier.used_bytes)}{of}")
     return table
 
 
-def _bar(kind: Any, share: float) -> Any:
-    return kind(total=1.0, completed=min(share, 1.0), width=_WIDTH)
+def draw_bar(share: float, width: int = _WIDTH) -> str:
+    """A bar that needs no colour: full blocks for what is done, shaded ones for the rest."""
+    done = round(min(max(share, 0.0), 1.0) * width)
+    return "█" * done + "░" * (width - done)
 
 
 def sparkline(values: list[float], width: int = _WIDTH) -> str:
@@ -168,10 +187,3 @@ def sparkline(values: list[float], width: int = _WIDTH) -> str:
     low, high = min(means), max(means)
     bars = "▁▂▃▄▅▆▇█"
     return "".join(bars[int((mean - low) / (high - low) * 7.999)] if high > low else bars[0] for mean in means)
-
-
-def open_progress(*, speaks: bool, log_every: int) -> Progress:
-    """The progress for this rank and this output."""
-    if not speaks:
-        return Silence()
-    return Panel() if sys.stdout.isatty() else Lines(log_every)

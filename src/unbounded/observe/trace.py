@@ -1,4 +1,4 @@
-"""What the lanes did and when: the calls that the engine marks its work with, and the recorder behind them.
+"""What the lanes did and when: the calls that the engine marks its work with, and the recorder that keeps it.
 
     with span(DISK_READ, "block 3", bytes=n):  ...      # work of this thread
     with device_span(COMPUTE, "block 3"):      ...      # work put on a CUDA stream; on CPU the same as span
@@ -21,8 +21,10 @@ from typing import Any
 
 from unbounded.errors import StateError
 from unbounded.observe.device import DeviceClock
-from unbounded.observe.lanes import LaneTotal, Totals
-from unbounded.observe.perfetto import SpanRecord, write
+from unbounded.observe.lanes import MARKS, LaneTotal, Totals
+from unbounded.observe.launch import read_launch
+from unbounded.observe.perfetto import BEGINNING, SpanRecord, write
+from unbounded.observe.replacing import check_replaceable
 
 _MAX_SPANS = 2_000_000  # about 400 MB of file; later spans are counted as dropped
 
@@ -35,7 +37,7 @@ class Recorder:
     """Keeps spans from its making until `finish`, which writes them to `path`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _path_of_rank(Path(path))
+        self.path = check_path(path)
         self.origin_ns = time.perf_counter_ns()
         self.epoch_ns = time.time_ns()
         self.spans: list[SpanRecord] = []
@@ -63,7 +65,8 @@ class Recorder:
 
 def record(lane: str, name: str, start_ns: int, end_ns: int, bytes: int = 0) -> None:
     """Count and, while recording, keep one span timed by the caller with `time.perf_counter_ns` (CLOCK_MONOTONIC)."""
-    _totals.add(lane, start_ns, end_ns, bytes)
+    if lane not in MARKS:
+        _totals.add(lane, start_ns, end_ns, bytes)
     recorder = _recorder
     if recorder is not None and end_ns >= recorder.origin_ns:
         recorder.append(SpanRecord(lane, name, start_ns, end_ns, bytes))
@@ -122,6 +125,11 @@ def device_span(lane: str, name: str, stream: Any = None, bytes: int = 0) -> Abs
     return _DeviceSpan(lane, name, stream, bytes)
 
 
+def mark(kind: str, name: str) -> AbstractContextManager[None]:
+    """Mark a whole step or pass (`STEP`, `PASS`) inside the `with`; costs nothing while no trace is recorded."""
+    return _UNTIMED if _recorder is None else device_span(kind, name)
+
+
 def time_device(enabled: bool) -> None:
     """Say whether device spans are timed for `lane_totals` while no trace is recorded: two CUDA events a span."""
     global _times_device
@@ -144,6 +152,11 @@ def start(path: str | os.PathLike[str]) -> None:
         raise StateError(f'a trace is already being recorded to "{_recorder.path}". Stop that one first.')
     _clock.drain(wait=True)
     _recorder = Recorder(path)
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Where this rank would write a trace for `path`; raises where a trace must not go there."""
+    return check_replaceable(_path_of_rank(Path(path)), "the trace", BEGINNING.encode())
 
 
 def is_recording() -> bool:
@@ -179,7 +192,8 @@ def _distributed() -> tuple[int, int]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    launch = read_launch()
+    return launch.rank, launch.world_size
 
 
 def _path_of_rank(path: Path) -> Path:

@@ -9,18 +9,18 @@ running the torch optimizer itself on the flat fp32 master: elementwise updates 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from unbounded.errors import PlanError
+from unbounded.errors import PlanError, StateError
 from unbounded.native import kernels
+from unbounded.optim.recognition import kind_of
 
 BLOCK = kernels.BLOCK
 _NATIVE = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adagrad": "adagrad", "Lion": "lion"}
-_ELEMENTWISE = ("Adam", "AdamW", "NAdam", "RMSprop", "Adamax", "RAdam", "Adadelta")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class StateSpec:
 
 
 Scalars = Mapping[str, float]
+Groups = Sequence[Mapping[str, Any]]
 
 
 class UpdateRule(Protocol):
@@ -62,8 +63,7 @@ class UpdateRule(Protocol):
 
 def read_rule(optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_format: str) -> UpdateRule:
     """The rule of `optimizer` for weights of `dtype`, or an error that says why it has none."""
-    kind = type(optimizer).__name__
-    stock = type(optimizer).__module__.startswith("torch.optim")
+    kind = kind_of(optimizer)
     groups = optimizer.param_groups
     if any(isinstance(group.get("lr"), torch.Tensor) and group["lr"].numel() != 1 for group in groups):
         raise PlanError("a param group has a learning rate of several elements. Give one number a group.")
@@ -71,29 +71,21 @@ def read_rule(optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_fo
         raise PlanError(
             f"parameters of {dtype} cannot be trained. Freeze them, or convert them to a float dtype first."
         )
-    if (
-        dtype != torch.float64
-        and kind in _NATIVE
-        and (stock or kind == "Lion")
-        and not any(group.get("amsgrad") for group in groups)
-    ):
-        return NativeRule(optimizer, dtype, optimizer_format)
-    if stock and (kind in _ELEMENTWISE or (dtype == torch.float64 and kind in _NATIVE)):
-        if optimizer_format == "compact" and dtype != torch.float32:
-            raise PlanError(f'{kind} has no "compact" format. Use optimizer_format="exact", or AdamW.')
-        return TorchRule(optimizer, dtype)
-    raise PlanError(
-        f"{type(optimizer).__module__}.{kind} cannot be run exactly on partitioned states, because its update of an "
-        f"element may depend on others. Use one of {', '.join(sorted({*_NATIVE, *_ELEMENTWISE}))} of torch.optim."
-    )
+    if dtype != torch.float64 and kind in _NATIVE and not any(group.get("amsgrad") for group in groups):
+        return NativeRule(kind, groups, dtype, optimizer_format)
+    if kind == "Lion":
+        raise PlanError(f"Lion has no kernel for parameters of {dtype}. Convert them to float32.")
+    if optimizer_format == "compact" and dtype != torch.float32:
+        raise PlanError(f'{kind} has no "compact" format. Use optimizer_format="exact", or AdamW.')
+    return TorchRule(getattr(torch.optim, kind), groups, dtype)
 
 
 class NativeRule:
     """AdamW, Adam, SGD, Adagrad and Lion in the fused kernels."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_format: str) -> None:
-        self.name = _NATIVE[type(optimizer).__name__]
-        momentum = any(group.get("momentum", 0) != 0 for group in optimizer.param_groups)
+    def __init__(self, kind: str, groups: Groups, dtype: torch.dtype, optimizer_format: str) -> None:
+        self.name = _NATIVE[kind]
+        momentum = any(group.get("momentum", 0) != 0 for group in groups)
         # fp16 cannot be completed to fp32 by 16 bits over its whole range, so its master is kept whole.
         self.has_master = dtype == torch.float16 and optimizer_format == "exact"
         self.format = "fp32" if dtype == torch.float32 or self.has_master else optimizer_format
@@ -101,7 +93,7 @@ class NativeRule:
         arrays = kernels.state_arrays(
             self.name, self.format, torch.float32 if self.has_master else dtype, momentum=momentum
         )
-        first = float(optimizer.param_groups[0].get("initial_accumulator_value", 0.0))
+        first = float(groups[0].get("initial_accumulator_value", 0.0))
         initial = _initial_sum(first, arrays["sum"].dtype) if self.name == "adagrad" else {}
         for name, spec in arrays.items():
             every = BLOCK if spec.per_block else 1
@@ -109,6 +101,7 @@ class NativeRule:
         self.specs = tuple(specs)
 
     def resolve(self, group: Mapping[str, Any], step: int) -> kernels.Rule:
+        self._refuse_new_states(group)
         beta1, beta2 = group.get("betas", (0.0, 0.0))
         is_decoupled = self.name == "adam" and group.get("decoupled_weight_decay")  # one group may be, another not
         return kernels.Rule(
@@ -156,6 +149,17 @@ class NativeRule:
             )
         return {}
 
+    def _refuse_new_states(self, group: Mapping[str, Any]) -> None:
+        """Options that need an array which was not there when the states were placed."""
+        if self.name == "sgd" and group.get("momentum") and not any("momentum" in spec.name for spec in self.specs):
+            raise StateError(
+                f"a param group of SGD now has momentum={group['momentum']}, but had 0 in `shard`, so no momentum is "
+                "kept. Make the scheduler that sets it (OneCycleLR, CyclicLR) before `shard`, give it "
+                "cycle_momentum=False, or give SGD a momentum."
+            )
+        if group.get("amsgrad"):
+            raise StateError("a param group now has amsgrad=True, but had not in `shard`. Set it before `shard`.")
+
 
 def _initial_sum(value: float, dtype: torch.dtype) -> dict[str, float]:
     """Adagrad's sum of squares before the first step, in each array that stands for it."""
@@ -171,13 +175,13 @@ class TorchRule:
 
     format = "fp32"
 
-    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-        self._kind: Any = type(optimizer)
+    def __init__(self, kind: Any, groups: Groups, dtype: torch.dtype) -> None:
+        self._kind = kind
         self._options = [key for key in inspect.signature(self._kind).parameters if key not in _HOW]
         self.has_master = dtype in (torch.bfloat16, torch.float16)
         self._dtype = torch.float32 if self.has_master else dtype
         held: dict[str, Any] = {}
-        for group in optimizer.param_groups:  # what one keeps another may not
+        for group in groups:  # what one keeps another may not
             held |= self._probe(group)
         arrays = [name for name, value in held.items() if getattr(value, "shape", ()) == (2,)]
         self._scalars = [name for name, value in held.items() if name != "step" and getattr(value, "shape", None) == ()]

@@ -6,31 +6,49 @@ nothing below it ever meets an open field.
 
 from __future__ import annotations
 
-import difflib
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from unbounded.errors import PlanError
 from unbounded.planner.sizes import format_bytes, parse_bytes
+from unbounded.planner.spelling import find_closest
 
 TIERS = ("device", "host", "disk")
 PRECISIONS = ("bf16", "fp16", "fp32")
 FORMATS = ("exact", "compact")
 ACTIVATIONS = ("auto", "keep", "recompute", "host")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 Placement = str | tuple[tuple[str, str], ...]
 
+_SAID = ("predicted_seconds", "reasons")  # what a plan says, not what it decides
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "precision": PRECISIONS,
     "optimizer_format": FORMATS,
     "accumulate_dtype": PRECISIONS,
+    "schedule": SCHEDULES,
+}
+_LEAST = {
+    "prefetch_units": 0,
+    "host_threads": 1,
+    "loss_scale_window": 0,
+    "loss_scale_hysteresis": 1,
+    "tensor": 1,
+    "context": 1,
+    "pipeline": 1,
+    "microbatches": 1,
 }
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What lives where and how a step runs. A field left None is decided by "auto"."""
+    """What lives where and how a step runs. A field left None is decided by "auto".
+
+    `disk_checksums` has everything that is read back from the disk tier held against the checksum of what was written.
+    It takes a thousandth of the disk's bytes in host memory.
+    """
 
     stage: int = 3
     precision: str | None = None
@@ -43,13 +61,24 @@ class Plan:
     host_bytes: int | None = None
     disk_bytes: int | None = None
     disk_path: tuple[str, ...] | None = None
+    disk_checksums: bool = True
     prefetch_units: int = 2
     host_threads: int | None = None
     accumulate_dtype: str = "fp32"
+    loss_scale: float = 2.0**16  # of fp16 at the start
+    loss_scale_window: int = 2000  # good steps until it doubles; 0 keeps it as it is
+    loss_scale_hysteresis: int = 1  # overflows until it halves
+    loss_scale_minimum: float = 1.0
+    watchdog_seconds: float = 60.0
     tensor: int = 1
+    sequence: bool = False
+    styles: tuple[tuple[str, str], ...] | None = None
+    context: int = 1
     pipeline: int = 1
     schedule: str | None = None
     microbatches: int | None = None
+    predicted_seconds: float | None = field(default=None, compare=False)  # of a step, where `unbounded.plan` knew it
+    reasons: str = field(default="", compare=False)  # a table of bytes and times: why the plan is as it is
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -64,17 +93,24 @@ class Plan:
         if isinstance(self.disk_path, str) or hasattr(self.disk_path, "__fspath__"):
             object.__setattr__(self, "disk_path", (str(self.disk_path),))
         elif self.disk_path is not None:
+            if not isinstance(self.disk_path, (tuple, list)) or not self.disk_path:
+                raise PlanError(f"disk_path is {self.disk_path!r}. Give a folder, or a list of folders.")
             object.__setattr__(self, "disk_path", tuple(str(path) for path in self.disk_path))
-        for name, least in (("prefetch_units", 0), ("host_threads", 1), ("tensor", 1), ("pipeline", 1)):
+        _check_choice("disk_checksums", self.disk_checksums, (True, False))
+        for name, least in _LEAST.items():
             _check_count(name, getattr(self, name), least)
-        for name, plain in (
-            ("tensor", 1),
-            ("pipeline", 1),
-            ("schedule", None),
-            ("microbatches", None),
-        ):
-            if getattr(self, name) != plain:
-                raise PlanError(f"{name}={getattr(self, name)!r} is not available yet. Leave it at {plain}.")
+        for name in ("loss_scale", "loss_scale_minimum"):
+            _check_positive(name, getattr(self, name))
+            object.__setattr__(self, name, float(getattr(self, name)))
+        _check_seconds("watchdog_seconds", self.watchdog_seconds)
+        self._check_axes()
+
+    def _check_axes(self) -> None:
+        """The fields of the parallel axes, as far as they can be checked without a model."""
+        if not isinstance(self.sequence, bool):
+            raise PlanError(f"sequence is {self.sequence!r}. Choose True or False.")
+        if self.styles is not None:
+            object.__setattr__(self, "styles", _read_styles(self.styles))
 
     @property
     def offloads_activations(self) -> bool:
@@ -84,11 +120,11 @@ class Plan:
 
     def __repr__(self) -> str:
         shown = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value == item.default or item.name in _SAID:
                 continue
-            shown.append(f"{field.name}={_show(field.name, value)}")
+            shown.append(f"{item.name}={_show(item.name, value)}")
         return f"Plan({', '.join(shown)})"
 
 
@@ -102,20 +138,20 @@ def read_plan(plan: str | Plan | Mapping[str, Any]) -> Plan:
         return Plan()
     if not isinstance(plan, Mapping):
         raise PlanError(f'plan is a {type(plan).__name__}. Give "auto", a Plan, or a dict of its fields.')
-    known = [field.name for field in fields(Plan)]
+    known = [item.name for item in fields(Plan) if item.name not in _SAID]
     for key in plan:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"The keys are {', '.join(known)}."
+            closest = find_closest(str(key), known)
+            hint = f"Did you mean {closest!r}?" if closest else f"The keys are {', '.join(known)}."
             raise PlanError(f"the plan has no key {key!r}. {hint}")
     return Plan(**{key: value for key, value in plan.items() if value not in ("auto", None)})
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value is not None and (isinstance(value, bool) or value not in choices):
+    if value is not None and (isinstance(value, bool) != isinstance(choices[0], bool) or value not in choices):
         shown = ", ".join(repr(choice) for choice in choices)
-        close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        closest = find_closest(str(value), [str(choice) for choice in choices])
+        hint = f" Did you mean {closest!r}?" if closest else ""
         raise PlanError(f"{name} is {value!r}, but it must be one of {shown}.{hint}")
 
 
@@ -124,6 +160,16 @@ def _check_count(name: str, value: Any, least: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PlanError(f"{name} is {value!r}, but it must be a whole number of at least {least}.")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise PlanError(f"{name} is {value!r}, but it must be a number above 0.")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise PlanError(f"{name} is {value!r}, but it must be a number of seconds above 0.")
 
 
 def read_activations(value: Any) -> Placement:
@@ -148,6 +194,16 @@ def _read_pairs(name: str, value: Any, choices: tuple[str, ...], noun: str, of: 
         _check_choice(f"the {noun} of {pair[0]!r} in {name}", pair[1], choices)
         pairs.append((str(pair[0]), str(pair[1])))
     return tuple(pairs)
+
+
+def _read_styles(value: Any) -> tuple[tuple[str, str], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (tuple, list)):
+        raise PlanError(f"styles is {value!r}. Give pairs of (layer pattern, style).")
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise PlanError(f"styles has the entry {pair!r}. Give pairs of (layer pattern, style).")
+    return tuple((pattern, style) for pattern, style in pairs)
 
 
 def _show(name: str, value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from unbounded.errors import PlanError
@@ -22,6 +23,8 @@ def parse_bytes(value: int | float | str, what: str = "a size") -> int:
         if not match or match[2].lower() not in _UNITS:
             raise PlanError(f'{what} is {value!r}, which is not a size. Give a number of bytes or a text like "24GiB".')
         value = float(match[1]) * _UNITS[match[2].lower()]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PlanError(f"{what} is {value}, which is not a size. Give a finite number of bytes.")
     if value < 0:
         raise PlanError(f"{what} is {value}, but a size cannot be negative. Give a number of bytes of at least 0.")
     return int(value)

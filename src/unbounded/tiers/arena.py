@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-import weakref
 
 import torch
 
 from unbounded.native import memory
+from unbounded.process import finalize
 
 
 class HostArena:
@@ -26,7 +26,7 @@ class HostArena:
         self._pinned: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         # Memory must be unregistered before it is unmapped, also when the arena is merely forgotten.
-        self._close = weakref.finalize(self, _unregister, self._pinned)
+        self._close = finalize(self, _unregister, self._pinned)
 
     def allocate(self, dtype: torch.dtype, numel: int, *, pin: bool | None = None) -> torch.Tensor:
         """A zeroed 1-D tensor on a page boundary; pinned unless the arena or the caller says otherwise.

@@ -22,6 +22,8 @@ PAGE = 4096
 
 
 class Waitable(Protocol):
+    """A transfer in flight: `wait` blocks the host until it may touch both ends, and raises what went wrong."""
+
     def wait(self) -> object: ...
 
 
@@ -73,6 +75,7 @@ class DiskArray:
         self.tier, self.dtype, self.numel = "disk", dtype, numel
         self._store, self._bounce = store, bounce
         self._extent = store.allocate(numel * dtype.itemsize)
+        self.is_zero = self._extent.is_new  # until it is written
 
     @property
     def direct(self) -> torch.Tensor | None:
@@ -133,7 +136,7 @@ class _Traced:
             self._num_bytes = 0
 
 
-class Arrival:
+class DeviceCopy:
     """A copy on its way to or from a GPU: `wait` returns when the host may touch both ends."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -152,7 +155,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Waitable:
         target.copy_(source, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    return Arrival(event)
+    return DeviceCopy(event)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

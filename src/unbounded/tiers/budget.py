@@ -1,4 +1,7 @@
-"""The budgets of this rank: what the plan says, else its share of what is free, and what buffers take of them."""
+"""The budgets of this rank: what the plan says, otherwise its share of what is free, and what buffers take of them.
+
+Measuring is here; deciding is in `planner.solve`, from what this returns.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from unbounded.errors import PlanError
 from unbounded.native.memory import available_bytes
-from unbounded.planner.placement import Budget
+from unbounded.planner.machine import Machine
 from unbounded.planner.plan import Plan
+from unbounded.planner.presets import UNMEASURED
+from unbounded.planner.states import Budget
+from unbounded.tiers.driver import count_device, page_table_bytes
 from unbounded.tiers.staging import size_staging
 
 # Of a device's budget, kept for activations, and at most so much.
@@ -27,6 +34,8 @@ PIECE_NUMEL, LEAST_PIECE = 2**22, 2**17
 # a disk busier than two of 32: by 0, 4 and 11 % in three runs of taking turns.
 DEPTH, LEAST_DEPTH = 4, 2
 BOUNCE_BUFFERS = 4
+# Of a device's budget, for kernels that are loaded as training begins.
+KERNEL_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -64,13 +73,21 @@ def measure(plan: Plan, device: torch.device, num_sharing: int) -> tuple[int, in
     """Device, host and disk bytes for one of `num_sharing` ranks on this machine."""
     free = int(available_bytes() * FREE_PART) // num_sharing
     if device.type == "cuda":
-        on_device = plan.device_bytes if plan.device_bytes is not None else torch.cuda.mem_get_info(device)[0]
+        free_there = torch.cuda.mem_get_info(device)[0]
+        on_device = free_there if plan.device_bytes is None else plan.device_bytes - _around(device)
     else:
         on_device = plan.device_bytes if plan.device_bytes is not None else free * 2 // 3
         free -= min(on_device, free)
     host = plan.host_bytes if plan.host_bytes is not None else free
+    if device.type == "cuda" and plan.host_bytes is not None:
+        host -= page_table_bytes(host)
     disk = plan.disk_bytes if plan.disk_bytes is not None else _free_disk(plan.disk_path) // num_sharing
     return on_device, host, disk
+
+
+def _around(device: torch.device) -> int:
+    """What of a device's budget is not the allocator's, with what kernels will still take of it."""
+    return count_device(device).context_bytes() + KERNEL_BYTES
 
 
 def size_buffers(host: int, num_arrays: int) -> Buffers:
@@ -92,7 +109,40 @@ def set_aside(sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, 
     gathered = ring if plan.weights != "device" else 0
     reserve = min(activations + gathered, on_device * 3 // 4)
     offloaded = int(host * HOST_ACTIVATION_PART) if plan.offloads_activations else 0
-    return Budget(on_device, host, disk, reserve, min(buffers.num_bytes, host) + offloaded)
+    buffered = min(buffers.num_bytes, host)
+    # Where states fit nowhere otherwise, activations get half of that, then an eighth, then none of the host.
+    half = min(reserve, ring + reserve // 2)
+    least = min(half, ring + half // 4)
+    tighter = ((half, buffered + offloaded), (least, buffered + offloaded), (least, buffered))
+    return Budget(on_device, host, disk, reserve, buffered + offloaded, tighter)
+
+
+def this_machine(plan: Plan, device: torch.device, num_ranks: int) -> Machine:
+    """The machine as measured and saved here, otherwise common rates; with the ranks and threads of this job."""
+    try:
+        machine = Machine.load()
+    except (OSError, PlanError):  # `unbounded plan --measure` says what is wrong with the file
+        machine = UNMEASURED
+    if machine.is_cpu != (device.type != "cuda"):
+        machine = UNMEASURED
+    local = local_size(num_ranks)
+    disk = {
+        name: getattr(machine, name) or getattr(UNMEASURED, name) for name in ("disk_read", "disk_write", "disk_both")
+    }
+    return replace(
+        machine,
+        devices=local,
+        nodes=max(1, num_ranks // local),
+        host_threads=host_threads(plan, num_ranks) * local,
+        network_bandwidth=machine.network_bandwidth or UNMEASURED.network_bandwidth,
+        is_cpu=device.type != "cuda",
+        **disk,
+    )
+
+
+def host_threads(plan: Plan, num_ranks: int) -> int:
+    """How many threads this rank's updates have."""
+    return plan.host_threads or max(1, (os.cpu_count() or 1) // local_size(num_ranks))
 
 
 def local_size(world_size: int) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from unbounded.process import OwningProcess, finalize
 
 
 class Handle:
@@ -26,7 +27,7 @@ class Handle:
         self.result: Any = None
 
     def wait(self) -> Any:
-        """Returns the work's result once it was launched, with the current stream behind it; raises its error."""
+        """Returns the work's result once it was launched, and has the current stream wait for it; raises its error."""
         self._launched.wait()
         if self._error is not None:
             raise self._error
@@ -88,9 +89,11 @@ class Lane:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and not inline else None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._owner = OwningProcess()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Handle:
         """Hands `function` to the lane. An inline lane runs it at once, on the caller's thread and stream."""
+        self._owner.check(f"the lane {self.name!r} of a sharded model")
         handle = Handle()
         if self.inline:
             _run((handle, function, arguments), None)
@@ -100,12 +103,12 @@ class Lane:
                 target=_work, args=(self._tasks, self.stream), name=f"unbounded-{self.name}", daemon=True
             )
             self._thread.start()
-            weakref.finalize(self, _end, self._tasks, self._thread)
+            finalize(self, _end, self._tasks, self._thread)
         self._tasks.put((handle, function, arguments))
         return handle
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event behind everything launched on the lane's stream so far."""
+        """An event that follows everything launched on the lane's stream so far."""
         return _mark(self.stream)
 
 

@@ -15,6 +15,7 @@ from unbounded.native.memory import available_bytes
 from unbounded.planner.sizes import format_bytes
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import PAGE, Array, DiskArray, MemoryArray
+from unbounded.tiers.driver import resident_bytes
 from unbounded.tiers.pool import BufferPool
 from unbounded.tiers.staging import size_staging
 
@@ -39,16 +40,20 @@ class Tiers:
         disk_bytes: int,
         disk_path: tuple[str, ...] | None,
         num_threads: int,
+        disk_checksums: bool = True,
     ) -> None:
         self.device, self.budgets = device, budgets
         self.arena = HostArena(pin=device.type == "cuda", num_threads=num_threads)
         self._used = {"device": 0, "disk": 0}
         self.planned_host_bytes = 0  # for states and buffers, whether they are there yet or not
         self.activation_bytes = 0  # of the host's, for activations
+        # Where a GPU computes, the host's budget is the process's: what it had before is not ours.
+        self._resident_before = resident_bytes() if device.type == "cuda" else None
         self._lock = threading.Lock()
         self._store: ExtentStore | None = None
         if disk_bytes:
-            self._store = ExtentStore(disk_path or (tempfile.gettempdir(),), disk_bytes)
+            self._store = ExtentStore(disk_path or (tempfile.gettempdir(),), disk_bytes, checksum=disk_checksums)
+            self.arena.used_bytes += self._store.checksum_bytes
 
     def pool(self, count: int, buffer_bytes: int) -> BufferPool:
         return BufferPool(self.arena, buffer_bytes, count)
@@ -70,7 +75,7 @@ class Tiers:
         pin: bool | None = None,
         unplanned_bytes: int = 0,
     ) -> Array:
-        """An array on `tier` filled with `initial`. Fresh disk extents read as zeros without being written.
+        """An array on `tier` filled with `initial`. A new extent on disk reads as zeros without being written.
 
         `unplanned_bytes` of it were not foreseen when the states were placed: the host's budget may have no room.
         """
@@ -87,7 +92,7 @@ class Tiers:
         else:
             assert self._store is not None
             array = DiskArray(self._store, bounce, dtype, numel)
-            if initial:
+            if initial or not array.is_zero:
                 array.evict(torch.full((numel,), initial, dtype=dtype)).wait()
         if tier != "host":
             self.count(tier, num_bytes)
@@ -96,7 +101,13 @@ class Tiers:
     def spare_host_bytes(self) -> int:
         """What of the host's budget neither states and buffers nor activations have, or will have."""
         budget, states = self.budgets["host"], self.held_host_bytes()
-        return 2**62 if budget is None else budget - states - self.activation_bytes
+        return 2**62 if budget is None else budget - states - self.activation_bytes - self.other_host_bytes()
+
+    def other_host_bytes(self) -> int:
+        """What the process has come to take of the host beside states, buffers and activations."""
+        if self._resident_before is None:
+            return 0
+        return max(0, resident_bytes() - self._resident_before - self.arena.used_bytes)
 
     def held_host_bytes(self) -> int:
         """What states and buffers have of the host, or will have."""

@@ -1,4 +1,4 @@
-"""Somebody still reads a unit's states in the background. Whoever is about to overwrite them asks for way first."""
+"""Somebody still reads a unit's states in the background. Whoever is about to overwrite them has it make way first."""
 
 from __future__ import annotations
 

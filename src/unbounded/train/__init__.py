@@ -1,4 +1,4 @@
-"""The training job behind `unbounded train`: `run(Config(...))` does from Python what the command does.
+"""What `unbounded train` does: `run(Config(...))` does from Python what the command does.
 
 from unbounded.train import Config, run
 summary = run(Config(model="folder", data=("data.jsonl",), output="runs/mine"))
@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Config": "unbounded.train.config",
-    "run": "unbounded.train.job",
-    "Summary": "unbounded.train.summary",
+    "Config": "unbounded.train.options.config",
+    "run": "unbounded.train.training",
+    "Summary": "unbounded.train.run.summary",
 }
 
 __all__ = ["Config", "Summary", "run"]
@@ -25,6 +25,6 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from unbounded.train.config import Config
-    from unbounded.train.job import run
-    from unbounded.train.summary import Summary
+    from unbounded.train.options.config import Config
+    from unbounded.train.run.summary import Summary
+    from unbounded.train.training import run

@@ -54,16 +54,16 @@ class Attention(nn.Module):
         self.inputs = Linear(shape.width, 3 * shape.width)
         self.outputs = Linear(shape.width, shape.width, gain=1 / math.sqrt(2 * shape.layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with those before it."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Mix each position with those before it, or with those that `mask` names."""
         rows, length, width = x.shape
         split = self.inputs(x).view(rows, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return self.outputs(mixed.transpose(1, 2).reshape(rows, length, width))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention, then a feed-forward layer of four times the width."""
 
     def __init__(self, shape: Shape) -> None:
@@ -74,9 +74,9 @@ class Block(nn.Module):
         self.feed_in = Linear(shape.width, 4 * shape.width)
         self.feed_out = Linear(4 * shape.width, shape.width, gain=1 / math.sqrt(2 * shape.layers))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Add what the two layers make of `x`."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), mask)
         return x + self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x)), approximate="tanh"))
 
 
@@ -88,14 +88,27 @@ class GPT(nn.Module):
         self.shape = shape
         self.tokens = Embedding(shape.vocabulary, shape.width)
         self.positions = Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(GPTBlock(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = Linear(shape.width, shape.vocabulary)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits for every position of `input_ids` (rows, length)."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.tokens(input_ids) + self.positions(positions)
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Logits for every position of `input_ids` (rows, length).
+
+        With `position_ids` each run of them that begins at 0 is a document, and sees nothing of the others.
+        """
+        mask = None if position_ids is None else mask_documents(position_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.tokens(input_ids) + self.positions(position_ids)
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if mask is None else block(x, mask)
         return self.head(self.norm(x))
+
+
+def mask_documents(position_ids: Tensor) -> Tensor:
+    """(rows, 1, length, length): what each position may look at: those before it in its own document."""
+    document = (position_ids == 0).cumsum(-1)
+    length = position_ids.shape[-1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+    return (document[:, None, :, None] == document[:, None, None, :]) & causal

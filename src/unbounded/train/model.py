@@ -5,15 +5,21 @@ Models are built on the meta device, where they cost no memory; `unbounded.shard
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from unbounded.native.memory import available_bytes
+from unbounded.observe.amounts import show_count
+from unbounded.planner.sizes import format_bytes
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
 from unbounded.train.errors import InputError
 from unbounded.train.gpt import GPT, Shape
-from unbounded.train.settings import Settings
+from unbounded.train.options.settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -48,7 +54,7 @@ def build(settings: Settings) -> Subject:
     """The model and tokenizer that the settings name."""
     if settings.model is None and settings.from_config is None:
         return _build_gpt(settings)
-    from unbounded.train.pretrained import build_pretrained
+    from unbounded.train.huggingface import build_pretrained
 
     model, tokenizer, weights, shape = build_pretrained(settings, DTYPES[settings.precision])
     return Subject(model, tokenizer, weights, *shape)
@@ -58,7 +64,25 @@ def _build_gpt(settings: Settings) -> Subject:
     if settings.width % settings.heads:
         raise InputError(f"--width {settings.width} is not a multiple of --heads {settings.heads}. Choose one that is.")
     tokenizer = ByteTokenizer()
+    _check_size(settings, tokenizer.vocabulary_size)
     shape = Shape(settings.layers, settings.width, settings.heads, settings.sequence_length, tokenizer.vocabulary_size)
     with torch.device("meta"):
         model = GPT(shape).to(DTYPES[settings.precision])
     return Subject(model, tokenizer, None, settings.layers, settings.width)
+
+
+def _check_size(settings: Settings, vocabulary: int) -> None:
+    """Refuse a GPT whose states no tier of this machine could hold, before its blocks are built."""
+    width = settings.width
+    numel = settings.layers * (12 * width + 4) * width + (2 * vocabulary + settings.sequence_length + 2) * width
+    needed = numel * (16 if settings.precision == "fp32" else 14)
+    paths = settings.disk_path or (tempfile.gettempdir(),)
+    room = available_bytes() + sum(shutil.disk_usage(path).free for path in paths if os.path.isdir(path))
+    if torch.device(settings.device).type == "cuda":
+        room += torch.cuda.mem_get_info()[0]
+    if needed > room:
+        raise InputError(
+            f"a GPT of {settings.layers} blocks of width {width} for {settings.sequence_length} positions has "
+            f"{show_count(numel)} parameters, whose states take {format_bytes(needed)}; memory and disk here have "
+            f"{format_bytes(room)}. Choose a smaller --layers, --width or --sequence-length."
+        )

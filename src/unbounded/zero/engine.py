@@ -1,4 +1,4 @@
-"""The engine of one sharded model: what happens to which units as a pass goes from site to site.
+"""The engine of one sharded model: what happens to which units as its passes go from site to site.
 
     forward    | s0 | s1 | s2 |                    compute
     fetch   | s0 | s1 | s2 | s3 |                  weights: update, disk, host, device, gather, ahead of use
@@ -6,314 +6,320 @@
     reduce                           | s2 | s1 | s0 |
 
 A unit is gathered while anybody has a claim on it (`gathering`): the prefetch takes one for every visit it expects, and
-the visit gives it back: at the end of the site's forward, or, in the backward, once another site's has begun, which
-is when nothing can still read the weights. A site with other sites inside (the root) keeps its claim until the
-backward ends. With several ranks, gathers and reductions are launched in an order all ranks agree on, whatever
-their own passes do (see `schedule`).
+the visit gives it back: at the end of the site's forward, or, in the backward, once another site's has begun. A site
+with other sites inside (the root) keeps its claim until the backward ends. In the backward a visit begins where a
+saved weight of the site is read, or where its forward is recomputed. With several ranks, gathers and reductions are
+launched in an order all ranks agree on, whatever their own passes do (see `order`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.observe import trace
-from unbounded.zero import hooks
-from unbounded.zero.collectives import Ranks
-from unbounded.zero.failures import Failures
-from unbounded.zero.gathering import Gathering
-from unbounded.zero.reduction import Reduction
-from unbounded.zero.schedule import Schedule
-from unbounded.zero.unit import Unit, WeightState, holds_storage
-
-# Sites that a rank may keep gathered for later in the pass because others ran them before it did.
-KEPT_SITES = 8
-
-
-@dataclass(eq=False)
-class Stop:
-    """A site at run time: where a pass stops to have its units gathered."""
-
-    index: int
-    name: str
-    inner: bool
-    units: Sequence[Unit]
+from unbounded.process import OwningProcess
+from unbounded.ranks.cut import join_cut
+from unbounded.ranks.failures import Failures
+from unbounded.ranks.mesh import Axes
+from unbounded.ranks.phases import Phases
+from unbounded.zero.gradients.reduction import Reduction
+from unbounded.zero.parameters.snapshots import Snapshots
+from unbounded.zero.parameters.views import takes_gradients
+from unbounded.zero.parameters.writes import Writes
+from unbounded.zero.passes import hooks
+from unbounded.zero.passes.direction import Pass, RunningSite
+from unbounded.zero.passes.gathering import Gathering
+from unbounded.zero.passes.inputs import Inputs
+from unbounded.zero.passes.order import Order
+from unbounded.zero.passes.saved import Saving
+from unbounded.zero.unit import Unit, WeightState
 
 
 class Engine:
-    """Follows the passes: `gathering` brings weights, `reduction` takes the gradients from here, `updates` the step."""
+    """Follows the passes: `gathering` brings weights, `reduction` takes the gradients from here."""
 
     def __init__(
         self,
-        stops: Sequence[Stop],
+        sites: Sequence[RunningSite],
         *,
-        ranks: Ranks,
+        axes: Axes,
         device: torch.device,
+        phases: Phases,
         gathering: Gathering,
         reduction: Reduction,
         prefetch_units: int,
         defer_reduction: bool,
-        cast_inputs: torch.dtype | None,
+        inputs: Inputs,
         failures: Failures,
+        writes: Writes,
     ) -> None:
-        self.stops, self.device, self.prefetch_units = stops, device, prefetch_units
-        self.ranks = ranks
-        self.gathering, self.reduction, self.failures = gathering, reduction, failures
-        self.defer_reduction, self.cast_inputs = defer_reduction, cast_inputs
-        self.units = [unit for stop in stops for unit in stop.units]
-        order = [stop.index for stop in stops]
-        self.forward = Schedule(order)
-        self.backward = Schedule(order[:1] + order[:0:-1])
+        self._owner = OwningProcess()
+        self.sites, self.device, self.inputs, self.phases = sites, device, inputs, phases
+        self.axes, self.ranks = axes, axes.data
+        self.gathering, self.reduction, self.failures, self.writes = gathering, reduction, failures, writes
+        self.units = [unit for site in sites for unit in site.units]
+        self.snapshots = Snapshots(writes)
         self.on_complete: Callable[[Unit], None] | None = None  # called when a unit's gradient is final
-        self.collecting = 0  # state dicts being put together
-        self.shown = False  # every parameter holds its full value
-        self._behind: Stop | None = None  # the site whose backward is running
-        self._in_backward = False
-        self._is_differentiable = False  # the backward that runs may be differentiated itself: weights stay
-        self._evaluating = False
-        self._unannounced: set[Unit] = set()  # whose backward will not be seen: they stay until one ends
-        self._passed: list[Stop] = []  # claimed for this rank but not visited when they were expected
+        self.is_shown = False  # every parameter holds its full value
+        self._defer_reduction = defer_reduction
+        indices = [site.index for site in sites]
+        ahead = {"num_ranks": axes.data.size, "num_ahead": prefetch_units}
+        self.forward = Pass(sites, Order(indices), gathering, **ahead)
+        self.backward = Pass(sites, Order(indices[:1] + indices[:0:-1]), gathering, **ahead)
+        self._site_of = {unit: site for site in sites for unit in site.units}
+        self._saving = Saving()
+        self._is_evaluating = False
+        self._is_reducing = False
         self._no_sync = False
+        self._looked_at: Unit | None = None  # gathered for a look from outside, until another or a pass takes its place
+        self._norms: dict[Unit, tuple[int, torch.Tensor]] = {}  # of single parameters' gradients, while those last
         self._computing: AbstractContextManager[None] | None = None
         for unit in self.units:
-            unit.keeper = self
+            unit.keeper = weakref.proxy(self)
 
-    # -- passes ----------------------------------------------------------------------------------------------------
+    def check_process(self) -> None:
+        """Raises in a forked child, which has the model's memory but nothing that runs it."""
+        self._owner.check("this sharded model")
 
-    def before_forward(self, site: int) -> None:
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def before_forward(self, index: int) -> None:
         """A site's forward begins, or is recomputed inside a backward."""
-        stop = self.stops[site]
+        self.check_process()
+        site = self.sites[index]
         if hooks.in_backward():
-            self.before_backward(stop)
+            self.before_backward(site)
         else:
-            if self._in_backward:  # the last backward ended in an exception
+            self._saving.enter()
+            if self.backward.is_running:  # the last backward ended in an exception
                 self._abandon_backward()
-            if site == 0:
+            if index == 0:
                 self._begin_forward()
-            self._visit(stop, self.forward)
-            if not self._evaluating:
-                for unit in stop.units:
-                    unit.calls += 1
-            self._mark_compute(stop)
-        for unit in stop.units:
-            unit.swap_in()
+            self.forward.visit(site)
+            self._mark_compute(site)
+            for unit in site.units:
+                self.writes.watch(unit)
+        for unit in site.units:
+            unit.views.swap_in()
 
-    def after_forward(self, site: int, outputs: Any, kept: Any) -> None:
-        """A site's forward is over: placeholders return, and the backward's start is marked on the outputs.
-
-        `kept` are tensors of the graph that its modules keep for later: a backward may begin there too.
-        """
-        stop = self.stops[site]
-        for unit in stop.units:
-            unit.swap_out()
+    def after_forward(self, index: int, outputs: Any) -> None:
+        """A site's forward is over: the user's parameters return."""
+        site = self.sites[index]
         if hooks.in_backward():
+            for unit in site.units:
+                unit.views.end_forward(check=False)
+                unit.views.swap_out()
             return
+        written = {unit: self.writes.find(unit) for unit in site.units if unit.views.is_swapped}
+        for unit in site.units:
+            unit.views.swap_out()
+        self._saving.leave()
         self._mark_compute(None)
-        backward_follows = torch.is_grad_enabled() and self._watch_outputs(stop, outputs)
-        if backward_follows:
-            self._mark_backward(stop, hooks.find_tensors(kept))
-        if site == 0:
-            self._finish(self.forward)
+        if index == 0 and torch.is_grad_enabled():
+            hooks.announce(outputs, self._expect_backward)
+        if index == 0:
+            self.forward.end()
+            self.phases.leave()
         try:
-            for unit in stop.units:
-                unit.refuse_writes()
+            for unit, slots in written.items():
+                if slots:
+                    self.writes.keep_from_forward(unit, slots)
         finally:
-            if not (backward_follows and stop.inner):
-                self.gathering.drop(stop.units)
-        if site == 0:
-            self.raise_failures(alone=self._evaluating)
+            if not (site.is_outer and torch.is_grad_enabled()):
+                self.gathering.drop(site.units)
+        if index == 0:
+            self.raise_failures(alone=self._is_evaluating)
 
-    def _enter_backward(self, stop: Stop) -> None:
-        """The gradient of what a site returned is there; where it has a graph, that will read the weights again."""
-        self.before_backward(stop)
-        self._is_differentiable = self._is_differentiable or torch.is_grad_enabled()
+    def _begin_forward(self) -> None:
+        self.snapshots.settle()
+        self.settle()
+        self._is_evaluating = not torch.is_grad_enabled()
+        self.phases.enter("a forward without gradients" if self._is_evaluating else "a forward with gradients")
+        self.forward.begin()
 
-    def before_backward(self, stop: Stop) -> None:
-        """The backward reaches a site, or its forward is recomputed there."""
-        if not self._in_backward:
-            self._begin_backward()
-        if stop.inner:  # around the others, and gathered until the backward ends: nobody is left for it
-            self._visit(stop, self.backward)
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def before_reading(self, unit: Unit) -> None:
+        """A backward reads a saved weight of `unit`."""
+        site = self._site_of[unit]
+        if unit.state is WeightState.GATHERED and (unit.resident or site is self.backward.current):
             return
-        behind, self._behind = self._behind, stop
-        if behind is stop:
-            self.gathering.gather(stop.units)
+        if hooks.in_backward():
+            self.before_backward(site)
+        else:  # somebody looks at what a node has saved
+            self.gathering.claim_alone([unit])
+        self.gathering.gather([unit])
+
+    def before_backward(self, site: RunningSite) -> None:
+        """The backward reaches a site, or its forward is recomputed there."""
+        self.check_process()
+        if not self.backward.is_running:
+            self._begin_backward()
+        if site.is_outer:  # around the others, and gathered until the backward ends
+            self.backward.visit(site)
+            return
+        before, self.backward.current = self.backward.current, site
+        if before is site:
+            self.gathering.gather(site.units)
             return
         self._mark_compute(None)
-        if behind is not None:
-            self._leave(behind)
-        self._visit(stop, self.backward)
-        self._mark_compute(stop)
+        if before is not None:
+            self.gathering.drop(before.units)
+        self.backward.visit(site)
+        self._mark_compute(site)
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """One autograd node of `unit` has all its gradients: called once for every use in a forward."""
-        unit.fires += 1
-        complete = unit.fires == unit.calls and not self._no_sync
+        if not self.backward.is_running:
+            self._begin_backward()
+        self._begin_reducing()
         with torch.no_grad():
-            self.reduction.collect(unit, gradients, complete=complete, defer=self.defer_reduction or self._no_sync)
-        if (self._behind is None or unit not in self._behind.units) and unit.late and not self._is_differentiable:
-            unit.late = False
-            self.gathering.drop([unit])
-        if self.on_complete is not None and complete:
+            self.reduction.collect(unit, gradients, defer=self._is_deferring)
+
+    def gradients_complete(self, unit: Unit) -> None:
+        """Every use of `unit` in this backward has given its gradients."""
+        with torch.no_grad():
+            self.reduction.complete(unit, defer=self._is_deferring)
+        if self.on_complete is not None and not self._no_sync:
             self.on_complete(unit)
 
-    def _begin_forward(self) -> None:
-        self.settle()
-        self._evaluating = not torch.is_grad_enabled()
-        self.forward.begin()
+    @property
+    def _is_deferring(self) -> bool:
+        return self._defer_reduction or self._no_sync
+
+    def _expect_backward(self) -> None:
+        """The gradient of what the model returned is there."""
+        if not self.backward.is_running and hooks.in_backward():
+            self.before_backward(self.sites[0])
 
     def _begin_backward(self) -> None:
-        self._in_backward = True
+        self.phases.enter("a backward")
         self.backward.begin()
-        if self.defer_reduction or self._no_sync:
+        self._is_reducing = False
+        if takes_gradients(self.units):
+            self._begin_reducing()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _begin_reducing(self) -> None:
+        """Not for `torch.autograd.grad`, which gives its gradients to whoever called it."""
+        if self._is_reducing:
+            return
+        self._is_reducing = True
+        if self._is_deferring:
             self.reduction.defer()
         else:
-            self.reduction.begin([unit for index in self._backward_order() for unit in self.stops[index].units])
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            self.reduction.begin([unit for index in self._reduction_order() for unit in self.sites[index].units])
 
     def _end_backward(self) -> None:
         self._mark_compute(None)
-        behind, self._behind = self._behind, None
-        keeps, self._is_differentiable = self._is_differentiable, False
-        self._in_backward = False
-        self._finish(self.backward)
-        if not (self.defer_reduction or self._no_sync):
-            self.reduction.end()
+        last = self.backward.current
+        self.backward.end()
+        if self._is_reducing:
+            self.reduction.end(defer=self._is_deferring)
+        self.phases.leave()
         if self.ranks.size == 1:
-            self.forward.adopt(keep_all=False)
-            self.backward.adopt(keep_all=False)
-        if keeps:
-            return  # until the next forward begins
-        if not self.forward.active:
-            self._unannounced.clear()
+            self.forward.order.adopt(keep_all=False)
+            self.backward.order.adopt(keep_all=False)
+        if not self.forward.is_running:
             self.settle()
-        elif behind is not None:  # a backward inside a forward, which goes on
-            self._leave(behind)
+        elif last is not None:  # a backward inside a forward, which goes on
+            self.gathering.drop(last.units)
+
+    def finish_gradients(self) -> None:
+        """All ranks of the axis must call this. Makes the ranks agree on which parameters have a gradient and reduces
+        what was deferred; where their passes went alike, they adopt the order of these.
+        """
+        trainable = [unit for unit in self.units if unit.trainable]
+        for unit, held in zip(trainable, self._agree(trainable), strict=True):
+            if held:
+                self.reduction.flush(unit, wide=held > 1)
+        self.reduction.forget()
+        for unit in trainable:
+            with self.failures.noting():
+                unit.gradient.wait()
+
+    def adopt_gradients(self) -> None:
+        """Takes over the gradients that parameters had before `shard`, as those of a backward that was not reduced."""
+        for unit in self.units:
+            found, unit.views.first_gradients = unit.views.first_gradients, []
+            if unit.trainable and any(gradient is not None for gradient in found):
+                self.reduction.collect(unit, found, defer=self.ranks.size > 1)
+
+    def _agree(self, units: Sequence[Unit]) -> list[int]:
+        """What any rank has yet to reduce of each unit: 0 is nothing, 1 a gradient, 2 a sum of several."""
+        locals_ = [unit.gradient.local for unit in units]
+        held = [0 if local is None else 1 + (local.dtype != u.dtype) for local, u in zip(locals_, units, strict=True)]
+        if self.ranks.size == 1:
+            return held
+        used = itertools.chain.from_iterable(unit.gradient.used for unit in units)
+        marks = [self.forward.order.mark, self.backward.order.mark]
+        votes = torch.tensor([*used, *held, *marks, *(-mark for mark in marks)], dtype=torch.int64)
+        agreed = iter(self.ranks.max(votes.to(self.device)).tolist())
+        for unit in units:
+            unit.gradient.used = bytearray(itertools.islice(agreed, len(unit.gradient.used)))
+        held = list(itertools.islice(agreed, len(units)))
+        forward, backward, least_forward, least_backward = agreed
+        if (forward, backward) == (-least_forward, -least_backward):
+            self.forward.order.adopt(keep_all=True)
+            self.backward.order.adopt(keep_all=True)
+        return held
 
     def _abandon_backward(self) -> None:
-        self._in_backward, self._behind, self._is_differentiable = False, None, False
-        self.backward.end()
+        self.backward.abandon()
         self.reduction.abandon()
         self.settle()
 
-    def _mark_compute(self, stop: Stop | None) -> None:
-        """Ends the compute lane's span and begins that of `stop`. Innermost sites have one: they do not overlap."""
-        if self._computing is not None:
-            self._computing.__exit__(None, None, None)
-            self._computing = None
-        if stop is not None and not stop.inner:
-            self._computing = trace.device_span("compute", stop.name)
-            self._computing.__enter__()
-
-    def _backward_order(self) -> list[int]:
+    def _reduction_order(self) -> list[int]:
         """Every site once, in the order in which backwards are expected to leave them: those around others last."""
-        seen = dict.fromkeys(reversed([*self.backward.expected]))
-        order = [*reversed(list(seen)), *(stop.index for stop in self.stops if stop.index not in seen)]
-        return sorted(order, key=lambda index: self.stops[index].inner)
-
-    def _visit(self, stop: Stop, schedule: Schedule) -> None:
-        """Claims a site's units and those expected next, and waits for the site's own."""
-        num_ahead, passed = schedule.num_ahead, schedule.visit(stop.index)
-        if passed is None and stop in self._passed:
-            self._passed.remove(stop)  # late by the agreed order, and kept for this
-        elif passed is None:
-            self.gathering.claim_alone(stop.units)
-        elif self.ranks.size == 1:
-            self._forget(passed[:num_ahead])
-            schedule.skip()
-        else:
-            self._passed += [self.stops[index] for index in passed]
-        for index in schedule.issue(self.prefetch_units):
-            self.gathering.claim(self.stops[index].units)
-        for early in self._passed[:-KEPT_SITES]:
-            self.gathering.drop(early.units)
-        self._passed = self._passed[-KEPT_SITES:]
-        self.gathering.gather(stop.units)
-
-    def _forget(self, passed: Sequence[int]) -> None:
-        for index in passed:
-            for unit in self.stops[index].units:
-                if unit.claims:
-                    self.gathering.drop([unit])
-
-    def _finish(self, schedule: Schedule) -> None:
-        """Takes part in what the agreed order still holds for other ranks, and keeps nothing for later."""
-        ahead, rest = schedule.end()
-        for index in ahead:
-            self.gathering.drop(self.stops[index].units)
-        if self.ranks.size > 1:
-            for index in rest:
-                self.gathering.claim(self.stops[index].units)
-                self.gathering.drop(self.stops[index].units)
-        for stop in self._passed:
-            self.gathering.drop(stop.units)
-        self._passed.clear()
-
-    def _watch_outputs(self, stop: Stop, outputs: Any) -> bool:
-        """Marks the start of the backward on what the site returned; says whether there will be one."""
-        tensors = list(hooks.find_tensors(outputs))
-        for tensor in tensors:
-            if any(holds_storage(tensor, unit) for unit in stop.units):
-                self.gathering.claim(stop.units)  # a parameter is on its way out of its module: keep it readable
-        watched = self._mark_backward(stop, tensors)
-        if not watched and any(unit.trainable for unit in stop.units) and outputs is not None:
-            self.gathering.claim(stop.units)  # the outputs are hidden from us, so the backward may come unannounced
-            self._unannounced.update(stop.units)
-        return watched
-
-    def _mark_backward(self, stop: Stop, tensors: Iterable[torch.Tensor]) -> bool:
-        """Has the gradient of each of `tensors` announce the site's backward; says whether there will be any."""
-        watched = [tensor for tensor in tensors if tensor.requires_grad]
-        for tensor in watched:
-            tensor.register_hook(lambda _: self._enter_backward(stop))
-        return bool(watched)
-
-    def _leave(self, stop: Stop) -> None:
-        """The backward has moved on from a site: nothing reads its weights, unless a gradient is still to come."""
-        for unit in stop.units if not self._is_differentiable else ():
-            if unit.trainable and unit.fires < unit.calls:
-                unit.late = True
-            else:
-                self.gathering.drop([unit])
+        seen = dict.fromkeys(reversed([*self.backward.order.expected]))
+        order = [*reversed(list(seen)), *(site.index for site in self.sites if site.index not in seen)]
+        return sorted(order, key=lambda index: self.sites[index].is_outer)
 
     def gradient_growth_bytes(self) -> int:
         """What gradients on the device will grow by in the next backward."""
         return sum(unit.gradient.growth_bytes for unit in self.units if unit.trainable)
 
-    # -- weights ---------------------------------------------------------------------------------------------------
+    def forward_order(self) -> list[Unit]:
+        """All units in the order in which the next forward is expected to need them."""
+        place = {site: position for position, site in reversed(list(enumerate(self.forward.order.expected)))}
+        ranked = sorted(self.sites, key=lambda site: place.get(site.index, len(place)))
+        return [unit for site in ranked for unit in site.units]
+
+    # -- between passes --------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Between passes: releases whatever is still gathered."""
-        self._passed.clear()
+        """Releases whatever is still gathered."""
+        self._looked_at = None
         for unit in self.units:
-            unit.swap_out()
-            unit.forget_views()
-            if unit not in self._unannounced:
-                self.gathering.release(unit)
+            unit.views.swap_out()
+            self.gathering.release(unit)
 
     def recover(self) -> None:
         """Gives modules their parameters back where a forward was broken off by what no hook sees, such as Ctrl-C."""
-        if any(unit.swapped for unit in self.units) and not hooks.in_module_call():
-            self.forward.end()
+        self.check_process()
+        if any(unit.views.is_swapped for unit in self.units) and not hooks.in_module_call():
+            self.forward.abandon()
+            self._saving.reset()
             self._mark_compute(None)
             self.settle()
 
     def refuse_inside_full_params(self, what: str) -> None:
         """Raises where parameters are shown whole: what is written to them reaches the tiers at the end of it."""
-        if self.shown:
+        if self.is_shown:
             raise StateError(
                 f"{what} was called inside `with unbounded.full_params(model):`, where what is written to parameters "
-                f"is not kept yet. Call {what} behind the block."
+                f"is not kept yet. Call {what} after the block."
             )
 
     def raise_failures(self, *, alone: bool = True) -> None:
-        """Raises what failed in fetches: where there was a gather on all ranks, else on this one if `alone`.
+        """Raises what failed in fetches: where there was a gather on all ranks, otherwise on this one if `alone`.
 
         A forward without a gather may be one rank's own. What fails in a part of training waits for the step.
         """
@@ -321,24 +327,6 @@ class Engine:
             self.failures.meet()
         elif alone:
             self.failures.raise_noted()
-
-    def borrow(self, unit: Unit, *, counted: bool) -> bool:
-        """Gathers a unit for a computation outside its site's forward, until the pass is over; whether there is one.
-
-        Inside the model's own code, and in a loss, every rank does the same. A look from outside may be one rank's.
-        """
-        in_pass = self._in_backward or self.forward.active or hooks.in_module_call()
-        is_collective = in_pass or torch.is_grad_enabled()
-        if unit.state is WeightState.RELEASED and self.gathering.needs_peers(unit) and not is_collective:
-            raise StateError(
-                f"the parameters of unit {unit.name!r} are partitioned over {self.ranks.size} ranks and not gathered "
-                "outside a forward. Read or change them inside `with unbounded.full_params(model):` on every rank."
-            )
-        if counted and not hooks.in_backward():
-            unit.calls += 1
-        self.gathering.claim_alone([unit])
-        self.gathering.gather([unit])
-        return in_pass
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -349,16 +337,109 @@ class Engine:
         finally:
             self._no_sync = before
 
-    # -- inputs ----------------------------------------------------------------------------------------------------
+    # -- one parameter at a time -----------------------------------------------------------------------------------
 
-    def adapt_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The root's inputs on the device, floats in the compute dtype where the plan lowered it."""
+    def borrow_value(self, unit: Unit, index: int, *, from_all: bool = False) -> torch.Tensor:
+        """The value of one parameter for a computation outside its module's forward.
 
-        def adapt(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device != self.device and tensor.device.type != "meta":
-                tensor = tensor.to(self.device, non_blocking=True)
-            if self.cast_inputs is not None and tensor.dtype == torch.float32:
-                tensor = tensor.to(self.cast_inputs)
-            return tensor
+        Inside the model's own code, and in a loss, every rank does the same; `from_all` says so of a copy of the model.
+        A look from outside may be one rank's, which must not wait for others. Outside a pass the value is a copy,
+        unless the unit is resident: nothing that lasts may alias bytes that go.
+        """
+        self.check_process()
+        in_pass = self._is_in_pass()
+        wants_graph = torch.is_grad_enabled() and unit.trainable and unit.views.parameters[index].requires_grad
+        if not (in_pass or wants_graph or from_all):
+            self._refuse_partitioned(unit, index)
+        self._gather_for_a_look(unit, until_settled=in_pass or wants_graph, is_agreed=from_all)
+        with torch.set_grad_enabled(wants_graph):
+            value = unit.views.lend()[unit.picks[index]]
+            if wants_graph:
+                return value if in_pass or unit.resident else value.clone()
+            is_lasting = unit.resident and not unit.is_completed
+            return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
 
-        return pytree.tree_map_only(torch.Tensor, adapt, (args, kwargs))
+    def snapshot(self, unit: Unit, index: int) -> torch.Tensor:
+        """All ranks of the axis must call this. A parameter's value for a state dict, on the host."""
+        self.recover()
+        with torch.no_grad(), self.phases.during("model.state_dict()"):
+            value = self.borrow_value(unit, index, from_all=True)
+            self.raise_failures()
+            cut = unit.layout.slots[index].cut
+            if cut is not None:  # a copy of the whole, which no write goes back from
+                return join_cut(cut, value, self.axes.tensor).cpu()
+        return self.snapshots.take(unit, index, value)
+
+    def keep_written(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
+        """Brings a new value of a parameter to its tier."""
+        self.check_process()
+        if not (from_all or self._is_in_pass()):
+            self._refuse_partitioned(unit, index)
+        self.writes.keep(unit, index, value)
+        if unit.state is WeightState.GATHERED:
+            unit.slot_views(unit.buffer)[index].copy_(value)
+
+    def slot_norms(self, unit: Unit) -> torch.Tensor:
+        """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
+        gradient = unit.gradient
+        if unit not in self._norms or self._norms[unit][0] != gradient.changes:
+            with self.phases.during("the norm of gradients"):
+                self.finish_gradients()
+            squares = [torch.as_tensor(square, dtype=torch.float64) for square in gradient.slot_squares()]
+            total = torch.stack([square.to(self.device) for square in squares])
+            if not unit.is_whole:
+                total = self.ranks.sum(total)
+            total = self._sum_over_model(unit, total)
+            self._norms[unit] = gradient.changes, total.sqrt().to(gradient.store.dtype)
+        return self._norms[unit][1]
+
+    def _sum_over_model(self, unit: Unit, squares: torch.Tensor) -> torch.Tensor:
+        """The squares of whole parameters, of which this rank of the tensor axis may have a part."""
+        if self.axes.pipeline.size > 1:
+            raise StateError(
+                "gradients of other pipeline stages are not here, so a norm over model.parameters() would leave them "
+                "out. Clip with optimizer.clip_grad_norm_(max_norm), which goes over all stages."
+            )
+        if self.axes.tensor.size == 1:
+            return squares
+        slots, is_first = unit.layout.slots, self.axes.tensor.rank == 0
+        counts = [is_first if slot.cut is None else slot.cut.is_first for slot in slots]
+        return self.axes.tensor.sum(squares * torch.tensor(counts, device=squares.device))
+
+    def thaw(self, unit: Unit) -> None:
+        raise StateError(
+            f"the parameters of unit {unit.name!r} were frozen when the model was sharded and have no optimizer "
+            "states, so they cannot be trained now. Call `shard` with them trainable, and freeze them afterwards."
+        )
+
+    def _is_in_pass(self) -> bool:
+        return self.backward.is_running or self.forward.is_running or hooks.in_module_call()
+
+    def _refuse_partitioned(self, unit: Unit, index: int) -> None:
+        is_there = unit.state not in (WeightState.RELEASED, WeightState.STALE)
+        if not is_there and self.gathering.needs_peers(unit):
+            raise StateError(
+                f"the parameter {unit.layout.slots[index].name!r} is partitioned over {self.ranks.size} ranks and not "
+                "gathered outside a forward. Read or change it inside `with unbounded.full_params(model):` on every "
+                "rank."
+            )
+
+    def _gather_for_a_look(self, unit: Unit, *, until_settled: bool, is_agreed: bool) -> None:
+        """A loop over all parameters looks at one unit after the other: the one before goes."""
+        if until_settled or unit is not self._looked_at:
+            before = self._looked_at
+            (self.gathering.claim if is_agreed else self.gathering.claim_alone)([unit])
+            if not until_settled:
+                self._looked_at = unit
+                if before is not None:
+                    self.gathering.drop([before])
+        self.gathering.gather([unit])
+
+    def _mark_compute(self, site: RunningSite | None) -> None:
+        """Ends the compute lane's span and begins that of `site`. Innermost sites have one: they do not overlap."""
+        if self._computing is not None:
+            self._computing.__exit__(None, None, None)
+            self._computing = None
+        if site is not None and not site.is_outer:
+            self._computing = trace.device_span("compute", site.name)
+            self._computing.__enter__()

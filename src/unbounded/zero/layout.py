@@ -7,8 +7,10 @@ padded so that every rank owns an equal shard that again starts on a multiple of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from unbounded.ranks.cut import Cut
 
 # Elements. A multiple of the compact format's block and of every SIMD width, so that neither blocks nor
 # vectors ever straddle two parameters or two shards.
@@ -28,6 +30,20 @@ class Slot:
     numel: int
     start: int
     group: int  # index of the optimizer's group, -1 for a frozen parameter
+    first: int = 0  # element of the whole parameter that this begins with, where it is a tile of one
+    whole: tuple[int, ...] | None = None  # the shape of the whole parameter, where this is a tile
+    cut: Cut | None = None  # what of the global tensor this is, where the tensor axis cuts it
+    is_counted: bool = True  # in sums over the whole model: another rank counts what several hold
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank of the tensor axis has of the parameter, of which this may be a tile."""
+        return self.shape if self.whole is None else self.whole
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.local_shape if self.cut is None else self.cut.shape
 
     @property
     def stop(self) -> int:
@@ -66,14 +82,20 @@ class Layout:
         return self.slots[index].start, stop
 
 
-def lay_out(parameters: Sequence[tuple[str, tuple[int, ...], int]], num_shards: int) -> Layout:
+def lay_out(
+    parameters: Sequence[tuple[str, tuple[int, ...], int]],
+    num_shards: int,
+    cuts: Mapping[str, Cut] | None = None,
+    uncounted: frozenset[str] = frozenset(),
+) -> Layout:
     """The layout of `parameters` (name, shape, group), kept in order inside each group."""
     slots, start = [], 0
     for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
         numel = 1
         for size in shape:
             numel *= size
-        slots.append(Slot(name, shape, numel, start, group))
+        cut = (cuts or {}).get(name)
+        slots.append(Slot(name, shape, numel, start, group, cut=cut, is_counted=name not in uncounted))
         start += round_up(numel, ALIGN)
     return Layout(tuple(slots), round_up(start, ALIGN * num_shards), num_shards)
 
@@ -93,6 +115,15 @@ def find_runs(layout: Layout, keys: Sequence[object]) -> list[Run]:
             runs.append(Run(start, stop, layout.slots[index].group, index, index + 1))
             previous = key
     return runs
+
+
+def counted_ranges(layout: Layout, owned: tuple[int, int]) -> list[tuple[int, int]] | None:
+    """The stretches inside the owned part that count in sums over the model; None where all of it does."""
+    if all(slot.is_counted for slot in layout.slots):
+        return None
+    runs = find_runs(layout, [slot.is_counted or None for slot in layout.slots])
+    parts = [clip_range(run.start, run.stop, *owned) for run in runs]
+    return [(part[0] - owned[0], part[1] - owned[0]) for part in parts if part is not None]
 
 
 def clip_range(start: int, stop: int, low: int, high: int) -> tuple[int, int] | None:

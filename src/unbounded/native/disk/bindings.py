@@ -10,24 +10,20 @@ from unbounded.native.library import declare
 _pointer, _int, _unsigned, _u64, _i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_int64
 _array = ctypes.c_void_p  # ctypes passes an array of any element type as the address of its first element
 
-SHORT_READ, CHECKSUM_MISMATCH, NEVER_WRITTEN = -1, -2, -3
+SHORT_READ, CHECKSUM_MISMATCH = -1, -2
 READ, WRITE = 0, 1
-BACKENDS = {"threads": 0, "io_uring": 1}
 ALIGNMENT = 4096
-CHECKSUM_GRAIN = 64 * 1024
 
 
 class Disk:
     """The core's disk functions by their short names."""
 
     def __init__(self) -> None:
-        self.engine_open = declare("unbounded_disk_engine_open", _pointer, [_unsigned, _unsigned, _u64, _int])
+        self.engine_open = declare("unbounded_disk_engine_open", _pointer, [_unsigned, _u64, _int])
         self.engine_close = declare("unbounded_disk_engine_close", None, [_pointer])
         self.engine_release = declare("unbounded_disk_engine_release", None, [_pointer])
-        self.width = declare("unbounded_disk_width", _unsigned, [_pointer, _pointer, _int])
-        self.probe_uring = declare("unbounded_disk_probe_uring", _int, [])
         self.allocate = declare("unbounded_disk_allocate", _int, [_int, _u64])
-        self.file_open = declare("unbounded_disk_file_open", _pointer, [_int, _int, _int])
+        self.file_open = declare("unbounded_disk_file_open", _pointer, [_int] * 3)
         self.file_direct = declare("unbounded_disk_file_direct", _int, [_pointer])
         self.file_sync = declare("unbounded_disk_file_sync", _int, [_pointer])
         self.file_close = declare("unbounded_disk_file_close", None, [_pointer])

@@ -24,16 +24,13 @@ def crc32c_combine(first: int, second: int, second_bytes: int) -> int:
     return int(disk().crc32c_combine(first, second, second_bytes))
 
 
-_WRITTEN = 1 << 32  # the core's mark of a slot that holds a checksum
-
-
 class Checksums:
     """The CRC32C of every `grain_bytes` of one transfer: a write puts them here, a read is held against them."""
 
     def __init__(self, grain_bytes: int, values: Iterable[int]) -> None:
-        held = [_WRITTEN | value for value in values]
+        held = list(values)
         self.grain_bytes = grain_bytes
-        self._slots = (ctypes.c_uint64 * len(held))(*held)
+        self._slots = (ctypes.c_uint32 * len(held))(*held)
 
     @classmethod
     def empty(cls, grain_bytes: int, nbytes: int) -> Checksums:
@@ -49,4 +46,4 @@ class Checksums:
 
     def values(self) -> list[int]:
         """The checksums, once the transfer is over."""
-        return [slot & (_WRITTEN - 1) for slot in self._slots]
+        return list(self._slots)

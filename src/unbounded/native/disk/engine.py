@@ -10,23 +10,23 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unbounded.errors import DiskError, PlanError
-from unbounded.native.disk.bindings import ALIGNMENT, BACKENDS, CHECKSUM_GRAIN, READ, WRITE, disk
-from unbounded.native.disk.calibrate import faster_backend
+from unbounded.native.disk import place
+from unbounded.native.disk.bindings import ALIGNMENT, READ, WRITE, disk
 from unbounded.native.disk.checksum import Checksums
 from unbounded.native.disk.handle import DiskHandle, Failure, byte_view, describe, disk_error
+from unbounded.process import OwningProcess, finalize
 
 if TYPE_CHECKING:
     import torch
 
 
-class Run(NamedTuple):
-    """Contiguous bytes of a file and of memory; `sums` is the address of its checksum slots, or 0."""
+class DiskRun(NamedTuple):
+    """Contiguous bytes of a file and of memory; `sums` is the address of its slots for checksums, or 0."""
 
     file: int
     offset: int
@@ -35,46 +35,29 @@ class Run(NamedTuple):
     sums: int = 0
 
 
-def _release_engine(pointer: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has the memory, but none of the threads
-        disk().engine_release(pointer)
-
-
 class DiskEngine:
-    """Carries out reads and writes of files, many at once, in blocks, on threads or on io_uring.
+    """Carries out reads and writes of files, many at once, in blocks, on threads.
 
-    How many blocks are in flight is found while working, for every device and direction: up to `num_threads`
-    on threads and `queue_depth` on io_uring. `backend="auto"` takes the faster one on the device of each file.
-    With `niceness` above 0 its threads give way to the program's own.
+    How many blocks are in flight is found while working, for every device and direction: up to `num_threads`.
+    With `niceness` above 0 the threads give way to the program's own.
     """
 
     def __init__(
         self,
         *,
-        backend: str = "auto",
         num_threads: int = 8,
-        queue_depth: int = 32,
         block_bytes: int = 8 << 20,
         direct: bool = True,
         niceness: int = 0,
     ) -> None:
-        if backend not in ("auto", *BACKENDS):
-            raise PlanError(f'disk backend "{backend}" is unknown. Choose "auto", "threads" or "io_uring".')
-        for name, value in (("num_threads", num_threads), ("queue_depth", queue_depth), ("block_bytes", block_bytes)):
+        for name, value in (("num_threads", num_threads), ("block_bytes", block_bytes)):
             if value < 1:
                 raise PlanError(f"{name} is {value}. It must be at least 1.")
-        self.backend, self.direct, self.block_bytes = backend, direct, block_bytes
-        if backend == "io_uring" and (refused := disk().probe_uring()):
-            raise disk_error(
-                refused,
-                f"io_uring is refused here: {os.strerror(refused)} (errno {refused}). "
-                'Use backend "threads" or "auto", or allow it in the container\'s seccomp profile.',
-                "io_uring",
-            )
-        self._pid = os.getpid()
-        self._pointer = disk().engine_open(num_threads, queue_depth, block_bytes, niceness)
+        self.direct, self.block_bytes = direct, block_bytes
+        self._owner = OwningProcess()
+        self._pointer = disk().engine_open(num_threads, block_bytes, niceness)
         self._closed = False
-        self._finalizer = weakref.finalize(self, _release_engine, self._pointer, self._pid)
+        self._finalizer = finalize(self, disk().engine_release, self._pointer)
         self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
 
     def open(
@@ -86,8 +69,6 @@ class DiskEngine:
         size_bytes: int | None = None,
     ) -> DiskFile:
         """Opens a file; `create` makes it where it is missing, `size_bytes` reserves and sets its length."""
-        from unbounded.native.disk import place
-
         self.check_usable(str(path))
         existed = os.path.exists(path)
         descriptors = place.open_named(Path(path), create=create, read_only=read_only, direct=self.direct)
@@ -99,14 +80,10 @@ class DiskEngine:
                 if not existed:
                     os.unlink(path)
                 raise
-        return DiskFile(self, str(path), descriptors.fd, descriptors.direct_fd)
-
-    def backend_for(self, folder: Path) -> str:
-        """The backend for files in `folder`: the one asked for, or the faster one on that device."""
-        return faster_backend(folder) if self.backend == "auto" else self.backend
+        return DiskFile(self, str(path), descriptors)
 
     def submit(
-        self, operation: int, runs: Sequence[Run], *, padded: bool = False, grain_bytes: int = CHECKSUM_GRAIN
+        self, operation: int, runs: Sequence[DiskRun], *, padded: bool = False, grain_bytes: int = ALIGNMENT
     ) -> int:
         """Starts a transfer over `runs` and returns the core's handle; `DiskHandle` takes it over."""
         count = len(runs)
@@ -130,21 +107,19 @@ class DiskEngine:
             raise disk_error(error.value, f"a transfer could not start: {os.strerror(error.value)}.", "")
         return int(pointer)
 
-    def width(self, file: DiskFile, operation: int) -> int:
-        """Blocks kept in flight on the file's device in that direction; 0 before the first."""
-        return int(disk().width(self._pointer, file.pointer, operation))
-
     def check_usable(self, path: str) -> None:
-        """Raises where the engine is closed, or belongs to the process this one was forked from."""
+        """Raises where the engine is closed, or belongs to the process that this one was forked from."""
         if self._closed:
             raise disk_error(errno.EBADF, f"the disk engine was closed, so {path} cannot be used. Open another.", path)
-        if os.getpid() != self._pid:
-            message = f"the disk engine was made before a fork, so {path} cannot be used here. Make one in the child."
-            raise disk_error(errno.EBADF, message, path)
+        self._owner.check(f"the disk engine with {path}")
+
+    def is_here(self) -> bool:
+        """Whether its threads run in this process."""
+        return self._owner.is_here()
 
     def close(self) -> None:
         """Finishes what is in flight and ends the threads; a second call does nothing."""
-        if not self._closed and os.getpid() == self._pid:
+        if not self._closed and self._owner.is_here():
             self._closed = True
             disk().engine_close(self._pointer)
 
@@ -155,22 +130,18 @@ class DiskEngine:
         self.close()
 
 
-def _release_file(pointer: int, pid: int) -> None:
-    if os.getpid() == pid:
-        disk().file_release(pointer)
-
-
 class DiskFile:
     """An open file of an engine. Offsets and lengths are free; aligned ones are the fast ones."""
 
-    def __init__(self, engine: DiskEngine, path: str, fd: int, direct_fd: int, backend: str | None = None) -> None:
+    def __init__(
+        self, engine: DiskEngine, path: str, descriptors: place.Descriptors, *, temporary: bool = False
+    ) -> None:
         self.path = path
         self.engine = engine
-        self.backend = backend or engine.backend_for(Path(path).parent)
-        self._fd = fd
-        self.pointer = disk().file_open(fd, direct_fd, BACKENDS[self.backend])
+        self._fd = descriptors.fd
+        self.pointer = disk().file_open(descriptors.fd, descriptors.direct_fd, int(temporary))
         self._closed = False
-        self._finalizer = weakref.finalize(self, _release_file, self.pointer, os.getpid())
+        self._finalizer = finalize(self, disk().file_release, self.pointer)
         self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
 
     @property
@@ -182,11 +153,6 @@ class DiskFile:
     def size_bytes(self) -> int:
         self._check()
         return os.fstat(self._fd).st_size
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Blocks kept in flight for reads and for writes on this file's device; 0 before the first."""
-        return self.engine.width(self, READ), self.engine.width(self, WRITE)
 
     def read(self, offset: int, tensor: torch.Tensor, sums: Checksums | None = None) -> DiskHandle:
         """Starts filling `tensor` (contiguous, on the host) from `offset`; fewer bytes there is an error.
@@ -208,10 +174,10 @@ class DiskFile:
             raise PlanError(f"offset {offset} of {self.path} is negative. Offsets count from the start of the file.")
         address, nbytes = byte_view(tensor)
         if sums is None:
-            pointer = self.engine.submit(operation, [Run(self.pointer, offset, address, nbytes)])
+            pointer = self.engine.submit(operation, [DiskRun(self.pointer, offset, address, nbytes)])
         else:
             self._check_sums(sums, offset, nbytes)
-            run = Run(self.pointer, offset, address, nbytes, sums.address)
+            run = DiskRun(self.pointer, offset, address, nbytes, sums.address)
             pointer = self.engine.submit(operation, [run], grain_bytes=sums.grain_bytes)
         what = "read" if operation == READ else "write"
 
@@ -250,7 +216,7 @@ class DiskFile:
 
     def close(self) -> None:
         """Waits for the transfers in flight and closes; a second call does nothing."""
-        if not self._closed and self._finalizer.alive:
+        if not self._closed and self.engine.is_here():
             self._closed = True
             disk().file_close(self.pointer)
 

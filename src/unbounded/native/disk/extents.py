@@ -2,12 +2,15 @@
 
 One anonymous file a path, reserved whole at the start. Reads and writes of one extent are not ordered among
 each other: wait for a write before reading it, and for both before freeing. States: open -> closed.
+
+Checksums are kept in memory, four bytes for every page of a file: a write puts them there, and a read that finds
+other bytes on the disk fails. A page that was never written reads as zeros, and its slot is zero (see `Run` in
+native/disk/transfer.h), so that slots take memory only where something was written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import threading
@@ -17,32 +20,34 @@ from typing import TYPE_CHECKING
 
 from unbounded.errors import DiskError, PlanError, StateError
 from unbounded.native.disk import place
-from unbounded.native.disk.bindings import ALIGNMENT, CHECKSUM_GRAIN, READ, WRITE
-from unbounded.native.disk.engine import DiskEngine, DiskFile, Run
+from unbounded.native.disk.bindings import ALIGNMENT, READ, WRITE
+from unbounded.native.disk.engine import DiskEngine, DiskFile, DiskRun
 from unbounded.native.disk.handle import DiskHandle, Failure, byte_view, describe, disk_error
 from unbounded.native.disk.layout import STRIPE_BYTES, Extent, FreeList, lane_bytes, parts, round_up
+from unbounded.native.memory import host_buffer
 
 if TYPE_CHECKING:
     import torch
+
+SLOT_BYTES = 4
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 class ExtentStore:
-    """Extents of any size on one or several paths, striped over them, with optional CRC32C checked on reading.
+    """Extents of any size on one or several paths, striped over them, with their CRC32C checked on reading.
 
     `capacity_bytes` is taken at once, in all; a path without the room raises ENOSPC with what is short. An extent
     takes its size rounded up to 4096 bytes (on every path it is striped over).
     """
 
     def __init__(
-        self, paths: Paths, capacity_bytes: int, *, checksum: bool = False, engine: DiskEngine | None = None
+        self, paths: Paths, capacity_bytes: int, *, checksum: bool = True, engine: DiskEngine | None = None
     ) -> None:
         if capacity_bytes < 1:
             raise PlanError(f"capacity_bytes is {capacity_bytes}. A disk store needs at least one byte.")
         self.folders = _as_folders(paths)
-        self.checksum, self.capacity_bytes = checksum, capacity_bytes
-        self.alignment = CHECKSUM_GRAIN if checksum else ALIGNMENT
+        self.capacity_bytes = capacity_bytes
         for folder in self.folders:
             place.check_folder(folder)
         self._owns_engine = engine is None
@@ -54,7 +59,8 @@ class ExtentStore:
         self._files: list[DiskFile] = []
         self._free = [FreeList(self._file_bytes) for _ in self.folders]
         self._extents: dict[int, Extent] = {}
-        self._sums: dict[int, ctypes.Array[ctypes.c_uint64]] = {}
+        num_slots = self._file_bytes // ALIGNMENT if checksum else 0
+        self._sums = [host_buffer(SLOT_BYTES * num_slots) for _ in self.folders]
         self._next_number = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -76,8 +82,7 @@ class ExtentStore:
             raise
         if descriptors.named:
             self._named.append(descriptors.named)
-        backend = self.engine.backend_for(folder)
-        return DiskFile(self.engine, str(folder), descriptors.fd, descriptors.direct_fd, backend)
+        return DiskFile(self.engine, str(folder), descriptors, temporary=True)
 
     @property
     def free_bytes(self) -> int:
@@ -87,9 +92,9 @@ class ExtentStore:
         return max(0, free - (self._file_bytes * len(self.folders) - self.capacity_bytes))
 
     @property
-    def backends(self) -> tuple[str, ...]:
-        """The backend in use on each path."""
-        return tuple(file.backend for file in self._files)
+    def checksum_bytes(self) -> int:
+        """The host memory that the checksums take once everything has been written."""
+        return sum(sums.numel() for sums in self._sums)
 
     @property
     def is_direct(self) -> bool:
@@ -97,7 +102,7 @@ class ExtentStore:
         return all(file.is_direct for file in self._files)
 
     def allocate(self, nbytes: int) -> Extent:
-        """A new extent of `nbytes`; what it holds is undefined until written."""
+        """A new extent of `nbytes`; what it holds is undefined until written, unless it `is_new`."""
         self._check_open()
         if nbytes < 1:
             raise PlanError(f"an extent of {nbytes} bytes was asked for. Ask for at least one byte.")
@@ -105,11 +110,10 @@ class ExtentStore:
             first = max(range(len(self._free)), key=lambda index: self._free[index].free_bytes)
             lanes = self._take(first, lane_bytes(nbytes, len(self._free)))
             if lanes is not None:
-                extent = Extent(self._next_number, nbytes, first, lanes)
+                were_new = [spans.claim(lane) for spans, lane in zip(self._free, lanes, strict=True)]
+                extent = Extent(self._next_number, nbytes, first, lanes, all(were_new))
                 self._next_number += 1
                 self._extents[extent.number] = extent
-                if self.checksum:
-                    self._sums[extent.number] = (ctypes.c_uint64 * -(-nbytes // CHECKSUM_GRAIN))()
                 return extent
         raise disk_error(
             errno.ENOSPC,
@@ -140,7 +144,6 @@ class ExtentStore:
         with self._lock:
             self._check_known(extent)
             del self._extents[extent.number]
-            self._sums.pop(extent.number, None)
             self._give(extent.lanes)
 
     def read(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> DiskHandle:
@@ -159,15 +162,13 @@ class ExtentStore:
         pieces = list(parts(extent, offset, nbytes))
         if not pieces:
             raise PlanError(f"extent {extent.number} was given an empty tensor. Pass at least one byte.")
-        sums = self._sums.get(extent.number)
-        base = ctypes.addressof(sums) if sums is not None else 0
         runs = [
-            Run(
+            DiskRun(
                 self._files[part.path].pointer,
                 part.offset,
                 address + part.start - offset,
                 part.length,
-                base + part.start // CHECKSUM_GRAIN * 8 if base else 0,
+                self._slot(part.path, part.offset),
             )
             for part in pieces
         ]
@@ -178,7 +179,12 @@ class ExtentStore:
             inside = part.start + failure.offset - part.offset
             return describe(failure, f"{what} at its offset {inside}", str(self.folders[part.path]))
 
-        return DiskHandle(self.engine.submit(operation, runs, padded=True), explain, (tensor, sums, self._files))
+        return DiskHandle(self.engine.submit(operation, runs, padded=True), explain, (tensor, self._sums, self._files))
+
+    def _slot(self, path: int, offset: int) -> int:
+        """The address of the checksum of the page at `offset` of a path's file; 0 where none are kept."""
+        sums = self._sums[path]
+        return sums.data_ptr() + offset // ALIGNMENT * SLOT_BYTES if sums.numel() else 0
 
     def _check_range(self, extent: Extent, nbytes: int, offset: int) -> None:
         end = offset + nbytes
@@ -187,10 +193,9 @@ class ExtentStore:
                 f"bytes {offset} to {end} are not all in extent {extent.number}, which has {extent.nbytes}. "
                 "Pass a tensor that fits, or another offset."
             )
-        if offset % self.alignment or (nbytes % self.alignment and end != extent.nbytes):
+        if offset % ALIGNMENT or (nbytes % ALIGNMENT and end != extent.nbytes):
             raise PlanError(
-                f"bytes {offset} to {end} of extent {extent.number} are not in multiples of {self.alignment}"
-                f"{' (the grain of its checksums)' if self.checksum else ''}. "
+                f"bytes {offset} to {end} of extent {extent.number} are not in multiples of {ALIGNMENT}. "
                 "Align the offset, and the length unless it reaches the extent's end."
             )
 
@@ -212,7 +217,7 @@ class ExtentStore:
 
     def close(self) -> None:
         """Waits for the transfers in flight and gives the disk back; a second call does nothing."""
-        if self._closed:
+        if self._closed or not self.engine.is_here():
             return
         self._closed = True
         for file in self._files:

@@ -6,13 +6,13 @@ import ctypes
 import errno
 import os
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unbounded.errors import DiskError, PlanError
-from unbounded.native.disk.bindings import CHECKSUM_MISMATCH, NEVER_WRITTEN, SHORT_READ, disk
+from unbounded.native.disk.bindings import CHECKSUM_MISMATCH, SHORT_READ, disk
+from unbounded.process import OwningProcess, finalize
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +58,6 @@ def describe(failure: Failure, what: str, path: str) -> DiskError:
     if failure.code == CHECKSUM_MISMATCH:
         message = f"{place}: the CRC32C differs from the one of what was written. The disk or its link is faulty."
         return disk_error(errno.EBADMSG, message, path)
-    if failure.code == NEVER_WRITTEN:
-        return disk_error(
-            errno.ENODATA, f"{place}: nothing was written there. Write an extent before reading it.", path
-        )
     remedy = _REMEDIES.get(failure.code, "Check the disk and the system's log.")
     text = f"{os.strerror(failure.code)} (errno {failure.code}, {errno.errorcode.get(failure.code, '?')})"
     return disk_error(failure.code, f"{place}: {text}. {remedy}", path)
@@ -76,10 +72,9 @@ _REMEDIES = {
 }
 
 
-def _release(pointer: int, pid: int, buffers: object) -> None:
-    # Waits until the transfer is over; only then may the buffers go. In a forked child there is no lane to wait for.
-    if os.getpid() == pid:
-        disk().release(pointer)
+def _release(pointer: int, buffers: object) -> None:
+    """Waits until the transfer is over; only then may the buffers go."""
+    disk().release(pointer)
 
 
 class DiskHandle:
@@ -88,7 +83,8 @@ class DiskHandle:
     def __init__(self, pointer: int, explain: Callable[[Failure], DiskError], buffers: object) -> None:
         self._pointer = pointer
         self._explain = explain
-        self._finalizer = weakref.finalize(self, _release, pointer, os.getpid(), buffers)
+        self._owner = OwningProcess()
+        self._finalizer = finalize(self, _release, pointer, buffers)
         self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
 
     def done(self) -> bool:
@@ -100,6 +96,7 @@ class DiskHandle:
 
         With a timeout: False when it passes first.
         """
+        self._owner.check("this disk transfer")
         deadline = None if timeout_seconds is None else time.monotonic_ns() + int(timeout_seconds * 1e9)
         functions = disk()
         while not functions.done(self._pointer):

@@ -1,8 +1,8 @@
 """Where an extent's bytes lie: pure arithmetic over spans of files, no I/O.
 
 Over several paths an extent is striped: stripe k lies on path (first + k) mod P, and what one path holds of an
-extent is one lane of consecutive bytes there. A lane is one span of the path's file where one is free, else
-several. Every span but a lane's last is a multiple of the checksum's grain, so no grain is torn.
+extent is one lane of consecutive bytes there. A lane is one span of the path's file where one is free, otherwise
+several. Every span is whole pages.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unbounded.native.disk.bindings import ALIGNMENT, CHECKSUM_GRAIN
+from unbounded.native.disk.bindings import ALIGNMENT
 
 STRIPE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """Consecutive bytes of a file."""
 
     offset: int
@@ -26,16 +26,20 @@ class Span:
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of a store: its number, its size, and for each path the spans that hold its lane."""
+    """A piece of a store: its number, its size, and for each path the spans that hold its lane.
+
+    One `is_new` has no byte that belonged to another before it, and so reads as zeros until it is written.
+    """
 
     number: int
     nbytes: int
     first_path: int
-    lanes: tuple[tuple[Span, ...], ...]
+    lanes: tuple[tuple[FileSpan, ...], ...]
+    is_new: bool = False
 
 
 @dataclass(frozen=True)
-class Part:
+class ExtentPart:
     """Consecutive bytes of an extent that are consecutive in one file, too."""
 
     path: int
@@ -60,7 +64,7 @@ def lane_bytes(nbytes: int, num_paths: int) -> list[int]:
     return sizes
 
 
-def parts(extent: Extent, start: int, length: int) -> Iterator[Part]:
+def parts(extent: Extent, start: int, length: int) -> Iterator[ExtentPart]:
     """The pieces of [start, start + length), in order."""
     num_paths = len(extent.lanes)
     position, end = start, start + length
@@ -73,15 +77,15 @@ def parts(extent: Extent, start: int, length: int) -> Iterator[Part]:
             in_lane = stripe // num_paths * STRIPE_BYTES + inside
             size = min(STRIPE_BYTES - inside, end - position)
         for span in _cut(extent.lanes[path], in_lane, size):
-            yield Part(path, span.offset, position, span.length)
+            yield ExtentPart(path, span.offset, position, span.length)
             position += span.length
 
 
-def _cut(spans: tuple[Span, ...], start: int, length: int) -> Iterator[Span]:
+def _cut(spans: tuple[FileSpan, ...], start: int, length: int) -> Iterator[FileSpan]:
     for span in spans:
         if start < span.length and length > 0:
             size = min(span.length - start, length)
-            yield Span(span.offset + start, size)
+            yield FileSpan(span.offset + start, size)
             length -= size
             start = 0
         else:
@@ -92,23 +96,24 @@ class FreeList:
     """The free spans of one file, sorted and joined."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._spans = [Span(0, capacity_bytes)] if capacity_bytes else []
+        self._spans = [FileSpan(0, capacity_bytes)] if capacity_bytes else []
+        self._used_to = 0  # nothing at or after this offset was ever taken
 
     @property
     def free_bytes(self) -> int:
         return sum(span.length for span in self._spans)
 
-    def take(self, nbytes: int) -> tuple[Span, ...] | None:
-        """Spans of `nbytes` in all: the tightest single one, else the largest few. None: not enough."""
+    def take(self, nbytes: int) -> tuple[FileSpan, ...] | None:
+        """Spans of `nbytes` in all: the tightest single one, otherwise the largest few. None: not enough."""
         if nbytes == 0:
             return ()
         fitting = [span for span in self._spans if span.length >= nbytes]
         if fitting:
             return (self._carve(min(fitting, key=lambda span: span.length), nbytes),)
-        taken: list[Span] = []
+        taken: list[FileSpan] = []
         for span in sorted(self._spans, key=lambda span: -span.length):
             left = nbytes - sum(piece.length for piece in taken)
-            usable = left if span.length >= left else span.length // CHECKSUM_GRAIN * CHECKSUM_GRAIN
+            usable = left if span.length >= left else span.length // ALIGNMENT * ALIGNMENT
             if usable:
                 taken.append(self._carve(span, usable))
             if usable == left:
@@ -117,13 +122,19 @@ class FreeList:
             self.give(piece)
         return None
 
-    def _carve(self, span: Span, nbytes: int) -> Span:
+    def _carve(self, span: FileSpan, nbytes: int) -> FileSpan:
         index = self._spans.index(span)
-        rest = Span(span.offset + nbytes, span.length - nbytes)
+        rest = FileSpan(span.offset + nbytes, span.length - nbytes)
         self._spans[index : index + 1] = [rest] if rest.length else []
-        return Span(span.offset, nbytes)
+        return FileSpan(span.offset, nbytes)
 
-    def give(self, span: Span) -> None:
+    def claim(self, spans: tuple[FileSpan, ...]) -> bool:
+        """Notes that these spans, which `take` gave, are in use; whether none of their bytes ever was before."""
+        is_new = all(span.offset >= self._used_to for span in spans)
+        self._used_to = max([self._used_to, *(span.offset + span.length for span in spans)])
+        return is_new
+
+    def give(self, span: FileSpan) -> None:
         """Takes a span back and joins it with its neighbours."""
         index = bisect_left(self._spans, span.offset, key=lambda other: other.offset)
         self._spans.insert(index, span)
@@ -131,4 +142,4 @@ class FreeList:
             if 0 <= left < len(self._spans) - 1:
                 first, second = self._spans[left : left + 2]
                 if first.offset + first.length == second.offset:
-                    self._spans[left : left + 2] = [Span(first.offset, first.length + second.length)]
+                    self._spans[left : left + 2] = [FileSpan(first.offset, first.length + second.length)]

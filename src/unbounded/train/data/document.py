@@ -1,32 +1,31 @@
-"""Documents out of blocks: text, or the messages of a conversation, and which of them are held out for evaluation."""
+"""Documents out of blocks: text, conversations or pairs, and which of them are held out for evaluation."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
+from unbounded.train.data.arrays import read_elements
+from unbounded.train.data.records import TEXT as TEXT_KIND
+from unbounded.train.data.records import Document, RecordKind, kind_named, recognise
 from unbounded.train.data.source import (
-    CHAT,
+    ARRAY,
     JSONL,
     PARQUET,
     TEXT,
     Block,
     DataFile,
-    Source,
+    DataSource,
     open_parquet,
     read_lines,
     read_text,
 )
 from unbounded.train.errors import DataError
-from unbounded.train.similar import did_you_mean
-
-Message = dict[str, str]
-Document = str | list[Message]
 
 _PARQUET_BATCH_ROWS = 1024  # a window of the shuffle
 
@@ -51,18 +50,11 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads the documents of a source's blocks; `chat` says that they are conversations."""
+class DocumentReader:
+    """Reads the documents of a source's blocks, whose records are of one kind."""
 
-    source: Source
-    text_field: str = "text"
-    messages_field: str = "messages"
-    chat: bool = False
-
-    @property
-    def field(self) -> str:
-        """The JSON key or Parquet column that holds the documents."""
-        return self.messages_field if self.chat else self.text_field
+    source: DataSource
+    kind: RecordKind
 
     def read(self, block: Block, shuffle: np.random.Generator | None = None) -> Iterator[Document]:
         """The block's documents, in file order or in one drawn from `shuffle`."""
@@ -73,68 +65,65 @@ class Reader:
             lines = read_lines(file, block)
             for index in _order(len(lines), shuffle):
                 yield self._parse(file, lines[index])
+        elif file.container == ARRAY:
+            elements = read_elements(file.path, block.start, block.end)
+            for index in _order(len(elements), shuffle):
+                yield self._read(elements[index], lambda: f'"{file.path}", a record after byte {block.start},')
         else:
             yield from self._read_rows(file, block.start, shuffle)
 
     def _parse(self, file: DataFile, line: bytes) -> Document:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{_where(file, line)} is not JSON: {error}") from None
-        if not isinstance(record, dict) or self.field not in record:
-            keys = list(record) if isinstance(record, dict) else []
-            raise DataError(
-                f'{_where(file, line)} has no field "{self.field}".{did_you_mean(self.field, keys)} '
-                f"Its fields are {keys}; name the right one with --text-field or --messages-field."
-            )
-        return self._check(record[self.field], lambda: _where(file, line))
+        return self._read(record, lambda: _where(file, line))
+
+    def _read(self, record: Any, where: Any) -> Document:
+        self.kind.check_fields(record if isinstance(record, dict) else (), where, "field")
+        return self.kind.read(record, where)
 
     def _read_rows(self, file: DataFile, row_group: int, shuffle: np.random.Generator | None) -> Iterator[Document]:
         parquet = open_parquet(file.path)
-        if self.field not in parquet.schema_arrow.names:
-            names = parquet.schema_arrow.names
-            raise DataError(
-                f'"{file.path}" has no column "{self.field}".{did_you_mean(self.field, names)} '
-                f"Its columns are {names}; name the right one with --text-field or --messages-field."
-            )
-        batches = parquet.iter_batches(_PARQUET_BATCH_ROWS, row_groups=[row_group], columns=[self.field])
-        for batch in batches:
-            column = batch.column(0)
-            for index in _order(len(column), shuffle):
-                yield self._check(column[index].as_py(), lambda: f'"{file.path}" row group {row_group}')
-
-    def _check(self, value: Any, where: Any) -> Document:
-        if self.chat:
-            if isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
-                return [{"role": str(m["role"]), "content": str(m["content"] or "")} for m in value]
-            raise DataError(f'{where()}: "{self.field}" is not a list of messages with "role" and "content".')
-        if not isinstance(value, str):
-            raise DataError(f'{where()}: "{self.field}" holds {type(value).__name__}, not text.')
-        return value
+        names = parquet.schema_arrow.names
+        self.kind.check_fields(names, lambda: f'"{file.path}"', "column")
+        columns = [*self.kind.fields, *(name for name in self.kind.optional if name in names)]
+        for batch in parquet.iter_batches(_PARQUET_BATCH_ROWS, row_groups=[row_group], columns=columns):
+            for index in _order(batch.num_rows, shuffle):
+                row = {name: batch.column(name)[index].as_py() for name in columns}
+                yield self.kind.read(row, lambda: f'"{file.path}" row group {row_group}')
 
 
-def open_reader(source: Source, data_format: str, text_field: str, messages_field: str) -> Reader:
-    """A reader for `source`; with format "auto", records that have the messages field are conversations."""
-    reader = Reader(source, text_field, messages_field, chat=data_format == CHAT)
-    if data_format in ("auto", PARQUET):
-        reader = replace(reader, chat=_has_messages(source, messages_field))
-    if reader.chat and any(file.container == TEXT for file in source.files):
+def open_reader(source: DataSource, data_format: str, text_field: str, messages_field: str | None) -> DocumentReader:
+    """A reader for `source`; with format "auto" (or "parquet") the first record says of which kind all are."""
+    if data_format in ("auto", PARQUET, JSONL):
+        kind = recognise(_first_fields(source), text_field, messages_field)
+    else:
+        kind = kind_named(data_format, text_field, messages_field)
+    if kind.name != TEXT_KIND and any(file.container == TEXT for file in source.files):
         named = next(file.path for file in source.files if file.container == TEXT)
         raise DataError(f'"{named}" is plain text among chat data. Train on one kind of data at a time.')
-    return reader
+    return DocumentReader(source, kind)
 
 
-def _has_messages(source: Source, messages_field: str) -> bool:
-    for index, file in enumerate(source.files):
+def _first_fields(source: DataSource) -> list[str]:
+    """The fields of the first record of the first file that has records."""
+    for block in source.blocks:
+        file = source.files[block.file]
         if file.container == PARQUET:
-            return messages_field in open_parquet(file.path).schema_arrow.names
-        if file.container == JSONL:
-            for line in read_lines(file, Block(index, 0, 1)):
+            return list(open_parquet(file.path).schema_arrow.names)
+        record: Any = None
+        if file.container == ARRAY:
+            record = read_elements(file.path, block.start, block.end)[0]
+        elif file.container == JSONL:
+            for line in read_lines(file, block)[:1]:
                 try:
-                    return messages_field in json.loads(line)
-                except (ValueError, TypeError):
-                    return False
-    return False
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    return []
+        if record is not None:
+            return list(record) if isinstance(record, dict) else []
+    return []
 
 
 def _order(count: int, shuffle: np.random.Generator | None) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from unbounded.train.data.loader import Batch, stack
-from unbounded.train.data.stream import Corpus, Sequence
+from unbounded.train.data.sequences import Corpus, Sequence, make_sequence
 from unbounded.train.data.tokenizer import IGNORED
 from unbounded.train.errors import DataError
 
@@ -24,6 +24,7 @@ def pack_held_out(corpus: Corpus, max_tokens: int) -> list[Sequence]:
     limit = max(max_tokens // length, 1) * length + 1
     tokens: list[np.ndarray] = []
     targets: list[np.ndarray] = []
+    starts: list[np.ndarray] = []
     num_tokens = 0
     blocks = corpus.reader.source.blocks
     most = max(limit // _LEAST_DOCUMENTS, length)
@@ -32,6 +33,7 @@ def pack_held_out(corpus: Corpus, max_tokens: int) -> list[Sequence]:
         for encoded in corpus.tokenizer.encode(documents):
             tokens.append(encoded.tokens[:most])
             targets.append(encoded.targets[:most])
+            starts.append(np.arange(len(tokens[-1])) == 0)
             num_tokens += len(tokens[-1])
         if num_tokens >= limit:
             break
@@ -40,19 +42,25 @@ def pack_held_out(corpus: Corpus, max_tokens: int) -> list[Sequence]:
             "the evaluation data is empty: no document was held out for it. "
             "Raise --eval-fraction, give --eval-data, or turn evaluation off with --eval-fraction 0."
         )
-    return list(_cut(np.concatenate(tokens)[:limit], np.concatenate(targets)[:limit], length))
+    whole = Sequence(*(np.concatenate(parts)[:limit] for parts in (tokens, targets, starts)))
+    return list(_cut(whole, length, separated=corpus.separated))
 
 
-def _cut(tokens: np.ndarray, targets: np.ndarray, length: int) -> Iterator[Sequence]:
-    for start in range(0, len(tokens) - 1, length):
-        inputs, wanted = tokens[start : start + length], targets[start + 1 : start + 1 + length]
-        inputs = np.pad(inputs, (0, length - len(inputs)))
-        yield Sequence(inputs, np.pad(wanted, (0, length - len(wanted)), constant_values=IGNORED))
+def _cut(whole: Sequence, length: int, *, separated: bool) -> Iterator[Sequence]:
+    for at in range(0, len(whole.inputs) - 1, length):
+        tokens, targets, starts = (array[at : at + length + 1] for array in whole)
+        missing = length + 1 - len(tokens)
+        yield make_sequence(
+            np.pad(tokens, (0, missing)),
+            np.pad(targets, (0, missing), constant_values=IGNORED),
+            np.pad(starts, (0, missing)),
+            separated=separated,
+        )
 
 
 def share(sequences: list[Sequence], *, rows: int, rank: int, world_size: int) -> Iterator[Batch]:
     """This rank's batches of `rows` rows: as many on every rank, the last ones filled up with rows without targets."""
-    blank = Sequence(np.zeros_like(sequences[0].inputs), np.full_like(sequences[0].targets, IGNORED))
+    blank = sequences[0]._replace(targets=np.full_like(sequences[0].targets, IGNORED))
     for start in range(0, len(sequences), rows * world_size):
         mine = sequences[start + rank : start + rows * world_size : world_size]
         yield stack([*mine, *[blank] * (rows - len(mine))])

@@ -1,7 +1,7 @@
 """A rank's part of every global batch, made ahead on a thread of its own.
 
 Of the `rows` samples of a global batch, rank `r` of `n` takes those whose number is `r` modulo `n`: the same samples
-make up a batch on any number of ranks. Every batch carries the state that stands behind it, so that what is saved is
+make up a batch on any number of ranks. Every batch carries the state that follows it, so that what is saved is
 what was consumed and not what was made ahead.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbounded.train.data.stream import Corpus, Place, Sequence, Stream
+from unbounded.train.data.sequences import Corpus, Sequence, Stream, StreamPlace
 from unbounded.train.data.tokenizer import IGNORED
 from unbounded.train.errors import DataError, InputError
 
@@ -26,10 +26,11 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of a global batch; `state` resumes right behind it."""
+    """This rank's rows of a global batch; `state` resumes right after it. `starts` marks where documents begin."""
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
+    starts: NDArray[np.bool_]
     num_targets: int
     state: State
 
@@ -39,7 +40,8 @@ def stack(sequences: Iterable[Sequence], state: State | None = None) -> Batch:
     rows = list(sequences)
     targets = np.stack([row.targets for row in rows]).astype(np.int64)
     inputs = np.stack([row.inputs for row in rows]).astype(np.int64)
-    return Batch(inputs, targets, int((targets != IGNORED).sum()), state or {})
+    starts = np.stack([row.starts for row in rows])
+    return Batch(inputs, targets, starts, int((targets != IGNORED).sum()), state or {})
 
 
 class Loader:
@@ -55,7 +57,7 @@ class Loader:
         self._num_ahead = num_ahead
         self._num_samples = 0
         self._streams: dict[int, Stream] = {}
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, StreamPlace] = {}
         self._state = self._describe()
         self._thread: threading.Thread | None = None
         self.wait_seconds = 0.0
@@ -65,7 +67,7 @@ class Loader:
         return self._state
 
     def load_state_dict(self, state: State) -> None:
-        """Go on behind the batch that `state` came with; the batch size and number of ranks may differ."""
+        """Go on after the batch that `state` came with; the batch size and number of ranks may differ."""
         if self._thread is not None:
             raise DataError("a loader's state can only be set before its first batch.")
         if state["fingerprint"] != self._corpus.fingerprint:
@@ -75,11 +77,19 @@ class Loader:
                 "Bring the old data back, or pass --restart-data to begin it anew."
             )
         self._num_samples = state["samples"]
-        self._places = {int(index): Place(*place) for index, place in state["streams"].items()}
+        self._places = {int(index): StreamPlace(*place) for index, place in state["streams"].items()}
         self._state = state
 
+    @property
+    def epoch(self) -> float:
+        """Passes over the data up to the last batch given out: the mean of the streams that this rank reads."""
+        places = [StreamPlace(*place) for place in self._state["streams"].values()]
+        lengths = [max(len(self._corpus.order(0, int(index))), 1) for index in self._state["streams"]]
+        done = [place.epoch + place.position / length for place, length in zip(places, lengths, strict=True)]
+        return sum(done) / len(done) if done else 0.0
+
     def next(self) -> Batch:
-        """The next batch; waits for the thread where it is behind, and raises what it met."""
+        """The next batch; waits for the thread where it is not ready, and raises what it met."""
         if self._thread is None:
             self._queue: queue.Queue[Batch | BaseException] = queue.Queue(self._num_ahead)
             self._closing = threading.Event()

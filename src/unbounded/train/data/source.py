@@ -1,8 +1,8 @@
 """The files of a dataset and the blocks they are read in.
 
 A block is what is read at once and moved as a whole by the shuffle: a small file, a piece of a large one cut where a
-line ends, or a row group of a Parquet file. Blocks are found from file sizes and Parquet footers alone, so that
-opening a terabyte reads none of it.
+line ends, a stretch of a JSON array, or a row group of a Parquet file. Blocks are found from file sizes and Parquet
+footers alone, so that opening a terabyte reads none of it; only a JSON array has to be read through once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from unbounded.planner.spelling import did_you_mean
+from unbounded.train.data.arrays import cut_array, is_array
 from unbounded.train.errors import DataError
-from unbounded.train.similar import did_you_mean
 
-TEXT, JSONL, CHAT, PARQUET = "text", "jsonl", "chat", "parquet"
-FORMATS = ("auto", TEXT, JSONL, CHAT, PARQUET)
+TEXT, JSONL, ARRAY, PARQUET = "text", "jsonl", "array", "parquet"
+RECORDS = ("chat", "sharegpt", "alpaca", "prompt")
+"""Formats of records, which any container but plain text may hold."""
 
 _CONTAINERS = {".jsonl": JSONL, ".ndjson": JSONL, ".json": JSONL, ".parquet": PARQUET, ".pq": PARQUET}
 _TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".csv"}
@@ -47,7 +49,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """All files of a dataset, in an order that does not depend on the file system."""
 
     files: tuple[DataFile, ...]
@@ -55,26 +57,26 @@ class Source:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Every block, in file order."""
-        lines_bytes = _lines_block_bytes(sum(f.num_bytes for f in self.files if f.container == JSONL))
+        lines_bytes = _lines_block_bytes(sum(f.num_bytes for f in self.files if f.container in (JSONL, ARRAY)))
         return tuple(block for index, file in enumerate(self.files) for block in _cut(index, file, lines_bytes))
 
 
-def open_source(patterns: Iterable[str], data_format: str = "auto") -> Source:
+def open_source(patterns: Iterable[str], data_format: str = "auto") -> DataSource:
     """Find the files that `patterns` (files, folders, globs) name; folders are walked, hidden files left out."""
     found: dict[Path, DataFile] = {}
     for pattern in patterns:
         for path in _expand(pattern, data_format):
-            file = DataFile(path, _container(path, data_format), path.stat().st_size)
-            if file.num_bytes:
-                found[path] = file
+            num_bytes = path.stat().st_size
+            if num_bytes and path.is_file():
+                found[path] = DataFile(path, _container(path, data_format), num_bytes)
     if not found:
         named = ", ".join(f'"{pattern}"' for pattern in patterns)
         raise DataError(f"the data in {named} is empty: no file there holds a byte. Give files with text in them.")
-    return Source(tuple(found[path] for path in sorted(found)))
+    return DataSource(tuple(found[path] for path in sorted(found)))
 
 
 def _expand(pattern: str, data_format: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+    path = Path(pattern)
     if path.is_dir():
         return _walk(path, data_format)
     if path.is_file():
@@ -104,17 +106,17 @@ def _is_hidden(path: Path) -> bool:
 def _fits(path: Path, data_format: str) -> bool:
     suffix = path.suffix.lower()
     known = _CONTAINERS.get(suffix, TEXT if suffix in _TEXT_SUFFIXES | _CODE_SUFFIXES else None)
-    wanted = {"auto": {TEXT, JSONL, PARQUET}, CHAT: {JSONL, PARQUET}}.get(data_format, {data_format})
-    return known in wanted
+    wanted = {"auto": {TEXT, JSONL, PARQUET}, **{name: {JSONL, PARQUET} for name in RECORDS}}
+    return known in wanted.get(data_format, {data_format})
 
 
 def _container(path: Path, data_format: str) -> str:
     by_suffix = _CONTAINERS.get(path.suffix.lower(), TEXT)
-    if data_format == "auto":
+    if data_format in (TEXT, PARQUET):
+        return data_format
+    if by_suffix == PARQUET or (by_suffix == TEXT and data_format == "auto"):
         return by_suffix
-    if data_format == CHAT:
-        return PARQUET if by_suffix == PARQUET else JSONL
-    return data_format
+    return ARRAY if is_array(path) else JSONL
 
 
 def _lines_block_bytes(total_bytes: int) -> int:
@@ -125,6 +127,10 @@ def _cut(index: int, file: DataFile, lines_bytes: int) -> Iterator[Block]:
     if file.container == PARQUET:
         for group in range(open_parquet(file.path).num_row_groups):
             yield Block(index, group, group + 1)
+        return
+    if file.container == ARRAY:
+        for start, end in cut_array(file.path, lines_bytes):
+            yield Block(index, start, end)
         return
     step = _TEXT_BLOCK_BYTES if file.container == TEXT else lines_bytes
     for start in range(0, file.num_bytes, step):

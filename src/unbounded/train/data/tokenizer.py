@@ -1,11 +1,13 @@
 """Documents to tokens with the targets of the loss.
 
-Two tokenizers behind one protocol: the bytes themselves, for the built-in model, and a Hugging Face tokenizer.
+Two tokenizers with one protocol: the bytes themselves, for the built-in model, and a Hugging Face tokenizer.
 A conversation is rendered in segments with and without loss, each tokenised on its own, so that the loss begins
 exactly where an answer does:
 
 1. the tokenizer's chat template, where each answer is what the template adds to the turns before it;
 2. without a template: `<|role|>\\n`, the content, and for an answer the end-of-text token, one turn after another.
+
+A prompt with its completion is the two texts, one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unbounded.train.data.document import Document, Message
+from unbounded.train.data.records import Document, Message, Prompted
 from unbounded.train.errors import DataError
 
 IGNORED = -100
@@ -31,7 +33,7 @@ class Encoded(NamedTuple):
     targets: Ids
 
 
-class Segment(NamedTuple):
+class ChatSegment(NamedTuple):
     """A stretch of a rendered conversation; with `ends` the end-of-text token follows it."""
 
     text: str
@@ -46,7 +48,7 @@ class Tokenizer(Protocol):
     vocabulary_size: int
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Tokens of each document, the end-of-text token behind each."""
+        """Tokens of each document, the end-of-text token after each."""
 
     def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a text to be continued."""
@@ -70,7 +72,7 @@ class ByteTokenizer:
         if isinstance(document, str):
             tokens = np.append(_bytes(document), np.int32(self.end))
             return Encoded(tokens, tokens)
-        segments = _plain_chat(document)
+        segments = _plain_segments(document)
         return _join(segments, [_bytes(segment.text) for segment in segments], self.end)
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -101,7 +103,7 @@ class FolderTokenizer:
     def encode(self, documents: Sequence[Document]) -> list[Encoded]:
         """See `Tokenizer.encode`."""
         if documents and not isinstance(documents[0], str):
-            return [self._encode_chat(document) for document in documents if not isinstance(document, str)]
+            return [self._encode_segments(document) for document in documents if not isinstance(document, str)]
         arrays = [np.array([*self._begin, *ids, self.end], np.int32) for ids in self._ids([str(d) for d in documents])]
         return [Encoded(tokens, tokens) for tokens in arrays]
 
@@ -119,23 +121,24 @@ class FolderTokenizer:
         ids: list[list[int]] = self.inner(texts, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _encode_chat(self, messages: list[Message]) -> Encoded:
-        segments = self._render(messages) if self.inner.chat_template else _plain_chat(messages)
+    def _encode_segments(self, document: list[Message] | Prompted) -> Encoded:
+        renders = bool(self.inner.chat_template) and not isinstance(document, Prompted)
+        segments = self._render(document) if renders else _plain_segments(document)  # type: ignore[arg-type]
         ids = self._ids([segment.text for segment in segments])
-        if ids and not self.inner.chat_template:
+        if ids and not renders:
             ids[0] = [*self._begin, *ids[0]]
         return _join(segments, [np.array(piece, np.int32) for piece in ids], self.end)
 
-    def _render(self, messages: list[Message]) -> list[Segment]:
+    def _render(self, messages: list[Message]) -> list[ChatSegment]:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
-            return [Segment(self._template(messages, False), False)]
+            return [ChatSegment(self._template(messages, False), False)]
         segments = _template_segments(messages, answers, self._template)
-        if segments is None:  # a template that rewrites earlier turns: the last answer still stands behind its prompt
+        if segments is None:  # a template that rewrites earlier turns: the last answer still follows its prompt
             segments = _template_segments(messages[: answers[-1] + 1], answers[-1:], self._template)
         if segments is None:
             raise DataError(
-                f'the chat template of "{self.name}" does not put answers behind their prompt, so that the loss cannot '
+                f'the chat template of "{self.name}" does not put answers after their prompt, so that the loss cannot '
                 "be limited to them. Render the conversations yourself and train on their text."
             )
         return segments
@@ -149,27 +152,29 @@ class FolderTokenizer:
             raise DataError(f'the chat template of "{self.name}" refuses a conversation: {error}') from None
 
 
-def _template_segments(messages: list[Message], answers: list[int], template: Any) -> list[Segment] | None:
+def _template_segments(messages: list[Message], answers: list[int], template: Any) -> list[ChatSegment] | None:
     segments, done = [], ""
     for index in answers:
         prompt, answered = template(messages[:index], True), template(messages[: index + 1], False)
         if not prompt.startswith(done) or not answered.startswith(prompt):
             return None
-        segments += [Segment(prompt[len(done) :], False), Segment(answered[len(prompt) :], True)]
+        segments += [ChatSegment(prompt[len(done) :], False), ChatSegment(answered[len(prompt) :], True)]
         done = answered
     return segments
 
 
-def _plain_chat(messages: list[Message]) -> list[Segment]:
+def _plain_segments(document: list[Message] | Prompted) -> list[ChatSegment]:
+    if isinstance(document, Prompted):
+        return [ChatSegment(document.prompt, False), ChatSegment(document.completion, True, ends=True)]
     segments = []
-    for message in messages:
+    for message in document:
         answers = message["role"] == "assistant"
-        segments.append(Segment(f"<|{message['role']}|>\n", False))
-        segments.append(Segment(f"{message['content']}\n", answers, ends=answers))
+        segments.append(ChatSegment(f"<|{message['role']}|>\n", False))
+        segments.append(ChatSegment(f"{message['content']}\n", answers, ends=answers))
     return segments
 
 
-def _join(segments: list[Segment], pieces: list[Ids], end: int) -> Encoded:
+def _join(segments: list[ChatSegment], pieces: list[Ids], end: int) -> Encoded:
     last = np.array([end], np.int32)
     tokens, targets = [], []
     for segment, ids in zip(segments, pieces, strict=True):

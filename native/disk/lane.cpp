@@ -1,0 +1,105 @@
+#include "disk/lane.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+namespace unbounded::disk {
+
+namespace {
+
+// Names the calling thread, sets its priority and keeps signals for the program's own threads.
+void enter_thread(const LaneOptions& options) {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  pthread_setname_np(pthread_self(), options.name);
+  if (options.niceness <= 0) return;
+  auto self = static_cast<id_t>(::gettid());  // on Linux a thread has a priority of its own; lowering it is never refused
+  ::setpriority(PRIO_PROCESS, self, ::getpriority(PRIO_PROCESS, self) + options.niceness);
+}
+
+std::int64_t carry_out(Operation operation, const Request& request) {
+  iovec vector{request.data, request.length};
+  auto offset = static_cast<off_t>(request.offset);
+  ssize_t moved = operation == Operation::read ? ::preadv(request.fd, &vector, 1, offset)
+                                               : ::pwritev(request.fd, &vector, 1, offset);
+  return moved >= 0 ? moved : -errno;
+}
+
+void run(Block& block, Bounce& bounce) {
+  bool more = block.prepare(bounce);
+  while (more) more = block.advance(carry_out(block.operation(), block.request()));
+  block.finish();
+}
+
+}  // namespace
+
+Lane::Lane(const LaneOptions& options, std::shared_ptr<Meter> meter)
+    : options_(options), meter_(std::move(meter)), width_(options.max_width, options.window_bytes) {}
+
+Lane::~Lane() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Lane::submit(std::vector<Block>& blocks) {
+  std::lock_guard lock(mutex_);
+  grow(blocks.size());
+  for (Block& block : blocks) queue_.push_back(std::move(block));
+  wake_.notify_all();
+}
+
+// Where the system gives no more threads, those there are do the work.
+void Lane::grow(std::size_t num_more) {
+  if (stopping_) return;  // the destructor goes through threads_ without the mutex
+  std::size_t wanted = std::min<std::size_t>(width_.now(), queue_.size() + num_active_ + num_more);
+  try {
+    while (threads_.size() < wanted) threads_.emplace_back([this] { work(); });
+  } catch (const std::system_error&) {
+    if (threads_.empty()) throw;
+  }
+}
+
+void Lane::work() {
+  enter_thread(options_);
+  Bounce bounce;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return stopping_ || (!queue_.empty() && num_active_ < width_.now()); });
+    if (queue_.empty()) return;
+    Block block = std::move(queue_.front());
+    queue_.pop_front();
+    ++num_active_;
+    lock.unlock();
+    std::size_t length = block.length();
+    run(block, bounce);
+    lock.lock();
+    --num_active_;
+    account(length);
+  }
+}
+
+void Lane::account(std::size_t length) {
+  lane_bytes_ += length;
+  std::uint64_t device_bytes = meter_->fetch_add(length) + length;
+  unsigned before = width_.now();
+  width_.completed(lane_bytes_, device_bytes, monotonic_ns(), queue_.size() + num_active_);
+  if (width_.now() > before) {
+    grow(0);
+    wake_.notify_all();
+  }
+}
+
+}  // namespace unbounded::disk

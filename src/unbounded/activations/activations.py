@@ -1,0 +1,108 @@
+"""Activation policies of a model: what was attached, and how to take it off again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from unbounded.activations.checkpointed import Checkpointed, attached_to, is_switched_on
+from unbounded.activations.headroom import Headroom
+from unbounded.activations.shelf import Shelf
+from unbounded.activations.tiled.feedforward import FeedForward, Sizes
+from unbounded.errors import PlanError
+
+
+class Activations:
+    """The blocks of one model that have a policy other than "keep". `remove` takes the policies off."""
+
+    def __init__(self, model: nn.Module, blocks: list[Checkpointed]) -> None:
+        self.blocks = blocks
+        for block in blocks:
+            block.attach()
+
+        def renew(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                for block in blocks:
+                    block.renew()
+                for headroom in {block.headroom for block in blocks if block.headroom is not None}:
+                    headroom.begin()
+
+        self._handle = model.register_forward_pre_hook(renew) if blocks else None
+
+    def remove(self) -> None:
+        """Leaves the model as it was. A backward that is still to come is not affected."""
+        for block in self.blocks:
+            block.detach()
+            block.shelf.buffers.trim()
+        if self._handle is not None:
+            self._handle.remove()
+        self.blocks, self._handle = [], None
+
+    def __repr__(self) -> str:
+        counts = Counter(block.policy for block in self.blocks)
+        return f"Activations({', '.join(f'{policy}: {count} blocks' for policy, count in counts.items())})"
+
+
+def attach_policies(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    policies: Mapping[str, str],
+    shelf: Shelf,
+    make_headroom: Callable[[int], Headroom],
+    feed_forwards: Mapping[str, Sequence[nn.Module]],
+    sizes: Sizes,
+) -> Activations:
+    """Puts every block under its policy; one that was left to "auto" may get another. They share a shelf and headroom.
+
+    `feed_forwards` are layers of blocks that run over tiles of the sequence where they would take more than `sizes`.
+
+    What changes with every forward must not run twice: under "auto" such a block keeps its activations.
+    """
+    chosen = {
+        name: policy
+        for name, policy in policies.items()
+        if policy != "keep" and not (policy == "auto" and _has_running_state(blocks[name]))
+    }
+    named, attached = {id(block) for block in blocks.values()}, attached_to(model)
+    replaced = [block for block in attached if block.policy == "auto" and id(block.module) in named]
+    taken = {id(block.module): block.policy for block in attached if block not in replaced}
+    for name in chosen:
+        if id(blocks[name]) in taken:
+            raise PlanError(
+                f"block {name!r} already has the activation policy {taken[id(blocks[name])]!r}. "
+                "Call remove() on what checkpoint_activations returned first."
+            )
+    if any(is_switched_on(module) for module in model.modules()):
+        if "host" in chosen.values():
+            raise PlanError(
+                "the model's own gradient checkpointing is on, which keeps the inputs of blocks on the device, but "
+                'the activation policy is "host". Call model.gradient_checkpointing_disable() first.'
+            )
+        chosen = {}  # recomputed as it is
+    for block in replaced:
+        block.detach()
+    num_auto = sum(policy == "auto" for policy in chosen.values())
+    headroom = make_headroom(num_auto) if num_auto else None
+    return Activations(
+        model,
+        [
+            Checkpointed(
+                name,
+                blocks[name],
+                policy,
+                shelf,
+                headroom if policy == "auto" else None,
+                [FeedForward(layer, sizes) for layer in feed_forwards.get(name, ())],
+            )
+            for name, policy in chosen.items()
+        ],
+    )
+
+
+def _has_running_state(block: nn.Module) -> bool:
+    return any(isinstance(module, _NormBase) and module.track_running_stats for module in block.modules())

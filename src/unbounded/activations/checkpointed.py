@@ -1,0 +1,212 @@
+"""A block under an activation policy: its calls run through `torch.utils.checkpoint`, hooks and all.
+
+The call of a module goes through `_compiled_call_impl` where that is set: `Module.compile` uses it, and so do we. It
+lies around every hook, so what runs again in the backward is exactly what ran first: an engine's hooks gather the
+block's weights both times, and a hook of the user's that changes inputs does so both times. `state_dict`, names,
+copies and pickles do not see it.
+
+Note: recomputing twice. Where the block already runs inside a checkpoint of the user's own, it is left to that one.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from unbounded.activations.headroom import Headroom
+from unbounded.activations.shelf import Shelf
+from unbounded.activations.structure import Template, take_tensors
+from unbounded.activations.tiled.feedforward import FeedForward
+from unbounded.errors import StateError
+
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Checkpointed]] = weakref.WeakKeyDictionary()
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+class Checkpointed:
+    """One block. With the policy "host" its inputs go to the shelf; with "auto" the headroom decides for each call.
+
+    Its `feed_forwards` may run over tiles where the block is computed again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        policy: str,
+        shelf: Shelf,
+        headroom: Headroom | None = None,
+        feed_forwards: Sequence[FeedForward] = (),
+    ) -> None:
+        self.name, self.module, self.policy, self.shelf, self.headroom = name, module, policy, shelf, headroom
+        self.feed_forwards = feed_forwards
+        self.inner: Callable[..., Any] = module._call_impl
+        self._outer = partial(_call, self)
+        self._marker: Any = None
+        self._is_attached = False
+
+    def attach(self) -> None:
+        """Puts the block under its policy, around what its call is now."""
+        self.inner = self.module.__dict__.get("_compiled_call_impl") or self.module._call_impl
+        self.module.__dict__["_compiled_call_impl"] = self._outer
+        if self._marker is None:  # torch.compile of the whole model calls a module without hooks by its forward
+            self._marker = self.module.register_forward_pre_hook(_no_change)
+        for layer in self.feed_forwards:
+            layer.attach()
+        _attached[self.module] = weakref.ref(self)
+        self._is_attached = True
+
+    def detach(self) -> None:
+        """Takes the policy off. What is between a forward and its backward is still computed again."""
+        if self._is_wrapped():
+            del self.module.__dict__["_compiled_call_impl"]
+            if getattr(self.inner, "__func__", None) is not nn.Module._call_impl:
+                self.module.__dict__["_compiled_call_impl"] = self.inner
+        if self._marker is not None:
+            self._marker.remove()
+            self._marker = None
+        for layer in self.feed_forwards:
+            layer.detach()
+        _attached.pop(self.module, None)
+        self._is_attached = False
+
+    def renew(self) -> None:
+        """Takes the block back where `Module.compile` replaced its call."""
+        if self._is_attached and not self._is_wrapped():
+            self.attach()
+
+    def _is_wrapped(self) -> bool:
+        return self.module.__dict__.get("_compiled_call_impl") is self._outer
+
+    @torch.compiler.disable
+    def choose(self, args: Any, kwargs: Any) -> str | None:
+        """The policy of this call; None where there is no backward of ours to come."""
+        if not torch.is_grad_enabled() or self._is_checkpointed_already():
+            return None
+        return self.policy if self.headroom is None else self.headroom.choose((args, kwargs))
+
+    @torch.compiler.disable
+    def run(self, policy: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the block so that only its inputs are kept, here or on the host, and it runs again in the backward."""
+        if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
+            return self.inner(*args, **kwargs)
+        tensors, template = take_tensors((args, kwargs))
+        run = _Run(self, args, kwargs, template)
+        if policy == "recompute":
+            return checkpoint(run, *tensors, use_reentrant=False)
+        inputs = self.shelf.hold(self.name, tensors)
+        # `checkpoint` saves its inputs under these hooks, and what the block saves under its own.
+        with saved_tensors_hooks(inputs.pack, inputs.unpack):
+            outputs = checkpoint(run, *tensors, use_reentrant=False)
+        if _may_run_again(outputs):
+            inputs.leave()
+        return outputs
+
+    def _is_checkpointed_already(self) -> bool:
+        """Whether the model itself or its caller recomputes the block. With the policy "host" that is told."""
+        is_switched = self.module.training and is_switched_on(self.module)
+        if is_switched and self.policy == "host":
+            raise StateError(
+                f'block {self.name!r} has the activation policy "host", but the gradient checkpointing of the model '
+                "itself was turned on, which keeps inputs on the device. Call model.gradient_checkpointing_disable()."
+            )
+        is_inside = is_switched or _is_inside_checkpoint()
+        if is_inside and self.policy == "host":
+            message = "blocks that run inside a checkpoint of the caller are left to it, their inputs on the device."
+            warnings.warn(message, UserWarning, stacklevel=2)
+        return is_inside
+
+    def _leave_out_cache(self, kwargs: dict[str, Any]) -> bool:
+        """Drops an empty cache of keys and values, which running twice would fill twice; a filled one must stay."""
+        caches = [kwargs[key] for key in _CACHES if kwargs.get(key) is not None]
+        filled = any(_is_filled(cache, self.module) for cache in caches)
+        drop = self.module.training and not filled
+        if self.module.training:
+            what = "are left out" if drop else "hold values already, so the activations of such blocks are kept"
+            message = f"caches of keys and values cannot be filled twice, and {what}. Pass use_cache=False in training."
+            warnings.warn(message, UserWarning, stacklevel=2)
+        if drop:
+            kwargs.update({key: None for key in _CACHES if key in kwargs})
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
+        return drop
+
+
+# Not recursive: where the whole model is compiled, a block that keeps its activations still is.
+@torch.compiler.disable(recursive=False)
+def _call(block: Checkpointed, *args: Any, **kwargs: Any) -> Any:
+    """The call of a block under a policy."""
+    policy = block.choose(args, kwargs)
+    if policy is None:
+        return block.inner(*args, **kwargs)
+    outputs = block.inner(*args, **kwargs) if policy == "keep" else block.run(policy, args, kwargs)
+    if block.headroom is not None:
+        block.headroom.note(outputs, kept=policy == "keep")
+    return outputs
+
+
+class _Run:
+    """The block's call: first with what the caller gave, then, in the backward, with what was kept of it."""
+
+    def __init__(self, block: Checkpointed, args: Any, kwargs: Any, template: Template) -> None:
+        self._inner, self._feed_forwards, self._template = block.inner, block.feed_forwards, template
+        self._given: tuple[Any, Any] | None = (args, kwargs)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        (args, kwargs), self._given = self._given or self._template.fill(tensors), None
+        for layer in self._feed_forwards:
+            layer.is_active = True
+        try:
+            return self._inner(*args, **kwargs)
+        finally:
+            for layer in self._feed_forwards:
+                layer.is_active = False
+
+
+def attached_to(model: nn.Module) -> list[Checkpointed]:
+    """The blocks of a model that are under a policy."""
+    found = (_attached.get(module) for module in model.modules())
+    return [block for reference in found if reference is not None and (block := reference()) is not None]
+
+
+def is_switched_on(module: nn.Module) -> bool:
+    """Whether a module has Hugging Face's switch for gradient checkpointing, turned on."""
+    return getattr(module, "gradient_checkpointing", False) is True
+
+
+def _is_inside_checkpoint() -> bool:
+    """Whether a checkpoint around this call saves or recomputes what it computes."""
+    if _top_hooks is None:  # an older torch: then one lies inside the other, which costs time and nothing else
+        return False
+    if torch._C._current_graph_task_id() != -1:
+        return True  # our own recomputation does not come this way: it calls what is inside
+    hooks = _top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def _may_run_again(outputs: Any) -> bool:
+    """Whether a backward can reach the block: through a tensor that it returned, or through what we cannot see."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.requires_grad
+    tensors, _ = take_tensors(outputs)
+    return not tensors or any(tensor.requires_grad for tensor in tensors)
+
+
+def _is_filled(cache: Any, module: nn.Module) -> bool:
+    if not hasattr(cache, "get_seq_length"):
+        return True
+    layer = next((inner.layer_idx for inner in module.modules() if hasattr(inner, "layer_idx")), 0)
+    return int(cache.get_seq_length(layer)) > 0
+
+
+def _no_change(module: nn.Module, args: Any) -> None:
+    return None

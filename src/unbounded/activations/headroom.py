@@ -1,0 +1,224 @@
+"""What a block may keep between its forward and its backward, decided as it runs: as much as the device has room for.
+
+How many tokens a batch has, nobody knows before it comes, so nothing is planned: before each block the device's memory
+is read, and the block keeps its activations if that leaves room for what must still come. That is
+
+    this block     what blocks kept last time, for an input of this size
+    later blocks   an input each, which is the least they can do with
+    the tail       what a pass takes beyond the end of its last block: logits, loss, gradients, one block run again
+
+The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
+others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
+of what is free are left for it. A peak that something else left behind, a model's construction or an evaluation, says
+little about the tail: where no pass of this size has come to a peak of its own, the next one has the device forget the
+old. What a pass puts on the host before its tail is known that well is given back.
+
+Note: ranks decide alone. A block that is recomputed is gathered at the same place in the backward as one that is
+kept, so the order of collectives does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unbounded.activations.structure import take_tensors
+
+# What a block keeps by the size of its input, before one was seen: transformers keep 14 (fused) to 34 times as much.
+FIRST_RATIO = 24.0
+# Of the free memory, what is left for a tail that was not seen yet.
+FIRST_TAIL = 7 / 8
+# Of a device's budget, what may be allocated: the rest is for what falls between the allocator's blocks.
+LIMIT_PART = 0.9
+
+
+class Meter(Protocol):
+    """Reads the memory of a device, as its allocator counts it."""
+
+    def allocated_bytes(self) -> int: ...
+
+    def peak_bytes(self) -> int: ...
+
+    def forget_peak(self) -> None: ...
+
+
+class DeviceMeter:
+    """A CUDA device. Its counts are the host's, so reading them waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated_bytes(self) -> int:
+        return self._read("current")
+
+    def peak_bytes(self) -> int:
+        return self._read("peak")
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _read(self, which: str) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"][which]) if stats else 0
+
+
+class Tails:
+    """The tails seen so far, by the size of a block's input."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}  # the least in every quarter of an octave
+
+    def note(self, input_bytes: int, tail_bytes: int) -> None:
+        octave = math.ceil(4 * math.log2(max(1, input_bytes)))
+        size, least = self._seen.get(octave, (1, 2**62))
+        if tail_bytes * size < least * input_bytes:
+            self._seen[octave] = input_bytes, tail_bytes
+
+    def expect(self, input_bytes: int) -> int | None:
+        """At most so much for an input of this size; None before the first."""
+        bounds = (int(tail * max(1.0, input_bytes / size) ** 2) for size, tail in self._seen.values())
+        return min(bounds, default=None)
+
+
+def choose_policy(
+    *, free_bytes: int, input_bytes: int, kept_bytes: int, num_later: int, tail_bytes: int | None, first_tail: int
+) -> str:
+    """The cheapest policy of a block that leaves room for what comes; `first_tail` stands for a tail not seen yet."""
+    rest = num_later * input_bytes + (first_tail if tail_bytes is None else tail_bytes)
+    if kept_bytes + rest <= free_bytes:
+        return "keep"
+    return "host" if tail_bytes is not None and input_bytes + rest > free_bytes else "recompute"
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One forward of the model."""
+
+    start_bytes: int  # allocated when it began, with the growth
+    growth_bytes: int
+    peak_bytes: int = 0  # of all that was before its first block
+    num_blocks: int = 0  # that have begun
+    before_bytes: int = 0  # allocated before the block that runs now
+    input_bytes: int = 1
+    end_bytes: int = 0  # allocated behind the last block so far
+    keeps_all: bool = True
+    is_watched: bool = False
+    is_cautious: bool = False  # inputs went to the host for a tail that is a bound only
+
+
+class Headroom:
+    """Decides for the blocks of one model on one device. `begin` a forward, then `choose` and `note` around blocks.
+
+    `has_host_room` says whether the host can take an input of so many bytes, `trim_host` frees what it has for inputs
+    and does not use, `growth_bytes` says what the device will hold more of when the backward is over. `renew_limit`
+    gives the limit anew for every forward.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        limit_bytes: int,
+        num_blocks: int,
+        *,
+        has_host_room: Callable[[int], bool] = lambda _: False,
+        trim_host: Callable[[], None] = lambda: None,
+        growth_bytes: Callable[[], int] = lambda: 0,
+        renew_limit: Callable[[], int] | None = None,
+    ) -> None:
+        self.num_kept = 0  # in the last forward
+        self._renew_limit = renew_limit
+        self._short_from, self._short_bytes = 2**62, 0  # inputs from this size on did not fit; what they leave free
+        self._meter, self._limit, self._num_blocks = meter, limit_bytes, num_blocks
+        self._has_host_room, self._trim_host, self._growth_bytes = has_host_room, trim_host, growth_bytes
+        self._tails, self._ratio, self._has_kept = Tails(), FIRST_RATIO, False
+        self._own_peak_size, self._forgets_peak = 0, False  # the largest input whose pass came to a peak of its own
+        self._pass = _Pass(0, 0)
+        self.begin()
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        if self._pass.is_cautious:
+            self._trim_host()
+        if self._renew_limit is not None:
+            self._limit = self._renew_limit()
+        growth, self.num_kept = self._growth_bytes(), 0
+        self._pass = _Pass(self._meter.allocated_bytes() + growth, growth)
+
+    def choose(self, inputs: Any) -> str:
+        """The policy of the block that is about to run with `inputs`."""
+        if self._pass.num_blocks >= self._num_blocks:  # called by a part of the model, so nobody said that it began
+            self.begin()
+        passed, now = self._pass, self._meter.allocated_bytes()
+        if passed.num_blocks == 0:
+            if self._forgets_peak:
+                self._meter.forget_peak()
+            self._forgets_peak, passed.peak_bytes = False, self._meter.peak_bytes()
+        passed.num_blocks += 1
+        passed.before_bytes, passed.input_bytes = now, _largest_bytes(inputs)
+        kept, tail = int(self._ratio * passed.input_bytes), self._tails.expect(passed.input_bytes)
+        if tail is not None and not self._has_kept:
+            kept = max(kept, tail)  # which had room for a block run again, whatever that keeps
+        policy = choose_policy(
+            free_bytes=self._limit - now - passed.growth_bytes - self._left_free(passed.input_bytes),
+            input_bytes=passed.input_bytes,
+            kept_bytes=kept,
+            num_later=self._num_blocks - passed.num_blocks,
+            tail_bytes=tail,
+            first_tail=int((self._limit - passed.start_bytes) * FIRST_TAIL),
+        )
+        if policy == "host" and not self._has_host_room(passed.input_bytes):
+            return "recompute"
+        passed.is_cautious |= policy == "host" and passed.input_bytes > self._own_peak_size
+        return policy
+
+    def note_shortage(self) -> None:
+        """The forward under way, or its backward, did not fit: one of this size leaves an eighth more free."""
+        self._short_from = min(self._short_from, self._pass.input_bytes)
+        self._short_bytes = min(self._short_bytes + self._limit // 8, self._limit)
+
+    def _left_free(self, input_bytes: int) -> int:
+        return self._short_bytes if input_bytes >= self._short_from else 0
+
+    @torch.compiler.disable
+    def note(self, outputs: Any, *, kept: bool) -> None:
+        """The block has run."""
+        passed = self._pass
+        passed.end_bytes = self._meter.allocated_bytes()
+        if kept:
+            self.num_kept, self._has_kept = self.num_kept + 1, True
+            # Weights come and go meanwhile, so one block's figure may be too small.
+            self._ratio = max((passed.end_bytes - passed.before_bytes) / passed.input_bytes, 0.9 * self._ratio, 1.0)
+        passed.keeps_all = passed.keeps_all and kept
+        if not passed.is_watched:
+            passed.is_watched = self._watch(passed, outputs)
+
+    def _watch(self, passed: _Pass, outputs: Any) -> bool:
+        """Has the tail read when the backward comes to what the first block returned.
+
+        A tail has room for a block run again; where none was, what a block keeps is added.
+        """
+
+        def settle(_: torch.Tensor) -> None:
+            peak, size = self._meter.peak_bytes(), passed.input_bytes
+            self._tails.note(size, int(passed.keeps_all * self._ratio * size) + max(0, peak - passed.end_bytes))
+            if peak > passed.peak_bytes:
+                self._own_peak_size = max(self._own_peak_size, size)
+            elif size > self._own_peak_size and not passed.keeps_all:
+                self._forgets_peak = True
+
+        tensors, _ = take_tensors(outputs)
+        watched = next((tensor for tensor in tensors if tensor.requires_grad), None)
+        if watched is None:
+            return False
+        watched.register_hook(settle)
+        return True
+
+
+def _largest_bytes(inputs: Any) -> int:
+    """The bytes of the largest tensor: what passes from block to block. An expanded one counts as it is stored."""
+    tensors, _ = take_tensors(inputs)
+    return max((min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors), default=1) or 1

@@ -1,0 +1,204 @@
+"""The inputs of blocks between forward and backward: their values on the host, and nothing on the device.
+
+    HELD        the device's memory, while the block runs for the first time
+    LEAVING     a copy to the host is under way; the device's memory is given up two blocks later
+    AWAY        the values are on the host alone
+    (arrival)   a copy on the device again, fetched one block ahead of its recomputation
+
+A tensor that many blocks are given (a mask, rotary tables) is one `Parcel` that goes once and comes back once. What
+is still alive on the device when it is needed again, because the user keeps it or because it has not left yet, is
+used where it is.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from unbounded.activations.buffers import Buffer, HostBuffers
+from unbounded.activations.geometry import is_movable, lay_flat
+from unbounded.activations.movers import Arrival, Event, Mover, make_mover
+from unbounded.errors import StateError
+from unbounded.tiers.room import Room
+
+# Blocks whose inputs may still be on their way to the host: one leaves while the next computes.
+LEAVING_AT_ONCE = 2
+
+
+class Place(enum.Enum):
+    HELD = "held"
+    LEAVING = "leaving"
+    AWAY = "away"
+
+
+class Parcel:
+    """One tensor that goes to the host and comes back, for all the blocks that were given it."""
+
+    def __init__(self, tensor: torch.Tensor, mover: Mover) -> None:
+        self._origin, self._version = TensorWeakRef(tensor), tensor._version
+        flat, self._geometry = lay_flat(tensor)
+        self._flat: torch.Tensor | None = flat
+        self._flat_version = flat._version
+        self._dtype, self._numel = flat.dtype, flat.numel()
+        self._mover = mover
+        self._buffer: Buffer | None = None
+        self._sent: Event = None
+        self._arrival: Arrival | None = None
+        self._num_fetched = 0
+        self.num_users = 0
+        self.place = Place.HELD
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the parcel of `tensor` as it is now."""
+        return self._origin() is tensor and tensor._version == self._version
+
+    def leave(self, buffers: HostBuffers, ready: Event, block: str) -> None:
+        """Starts the copy to the host, behind `ready`."""
+        assert self._flat is not None
+        self._check_unchanged(block)
+        self._buffer = buffers.take(self._flat.nbytes, pin=self._flat.is_cuda)
+        self._sent = self._mover.send(self._flat, self._stored(), behind=(ready, *self._buffer.after))
+        self._buffer.after = (self._sent,) if self._sent is not None else ()
+        self.place = Place.LEAVING
+        if self._sent is None:
+            self.give_up(block)
+
+    def give_up(self, block: str) -> None:
+        """Drops the device's memory."""
+        self._check_unchanged(block)
+        self._mover.give_up(self._sent)
+        self._flat = None
+        self.place = Place.AWAY
+
+    def prefetch(self) -> None:
+        """Starts the copy back, unless the values are still on the device."""
+        if self._flat is None and self._arrival is None and self._alive() is None:
+            assert self._buffer is not None
+            self._arrival = self._mover.bring(self._stored(), behind=self._sent)
+            self._buffer.after = (self._arrival.event,) if self._arrival.event is not None else ()
+
+    def fetch(self) -> torch.Tensor:
+        """The tensor on its device, for one of its users; the last of them takes the device's copy with it."""
+        alive = self._alive()
+        if alive is not None:
+            return alive.detach()
+        if self._flat is not None:
+            return self._geometry.restore(self._flat)
+        self.prefetch()
+        assert self._arrival is not None
+        value = self._arrival.wait()
+        self._num_fetched += 1
+        if self._num_fetched % self.num_users == 0:
+            self._arrival = None
+        return self._geometry.restore(value)
+
+    def _alive(self) -> torch.Tensor | None:
+        origin = self._origin()
+        return origin if origin is not None and origin._version == self._version else None
+
+    def _stored(self) -> torch.Tensor:
+        assert self._buffer is not None
+        return self._buffer.tensor(self._dtype, self._numel)
+
+    def _check_unchanged(self, block: str) -> None:
+        assert self._flat is not None
+        if self._flat._version != self._flat_version:
+            raise StateError(
+                f"an input of block {block!r} (shape {self._geometry.shape}) was changed in place, so the block cannot "
+                'be computed again from it. Give the block the activation policy "keep", or change a copy.'
+            )
+
+
+class Inputs:
+    """The tensors that one call of a block was given; `pack` and `unpack` are its hooks for saved tensors."""
+
+    def __init__(self, shelf: Shelf, block: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._shelf, self.block = shelf, block
+        self._parcels: dict[tuple[Any, ...], Parcel] = {}
+        for tensor in tensors:
+            if is_movable(tensor, device):
+                self._parcels.setdefault(_key(tensor), shelf.parcel(tensor))
+        for parcel in self._parcels.values():
+            parcel.num_users += 1
+        self._last = next(reversed(self._parcels.values()), None)
+        self.previous: weakref.ref[Inputs] | None = None
+        self.ready = shelf.mover(device).mark()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Parcel:
+        """What is kept instead of `tensor`: its parcel, or itself where it cannot go."""
+        return self._parcels.get(_key(tensor), tensor) if type(tensor) is torch.Tensor else tensor
+
+    def unpack(self, packed: torch.Tensor | Parcel) -> torch.Tensor:
+        """The tensor again. With the last of them, those of the block before are sent for."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        with torch.no_grad():
+            value = packed.fetch()
+            before = self.previous() if self.previous is not None else None
+            if packed is self._last and before is not None:
+                before.prefetch()
+        return value
+
+    def leave(self) -> None:
+        """The block has run: its inputs go to the host."""
+        with torch.no_grad():
+            held = [parcel for parcel in self._parcels.values() if parcel.place is Place.HELD]
+            for parcel in held:
+                parcel.leave(self._shelf.buffers, self.ready, self.block)
+            self._shelf.follow(self.block, held)
+
+    def prefetch(self) -> None:
+        for parcel in self._parcels.values():
+            parcel.prefetch()
+
+
+class Shelf:
+    """All activations of one model that are on the host, in the order in which they left."""
+
+    def __init__(self, room: Room) -> None:
+        self.buffers = HostBuffers(room)
+        self._parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
+        self._movers: dict[torch.device, Mover] = {}
+        self._leaving: deque[tuple[str, list[weakref.ref[Parcel]]]] = deque()
+        self._newest: weakref.ref[Inputs] | None = None
+
+    def hold(self, block: str, tensors: Sequence[torch.Tensor]) -> Inputs:
+        """The inputs of a call that is about to begin. Where one is on a GPU, only those there can leave."""
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+        inputs = Inputs(self, block, tensors, device)
+        inputs.previous, self._newest = self._newest, weakref.ref(inputs)
+        return inputs
+
+    def parcel(self, tensor: torch.Tensor) -> Parcel:
+        """The parcel of a tensor: the one that other blocks have for it, or a new one."""
+        known = self._parcels.get(id(tensor))
+        if known is not None and known.holds(tensor):
+            return known
+        parcel = self._parcels[id(tensor)] = Parcel(tensor, self.mover(tensor.device))
+        return parcel
+
+    def mover(self, device: torch.device) -> Mover:
+        if device not in self._movers:
+            self._movers[device] = make_mover(device)
+        return self._movers[device]
+
+    def follow(self, block: str, parcels: Sequence[Parcel]) -> None:
+        """Gives up the device's memory of those that left long enough ago."""
+        self._leaving.append((block, [weakref.ref(parcel) for parcel in parcels if parcel.place is Place.LEAVING]))
+        while len(self._leaving) > LEAVING_AT_ONCE:
+            name, oldest = self._leaving.popleft()
+            for reference in oldest:
+                parcel = reference()
+                if parcel is not None and parcel.place is Place.LEAVING:
+                    parcel.give_up(name)
+
+
+def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Tells apart the tensors of one call, which are all alive."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

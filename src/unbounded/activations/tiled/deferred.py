@@ -1,0 +1,262 @@
+"""Logits that do not exist yet: a tensor with a shape, made when somebody looks at it.
+
+A model's head returns one in a forward that was given labels. What losses do on their way (casts, scales, caps, views
+that keep rows whole, slices of rows) gives another one; `cross_entropy` of one is the tiled loss. Everything else
+makes the logits as the model would have made them and goes on with those, so results are those of the model in any
+case. They are made in the graph where gradients are wanted, and then kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from unbounded.activations.tiled.recipe import ELEMENTWISE, Product, Recipe, Step, map_inputs, products_of
+
+# Takes a recipe of (rows, classes), labels and the arguments of cross_entropy; None where it wants to see logits.
+Loss = Callable[[Recipe, torch.Tensor, Mapping[str, Any]], torch.Tensor | None]
+
+_Tensor = torch.Tensor
+_METADATA = {
+    getattr(_Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta",
+                 "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "is_mkldnn")
+} | {
+    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.element_size,
+    _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.__len__, _Tensor.__hash__, _Tensor.get_device,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+}  # fmt: skip
+
+
+class Deferred(torch.Tensor):
+    """See the module's docstring. `source` makes the values, `loss` is what cross_entropy becomes."""
+
+    _recipe: Recipe
+    _source: Callable[[], torch.Tensor]
+    _loss: Loss
+    _made: torch.Tensor | None
+    _seen: torch.Tensor | None
+    _hooks: list[Callable[..., Any]]
+
+    @staticmethod
+    def __new__(  # type: ignore[misc]
+        cls: type[Deferred], like: torch.Tensor, recipe: Recipe, source: Callable[[], torch.Tensor], loss: Loss
+    ) -> Deferred:
+        inputs = next(products_of(recipe)).inputs
+        deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, dtype=like.dtype, device=inputs.device, requires_grad=like.requires_grad
+        )
+        deferred._recipe, deferred._source, deferred._loss = recipe, source, loss
+        deferred._made = deferred._seen = None
+        deferred._hooks = []
+        return deferred
+
+    def make(self) -> torch.Tensor:
+        """The logits. A look without a graph, as metrics have, leaves no trace in the graph."""
+        if self._made is not None:
+            return self._made
+        if self.requires_grad and not torch.is_grad_enabled():
+            if self._seen is None or self._seen.is_inference() != torch.is_inference_mode_enabled():
+                self._seen = self._source()
+            return self._seen
+        with torch.set_grad_enabled(self.requires_grad):
+            self._made, self._seen = self._source(), None
+        for hook in self._hooks:
+            self._made.register_hook(hook)
+        return self._made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name, owner = getattr(func, "__name__", ""), args[0] if args and isinstance(args[0], Deferred) else None
+        if owner is not None and owner.requires_grad and _writes_in_place(name):
+            with torch.enable_grad():
+                owner.make()  # what is written must be there for everyone who looks later
+        if owner is not None and owner._made is None:
+            if func in _ANSWERS:
+                return _ANSWERS[func](owner, *args[1:], **kwargs)
+            if name in ELEMENTWISE or name in _SAME_ROWS:
+                derived = _derive(owner, func, args, kwargs)
+                if derived is not None:
+                    return derived
+        if func is torch.nn.functional.cross_entropy:
+            loss = _cross_entropy(*args, **kwargs)
+            if loss is not None:
+                return loss
+        return func(*_make_all(args), **_make_all(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*_make_all(args), **_make_all(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.make())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.make().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.make().__deepcopy__(memo)
+
+
+def _writes_in_place(name: str) -> bool:
+    return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+
+
+def _make_all(value: Any) -> Any:
+    return pytree.tree_map_only(Deferred, lambda deferred: deferred.make(), value)
+
+
+def _register_hook(owner: Deferred, hook: Callable[..., Any]) -> Any:
+    """Kept for when the logits are made: where they never are, no gradient comes to them."""
+    owner._hooks.append(hook)
+    return _Removable(owner._hooks, hook)
+
+
+class _Removable:
+    def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+# What engines ask of every output of a module, answered without making it.
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _Tensor.register_hook: _register_hook,
+    _Tensor.untyped_storage: lambda owner: torch.UntypedStorage(0),
+    _Tensor.is_leaf.__get__: lambda owner: not owner.requires_grad,  # type: ignore[attr-defined]
+    _Tensor.grad_fn.__get__: lambda owner: next(products_of(owner._recipe)).inputs.grad_fn,  # type: ignore[union-attr]
+    _Tensor.is_inference: lambda owner: False,
+}
+_SAME_ROWS = frozenset({"view", "reshape", "flatten", "contiguous", "__getitem__", "clone"})
+
+
+def _derive(owner: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Deferred | None:
+    """What `func` gives without the values: the same for every element, or other rows. None where it is neither."""
+    like = _result_like(owner, func, args, kwargs)
+    if like is None or like.shape[-1:] != owner.shape[-1:]:
+        return None
+    name = func.__name__
+    recipe = (
+        _with_step(owner, func, args, kwargs) if name in ELEMENTWISE else _with_rows(owner, name, args[1:], like.shape)
+    )
+    if recipe is None:
+        return None
+    return Deferred(like, recipe, lambda: func(*_make_all(args), **_make_all(kwargs)), owner._loss)
+
+
+def _result_like(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Shape and dtype of the result, from a run on the meta device. None where it fails or moves."""
+
+    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if tensor.dim() else tensor.detach()
+
+    if func.__name__ == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not _keeps_rows_whole(index, owner.dim()):
+            return None
+        rows = next(products_of(owner._recipe)).inputs[args[1]]
+        shape = (*rows.shape[:-1], owner.shape[-1])
+        like = torch.empty(shape, dtype=owner.dtype, device="meta")
+    else:
+        if any(isinstance(value, torch.device) or value in ("cpu", "cuda") for value in _plain_values(args, kwargs)):
+            return None
+        try:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, to_meta, (args, kwargs))
+            like = func(*args, **kwargs)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return None
+        if not isinstance(like, torch.Tensor):
+            return None
+    needs_graph = torch.is_grad_enabled() and owner.requires_grad and like.is_floating_point()
+    return like.detach().requires_grad_(needs_graph)
+
+
+def _plain_values(args: Any, kwargs: Any) -> list[Any]:
+    return [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, (torch.device, str))]
+
+
+def _with_step(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe | None:
+    operands: list[Any] = []
+    for value in args:
+        if isinstance(value, Deferred):
+            if value.shape != owner.shape or value._made is not None:
+                return None
+            operands.append(value._recipe)
+        elif isinstance(value, torch.Tensor):
+            if value.numel() == 1:
+                operands.append(value.reshape(()))
+            elif value.dim() and value.numel() == value.shape[-1] == owner.shape[-1]:
+                operands.append(value.reshape(-1))
+            else:
+                return None
+        else:
+            operands.append(value)
+    if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        return None
+    return Step(func, tuple(operands), kwargs)
+
+
+def _with_rows(owner: Deferred, name: str, rest: tuple[Any, ...], shape: torch.Size) -> Recipe | None:
+    if name in ("contiguous", "clone"):
+        return owner._recipe
+    if name == "__getitem__":
+        return map_inputs(owner._recipe, lambda inputs: inputs[rest[0]])
+    return map_inputs(owner._recipe, lambda inputs: inputs.reshape(*shape[:-1], inputs.shape[-1]))
+
+
+def _keeps_rows_whole(index: tuple[Any, ...], num_dims: int) -> bool:
+    """Whether an index takes rows as they are: slices, numbers and tensors before the last dim, nothing in it."""
+    taken = 0
+    for part in index:
+        if isinstance(part, torch.Tensor) and not isinstance(part, Deferred):
+            taken += part.dim() if part.dtype == torch.bool else 1
+        elif isinstance(part, (slice, int)) and not isinstance(part, bool):
+            taken += 1
+        elif part is not Ellipsis:
+            return False
+    if taken < num_dims and Ellipsis not in [part for part in index if not isinstance(part, torch.Tensor)]:
+        return True
+    return isinstance(index[-1], slice) and index[-1] == slice(None)
+
+
+def _cross_entropy(
+    input: Any,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """`torch.nn.functional.cross_entropy` of deferred logits, tiled; None where it is one that is not."""
+    is_plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    is_deferred = isinstance(input, Deferred) and input._made is None and input.dim() == 2
+    if not (is_plain and is_deferred) or isinstance(target, Deferred):
+        return None
+    if target.dim() != 1 or target.is_floating_point() or target.shape[0] != input.shape[0]:
+        return None
+    options = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = input._loss(input._recipe, target, options)
+    return None if loss is None else loss.to(input.dtype)
+
+
+def defer(product: Product, like: torch.Tensor, source: Callable[[], torch.Tensor], loss: Loss) -> Deferred:
+    """The logits of a product, not made yet; `like` has their shape and dtype."""
+    return Deferred(like, product, source, loss)

@@ -1,0 +1,229 @@
+"""Defers the logits of Hugging Face models: found by themselves, with nothing of the model or of the library changed.
+
+A head is what `get_output_embeddings` gives. In a forward with labels its linear layer returns deferred logits at once,
+its weights not even gathered. The loss then calls the layer for real, hooks and all, with the tiled loss in the place
+of its product: an engine gathers the weights once, whichever tier they are on, and sees the gradients come.
+
+The place is `_compiled_call_impl`, around the hooks, as for activation policies (`checkpointed`). Logits that fit into
+one tile are made at once: there is nothing to gain, and results are then those of the model bit by bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.activations.tiled.deferred import defer
+from unbounded.activations.tiled.entropy import Entropy
+from unbounded.activations.tiled.loss import TILE_BYTES, LinearProjection, choose_tile_rows, sum_of_losses, values_of
+from unbounded.activations.tiled.recipe import Product, Recipe, RecipeProjection, map_inputs, products_of, read_head
+
+# Of a device's budget, one tile of logits takes a 48th at most, unless that is less than this.
+BUDGET_PARTS, LEAST_TILE_BYTES = 48, 16 * 2**20
+
+
+class DeferredHeads:
+    """The heads of a model that defer their logits. `remove` takes it off."""
+
+    def __init__(self, model: nn.Module, *, device_bytes: int | None = None) -> None:
+        tile_bytes = max(LEAST_TILE_BYTES, (device_bytes or 2**62) // BUDGET_PARTS)
+        self._handles: list[Callable[[], None]] = []
+        for owner, head in find_heads(model):
+            layers = [_Layer(linear, tile_bytes) for linear in _layers_of(head)]
+            for layer in layers:
+                layer.attach()
+                self._handles.append(layer.detach)
+            if layers:
+                self._follow(owner, layers)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def _follow(self, owner: nn.Module, layers: Sequence[_Layer]) -> None:
+        """Layers defer inside forwards of their model that are given labels."""
+        names = list(inspect.signature(owner.forward).parameters)
+        position = names.index("labels") if "labels" in names else len(names)
+
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            labels = kwargs.get("labels", args[position] if position < len(args) else None)
+            for layer in layers:
+                layer.depth += labels is not None
+                layer.answers.append(labels is not None)
+
+        def end(*_: Any) -> None:
+            for layer in () if torch.compiler.is_compiling() else layers:
+                layer.depth -= layer.answers.pop() if layer.answers else 0
+
+        handles = [
+            owner.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+            owner.register_forward_hook(end, always_call=True),
+        ]
+        self._handles += [handle.remove for handle in handles]
+
+    def remove(self) -> None:
+        for remove in self._handles:
+            remove()
+        self._handles.clear()
+
+
+def find_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Every Hugging Face model inside with its head; of several around one head the outermost."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    seen: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, library.PreTrainedModel):
+            continue
+        try:
+            head = module.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            continue
+        if isinstance(head, nn.Module) and id(head) not in seen:
+            seen.add(id(head))
+            yield module, head
+
+
+def _layers_of(head: nn.Module) -> list[nn.Linear]:
+    """The linear layers that make logits: the head, or under LoRA its parts that are as wide. Not compiled ones."""
+    linears = [
+        module
+        for module in head.modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    ]
+    width = max((linear.out_features for linear in linears), default=0)
+    return [
+        linear
+        for linear in linears
+        if linear.out_features == width and linear.__dict__.get("_compiled_call_impl") is None
+    ]
+
+
+class _Layer:
+    """One linear layer. `depth` counts the forwards with labels that are running."""
+
+    def __init__(self, linear: nn.Linear, tile_bytes: int) -> None:
+        self.linear, self.tile_bytes, self.depth = linear, tile_bytes, 0
+        self.answers: list[bool] = []
+        self._num_hooks = 0
+        self._call = partial(_call, self)
+
+    def attach(self) -> None:
+        self.linear.__dict__["_compiled_call_impl"] = self._call
+        self._num_hooks = len(self.linear._forward_hooks)
+
+    def detach(self) -> None:
+        if self.linear.__dict__.get("_compiled_call_impl") is self._call:
+            del self.linear.__dict__["_compiled_call_impl"]
+
+    def may_defer(self, inputs: Any) -> bool:
+        """Not where one tile is enough, nor where a hook of the user's wants to see the logits."""
+        if torch.compiler.is_compiling() or self.depth == 0 or not isinstance(inputs, torch.Tensor):
+            return False
+        if "forward" in self.linear.__dict__ or len(self.linear._forward_hooks) > self._num_hooks:
+            return False
+        num_rows = inputs.numel() // max(1, inputs.shape[-1])
+        return inputs.dim() > 1 and num_rows > self.tile_rows(inputs.dtype, inputs.device)
+
+    def tile_rows(self, dtype: torch.dtype, device: torch.device) -> int:
+        row_bytes, most = self.linear.out_features * dtype.itemsize, TILE_BYTES[device.type]
+        return choose_tile_rows(row_bytes, max(row_bytes, min(most, self.tile_bytes)), device)
+
+    def defer(self, inputs: torch.Tensor) -> torch.Tensor:
+        autocast = _autocast_now(inputs.device)
+        lowered = torch.get_autocast_dtype(inputs.device.type) if autocast is not None else inputs.dtype
+        needs = inputs.requires_grad or any(parameter.requires_grad for parameter in self.linear.parameters())
+        like = torch.empty(*inputs.shape[:-1], self.linear.out_features, dtype=lowered, device="meta")
+
+        def make() -> torch.Tensor:
+            with autocast() if autocast is not None else nullcontext():
+                return self.linear._call_impl(inputs)
+
+        like.requires_grad_(needs and torch.is_grad_enabled())
+        return defer(Product(self.linear, inputs), like, make, partial(_tiled_loss, self, autocast))
+
+
+def _call(layer: _Layer, *args: Any, **kwargs: Any) -> Any:
+    """The call of a layer that makes logits."""
+    if len(args) == 1 and not kwargs and layer.may_defer(args[0]):
+        return layer.defer(args[0])
+    return layer.linear._call_impl(*args, **kwargs)
+
+
+def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return partial(torch.autocast, device.type, dtype=torch.get_autocast_dtype(device.type))
+
+
+def _tiled_loss(
+    layer: _Layer,
+    autocast: Callable[[], AbstractContextManager[Any]] | None,
+    recipe: Recipe,
+    labels: torch.Tensor,
+    options: Mapping[str, Any],
+) -> torch.Tensor | None:
+    """The loss of a recipe, inside calls of all of its layers: their weights are there, and seen to be used.
+
+    None outside the model's forward: a loss of the user's own is computed from the logits, as it always was.
+    """
+    if layer.depth == 0:
+        return None
+    products = list(products_of(recipe))
+    given: list[torch.Tensor] = []
+
+    def compute() -> torch.Tensor:
+        changed = iter(given)
+        current = map_inputs(recipe, lambda _: next(changed))
+        with autocast() if autocast is not None else nullcontext():
+            return _reduce(layer, current, labels, options)
+
+    run: Callable[[], torch.Tensor] = compute
+    for product in reversed(products):
+        run = partial(_call_around, product, run, given)
+    return run()
+
+
+def _call_around(product: Product, run: Callable[[], torch.Tensor], given: list[torch.Tensor]) -> torch.Tensor:
+    """Calls a layer, hooks and all, with `run` in the place of its forward; a hook may have changed the input."""
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        given.append(inputs)
+        return run()
+
+    linear = product.linear
+    linear.__dict__["forward"] = forward
+    try:
+        return linear._call_impl(product.inputs)
+    finally:
+        del linear.__dict__["forward"]
+
+
+def _reduce(layer: _Layer, recipe: Recipe, labels: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+    """Inside the layers' calls."""
+    products, head = list(products_of(recipe)), read_head(recipe)
+    ignore_index = options["ignore_index"]
+    weights = [values_of(product.linear.weight, product.linear.bias) for product in products]
+    dtype, device = products[0].inputs.dtype, products[0].inputs.device
+    if head is not None:
+        tensors = [head.product.inputs.reshape(-1, head.product.inputs.shape[-1]), *weights[0]]
+        if torch.is_autocast_enabled(device.type):
+            tensors = [tensor.to(torch.get_autocast_dtype(device.type)) for tensor in tensors]
+        entropy = Entropy(ignore_index, options["label_smoothing"], softcap=head.softcap, scale=head.scale)
+        projection: Any = LinearProjection(*tensors)
+    else:
+        entropy = Entropy(ignore_index, options["label_smoothing"])
+        projection = RecipeProjection(recipe, weights)
+    total = sum_of_losses(projection, labels, entropy, layer.tile_rows(dtype, device))
+    if options["reduction"] == "sum":
+        return total
+    return total / (labels != ignore_index).sum().to(total.device)

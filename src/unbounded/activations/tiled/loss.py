@@ -1,0 +1,258 @@
+"""Cross-entropy without logits: the head's product and the loss over tiles of tokens.
+
+Logits of 16k tokens over 128k classes are 4 GiB in bf16, and the plain loss holds them three to five times. Here a
+tile of them exists at a time. Its gradient is made while it is there, so the head's products are three, as in the
+plain loss, and what is kept for the backward is the gradient of the hidden states and of the head.
+
+Note: adding up the head's gradient. Up to MOST_ROUNDED tiles add to it in its own dtype, which rounds once a tile; with
+more of them the sum is kept in fp32 (and always for fp16, whose range it would leave). The loss's factor, 1 / count or
+what the user multiplied it by, comes in with the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from unbounded.activations.tiled.entropy import Entropy, Rows, Vocabulary
+from unbounded.errors import PlanError
+from unbounded.planner.sizes import format_bytes, parse_bytes
+
+# Logits that exist at a time. Products of 2,000 rows and more run at a GPU's full rate.
+TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
+MOST_ROUNDED = 8
+# Classes whose gradient is added in fp32 at a time.
+CLASSES_AT_ONCE = 8192
+
+
+class Projection(Protocol):
+    """Makes logits of rows, and carries their gradient back. `tensors` are what it reads."""
+
+    tensors: list[torch.Tensor]
+    num_rows: int
+
+    def begin(self, wanted: Sequence[bool], num_tiles: int) -> None: ...
+
+    def forward(self, start: int, stop: int) -> torch.Tensor: ...
+
+    def backward(self, start: int, stop: int, gradient: torch.Tensor) -> None: ...
+
+    def gradients(self) -> list[torch.Tensor | None]: ...
+
+
+def tiled_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    num_items_in_batch: int | torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    tile_bytes: int | str | None = None,
+    vocabulary: Vocabulary | None = None,
+) -> torch.Tensor:
+    """The cross-entropy of `hidden @ weight.T + bias` with `labels`, which never holds all of the logits.
+
+    `hidden` is (..., width), `weight` (classes, width), `labels` (...) already shifted. The loss is summed over labels
+    that are not `ignore_index` and divided by their number ("mean"), by nothing ("sum"), or by `num_items_in_batch`.
+    Logits are `scale` times the product, capped to `softcap` by a tanh; `z_loss` times the squared logsumexp is added.
+    Logits are made in the dtype of `hidden` and the loss in fp32, as Hugging Face's losses are. Where ranks hold a part
+    of the vocabulary each, `vocabulary` joins them. A gradient of the gradient is not available.
+    """
+    if reduction not in ("mean", "sum"):
+        raise PlanError(f'reduction is {reduction!r}, but it must be "mean" or "sum".')
+    if labels.shape != hidden.shape[:-1]:
+        raise PlanError(
+            f"hidden is {tuple(hidden.shape)}, so labels must be {tuple(hidden.shape[:-1])}, but they are "
+            f"{tuple(labels.shape)}. Give one label for every row."
+        )
+    entropy = Entropy(ignore_index, label_smoothing, z_loss, softcap, scale, vocabulary)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    head = values_of(weight, bias)
+    if torch.is_autocast_enabled(rows.device.type):
+        lowered = torch.get_autocast_dtype(rows.device.type)
+        rows, head = rows.to(lowered), [tensor.to(lowered) for tensor in head]
+    # The same number of rows on all ranks that hold a part of the vocabulary.
+    num_classes = weight.shape[0] if vocabulary is None else -(-vocabulary.size // vocabulary.num_parts)
+    row_bytes = num_classes * rows.dtype.itemsize
+    tile_rows = choose_tile_rows(row_bytes, tile_bytes, rows.device)
+    total = sum_of_losses(LinearProjection(rows, *head), labels.reshape(-1), entropy, tile_rows)
+    if num_items_in_batch is not None:
+        divisor = num_items_in_batch
+        return total / (divisor.to(total.device) if isinstance(divisor, torch.Tensor) else divisor)
+    return total if reduction == "sum" else total / (labels != ignore_index).sum().to(total.device)
+
+
+def values_of(*parameters: torch.Tensor | None) -> list[torch.Tensor]:
+    """Those that there are as ordinary tensors. A view goes through a parameter's own functions: a sharded one gives
+    its value.
+    """
+    return [parameter.view(parameter.shape) for parameter in parameters if parameter is not None]
+
+
+def choose_tile_rows(row_bytes: int, tile_bytes: int | str | None, device: torch.device) -> int:
+    """How many rows of logits a tile holds: a multiple of 128 where it can."""
+    if tile_bytes is None:
+        return _round(max(1, TILE_BYTES.get(device.type, TILE_BYTES["cpu"]) // max(1, row_bytes)))
+    wanted = parse_bytes(tile_bytes, "tile_bytes")
+    if wanted < row_bytes:
+        raise PlanError(
+            f"tile_bytes is {format_bytes(wanted)}, but one row of logits takes {format_bytes(row_bytes)}. "
+            f"Raise it to at least {row_bytes} bytes."
+        )
+    return _round(wanted // max(1, row_bytes))
+
+
+def _round(rows: int) -> int:
+    return rows // 128 * 128 if rows >= 128 else rows
+
+
+def sum_of_losses(projection: Projection, labels: torch.Tensor, entropy: Entropy, tile_rows: int) -> torch.Tensor:
+    """The summed loss of all rows of a projection."""
+    check = _start_label_check(labels, entropy, projection.tensors[1].shape[0])
+    labels = labels.to(projection.tensors[0].device)
+    total: torch.Tensor = _TiledLoss.apply(
+        projection, labels, entropy, tile_rows, torch.is_grad_enabled(), *projection.tensors
+    )
+    check()
+    return total
+
+
+def _start_label_check(labels: torch.Tensor, entropy: Entropy, num_here: int) -> Callable[[], None]:
+    """Reads the labels' range now; what it returns raises. On a GPU that waits only for what came before the tiles."""
+    num_classes = num_here if entropy.vocabulary is None else entropy.vocabulary.size
+    if labels.numel() == 0:
+        return lambda: None
+    counted = labels != entropy.ignore_index
+    wide = labels.long()
+    ends = torch.stack([torch.where(counted, wide, 2**62).amin(), torch.where(counted, wide, -(2**62)).amax()])
+    event = None
+    if ends.is_cuda:
+        ends = torch.empty(2, dtype=ends.dtype, pin_memory=True).copy_(ends, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+    def check() -> None:
+        if event is not None:
+            event.synchronize()
+        low, high = (int(end) for end in ends)
+        if low <= high and (low < 0 or high >= num_classes):
+            raise PlanError(
+                f"the labels go from {low} to {high}, but the head has {num_classes} classes. Labels must lie between "
+                f"0 and {num_classes - 1}, or be ignore_index ({entropy.ignore_index})."
+            )
+
+    return check
+
+
+class _TiledLoss(torch.autograd.Function):
+    """Gradients are made with the loss, tile by tile, and kept for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projection: Projection,
+        labels: torch.Tensor,
+        entropy: Entropy,
+        tile_rows: int,
+        has_graph: bool,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        wanted = [has_graph and needed for needed in ctx.needs_input_grad[5:]]
+        starts = range(0, projection.num_rows, tile_rows)
+        projection.begin(wanted, len(starts))
+        total = torch.zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32), device=labels.device)
+        for start in starts:
+            stop = min(start + tile_rows, projection.num_rows)
+            rows = Rows(projection.forward(start, stop), labels[start:stop], entropy)
+            total += rows.losses().sum()
+            if any(wanted):
+                projection.backward(start, stop, rows.write_gradient())
+        gradients = projection.gradients()
+        ctx.has = [gradient is not None for gradient in gradients]
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        is_last = _keeps_graph is not None and not _keeps_graph()
+        kept, gradients = iter(ctx.saved_tensors), []
+        for has, dtype in zip(ctx.has, ctx.dtypes, strict=True):
+            gradients.append(_scale(next(kept), factor, dtype, in_place=is_last) if has else None)
+        return None, None, None, None, None, *gradients
+
+
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
+def _scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, *, in_place: bool) -> torch.Tensor:
+    """In place where nobody will ask for it again: the head's gradient is the largest tensor here."""
+    return (gradient.mul_(factor) if in_place else gradient * factor).to(dtype)
+
+
+class LinearProjection:
+    """Rows times a weight. One buffer serves all tiles; the products write into what they are added to."""
+
+    def __init__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        if rows.shape[1] != weight.shape[1]:
+            raise PlanError(
+                f"hidden is {rows.shape[1]} wide, but the head's weight is {tuple(weight.shape)}. "
+                "Give a weight of (classes, width)."
+            )
+        self.tensors = [rows, weight] + ([bias] if bias is not None else [])
+        self.num_rows = rows.shape[0]
+
+    def begin(self, wanted: Sequence[bool], num_tiles: int) -> None:
+        self._rows, self._weight, *rest = (tensor.detach() for tensor in self.tensors)
+        self._bias = rest[0] if rest else None
+        self._buffer: torch.Tensor | None = None
+        self._row_grad = torch.empty_like(self._rows) if wanted[0] else None
+        self._weight_grad = self._zeros(self._weight, num_tiles) if wanted[1] else None
+        self._bias_grad = self._zeros(self._bias, math.inf) if self._bias is not None and wanted[2] else None
+
+    def _zeros(self, tensor: torch.Tensor, num_tiles: float) -> torch.Tensor:
+        is_wide = num_tiles > MOST_ROUNDED or tensor.dtype == torch.float16
+        dtype = torch.promote_types(tensor.dtype, torch.float32) if is_wide else tensor.dtype
+        return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+
+    def forward(self, start: int, stop: int) -> torch.Tensor:
+        rows, weight = self._rows[start:stop], self._weight
+        if self._buffer is None:
+            self._buffer = torch.empty(stop - start, weight.shape[0], dtype=rows.dtype, device=rows.device)
+        logits = self._buffer[: stop - start]
+        if self._bias is not None:
+            return torch.addmm(self._bias, rows, weight.t(), out=logits)
+        return torch.mm(rows, weight.t(), out=logits)
+
+    def backward(self, start: int, stop: int, gradient: torch.Tensor) -> None:
+        rows = self._rows[start:stop]
+        if self._row_grad is not None:
+            torch.mm(gradient, self._weight, out=self._row_grad[start:stop])
+        if self._weight_grad is not None:
+            if self._weight_grad.dtype == rows.dtype:
+                self._weight_grad.addmm_(gradient.t(), rows)
+            else:
+                for low in range(0, gradient.shape[1], CLASSES_AT_ONCE):
+                    part = gradient[:, low : low + CLASSES_AT_ONCE]
+                    self._weight_grad[low : low + CLASSES_AT_ONCE].add_(torch.mm(part.t(), rows))
+        if self._bias_grad is not None:
+            self._bias_grad.add_(gradient.sum(0, dtype=self._bias_grad.dtype))
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        self._buffer = None
+        found = [self._row_grad, self._weight_grad] + ([self._bias_grad] if self._bias is not None else [])
+        # fp16 waits for the factor in fp32: a sum over tokens may lie outside its range.
+        return [
+            gradient.to(tensor.dtype) if gradient is not None and tensor.dtype != torch.float16 else gradient
+            for gradient, tensor in zip(found, self.tensors, strict=True)
+        ]

@@ -1,0 +1,1 @@
+"""Checkpoints of other systems, read into ours: DeepSpeed ZeRO-3 folders and torch's distributed checkpoints."""

@@ -1,0 +1,179 @@
+"""`import_checkpoint`: a foreign checkpoint becomes one of ours, parameter by parameter.
+
+A skeleton of modules with the checkpoint's names stands for the model. It is sharded like any model on the meta device,
+each module reading its own parameters as it is initialised and its moments as its unit is placed, and then saved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.checkpoint.foreign.content import Content, StoredGroup, StoredParameter
+from unbounded.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
+from unbounded.checkpoint.foreign.distributed import is_distributed, read_distributed
+from unbounded.checkpoint.format.values import encode
+from unbounded.checkpoint.saving import save
+from unbounded.errors import CheckpointError, UnsavableError
+from unbounded.sharding import shard
+
+
+def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Content:
+    """Writes the DeepSpeed ZeRO-3 or torch distributed checkpoint in `source` to `folder` as one of ours.
+
+    Weights, moments, step counts, param groups and buffers come along; `unbounded.load` then reads it like any other
+    checkpoint, under any plan. Pickled objects are refused. Returns what was found.
+    """
+    path = Path(source).expanduser()
+    content = _read(path)
+    skeleton = build_skeleton(content)
+    optimizer = _build_optimizer(skeleton, content)
+    plan = {"stage": 3, "disk_path": str(Path(folder).expanduser().absolute().parent)}
+    model, sharded = shard(skeleton, optimizer, plan)
+    save(folder, model, sharded, **_plain(content.extra))
+    return content
+
+
+def _read(path: Path) -> Content:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder. Give the folder that the checkpoint was saved to.")
+    if is_deepspeed(path):
+        return read_deepspeed(path)
+    if is_distributed(path):
+        return read_distributed(path)
+    raise CheckpointError(
+        f"{path} holds neither a DeepSpeed checkpoint (*_model_states.pt) nor a torch distributed checkpoint "
+        "(.metadata). For safetensors use shard(weights=folder)."
+    )
+
+
+class Part(nn.Module):
+    """A module of the skeleton: its parameters read themselves where they are initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[str, StoredParameter] = {}
+
+    def forward(self) -> None:
+        raise CheckpointError("the skeleton of an imported checkpoint does not compute.")
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for name, stored in self.stored.items():
+                getattr(self, name).copy_(stored.weight())
+
+
+def build_skeleton(content: Content) -> Part:
+    """Modules on the meta device with the parameters and buffers of `content` under their names."""
+    root = Part()
+    for name, stored in content.parameters.items():
+        module, own = _descend(root, name)
+        value = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        trained = bool(content.groups) and any(name in group.names for group in content.groups)
+        module.register_parameter(own, nn.Parameter(value, requires_grad=trained))
+        module.stored[own] = stored
+    for name, target in content.aliases.items():
+        if target in content.parameters:
+            module, own = _descend(root, name)
+            module.register_parameter(own, root.get_parameter(target))
+    for name, buffer in content.buffers.items():
+        module, own = _descend(root, name)
+        module.register_buffer(own, buffer.clone())
+    _list_blocks(root)
+    return root
+
+
+def _descend(root: Part, name: str) -> tuple[Part, str]:
+    *path, own = name.split(".")
+    module = root
+    for step in path:
+        if step not in module._modules:
+            module.add_module(step, Part())
+        module = module._modules[step]  # type: ignore[assignment]
+    return module, own
+
+
+def _list_blocks(module: nn.Module) -> None:
+    """Numbered children become a list, so that they are found as the repeated blocks they are."""
+    for name, child in list(module._modules.items()):
+        assert child is not None
+        _list_blocks(child)
+        numbered = list(child._modules) == [str(i) for i in range(len(child._modules))]
+        if child._modules and numbered and not child._parameters and not child._buffers:
+            module._modules[name] = nn.ModuleList(child._modules.values())  # type: ignore[arg-type]
+
+
+class _States(dict):  # type: ignore[type-arg]
+    """The optimizer's states before `shard`, each read as it is taken."""
+
+    def __init__(self, stored: Mapping[nn.Parameter, StoredParameter]) -> None:
+        super().__init__(dict.fromkeys(stored))
+        self._stored = stored
+
+    def pop(self, parameter: Any, default: Any = None) -> Any:
+        stored = self._stored.get(parameter)
+        if stored is None or not stored.moments:
+            return default
+        held: dict[str, torch.Tensor] = {name: read().float() for name, read in stored.moments.items()}
+        return {"step": torch.tensor(float(stored.steps)), **held}
+
+
+class Lion(torch.optim.Optimizer):
+    """Only its states are placed: one moment a parameter."""
+
+    unbounded_rule = "lion"
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+
+_KINDS: dict[frozenset[str], tuple[Any, dict[str, Any]]] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): (torch.optim.AdamW, {}),
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): (torch.optim.AdamW, {"amsgrad": True}),
+    frozenset({"exp_avg"}): (Lion, {}),
+    frozenset({"momentum_buffer"}): (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    frozenset({"sum"}): (torch.optim.Adagrad, {}),
+    frozenset({"square_avg"}): (torch.optim.RMSprop, {}),
+    frozenset(): (torch.optim.SGD, {"lr": 0.1}),
+}
+
+
+def _build_optimizer(model: nn.Module, content: Content) -> torch.optim.Optimizer | None:
+    if not content.groups:
+        return None
+    held = {frozenset(stored.moments) for stored in content.parameters.values() if stored.moments} or {frozenset()}
+    names = frozenset().union(*held)
+    if names not in _KINDS:
+        raise CheckpointError(f"the states {', '.join(sorted(names))} are of no optimizer that can be sharded.")
+    kind, options = _KINDS[names]
+    defaults = kind([nn.Parameter(torch.zeros(1))], **options).defaults
+    optimizer = kind([{"params": list(_members(model, g)), **_known(g, defaults)} for g in content.groups], **options)
+    trained = {model.get_parameter(name): stored for name, stored in content.parameters.items() if stored.moments}
+    optimizer.state = _States(trained)
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _members(model: nn.Module, group: StoredGroup) -> Iterator[nn.Parameter]:
+    yield from dict.fromkeys(model.get_parameter(name) for name in group.names)
+
+
+def _known(group: StoredGroup, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that torch's optimizer has too; fused kernels' own switches are left out."""
+    return {key: value for key, value in group.options.items() if key in {*defaults, "initial_lr"} and key != "fused"}
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the values that came along a checkpoint of ours can hold."""
+    found = {}
+    for key, value in extra.items():
+        try:
+            encode(value, key, lambda tensor: "")
+        except UnsavableError:
+            continue
+        found[key] = value
+    return found

@@ -1,0 +1,142 @@
+"""Locks of saves, and what saves that were killed have left beside their folders.
+
+Every save removes what dead saves left, also those of other folders beside its own: a run that is killed while it
+writes `step-20` goes on and saves `step-30`, and nobody would save `step-20` again. What belongs to a save that is
+alive is told by its lock. A filesystem may keep locks to one machine, so what another machine has left is taken for
+dead only after a day without a change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_LEFT = re.compile(r"\.(?P<name>.+)\.(saving|old)-[0-9a-f]{12}")
+_TOKEN = re.compile(r"[0-9a-f]{12}")
+ABANDONED_SECONDS = 24 * 3600
+CLEANING_SECONDS = 0.5
+
+
+class SaveLock:
+    """The lock of one checkpoint's folder. Its file says on which machine the last holder ran."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path, self._fd = path, fd
+
+    @classmethod
+    def take(cls, folder: Path) -> SaveLock | None:
+        """The lock, or None where a save that is alive holds it. One that only cleans up is waited for."""
+        lock, deadline = cls.find(folder), time.monotonic() + CLEANING_SECONDS
+        while lock is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+            lock = cls.find(folder)
+        if lock is not None:
+            with contextlib.suppress(OSError):  # a full disk; it is only a hint for others
+                os.pwrite(lock._fd, _this_machine().ljust(256), 0)
+        return lock
+
+    @classmethod
+    def find(cls, folder: Path) -> SaveLock | None:
+        """Like `take`, with the note of the last holder left as it is."""
+        path = beside(folder, "lock")
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The holder before may have removed the file between our open and our lock.
+                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                    return cls(path, fd)
+            except OSError as error:
+                os.close(fd)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    return None
+                if error.errno != errno.ENOENT:
+                    raise
+            else:
+                os.close(fd)
+
+    @property
+    def is_held(self) -> bool:
+        return self._fd >= 0
+
+    def note(self) -> bytes:
+        """The machine of the last holder; nothing where there was none."""
+        return os.pread(self._fd, 256, 0).strip()
+
+    def release(self, *, remove: bool) -> None:
+        """Gives the lock back; `remove` where nothing is left that its note would be needed for."""
+        if remove:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child forked in the meantime has the descriptor too
+        os.close(self._fd)
+        self._fd = -1
+
+
+def beside(folder: Path, what: str) -> Path:
+    return folder.parent / f".{folder.name}.{what}"
+
+
+def left_beside(folder: Path, what: str) -> list[Path]:
+    """The folders `.<name>.<what>-<token>`. Names are compared, not matched: they may have any character."""
+    prefix = f".{folder.name}.{what}-"
+    try:
+        entries = sorted(folder.parent.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [e for e in entries if e.name.startswith(prefix) and _TOKEN.fullmatch(e.name[len(prefix) :])]
+
+
+def remove_dead_saves(folder: Path, is_whole: Callable[[Path], bool]) -> None:
+    """Called with the lock of `folder` held. Removes what dead saves left of it and of the folders beside it."""
+    _clean(folder, is_whole)
+    names = {match["name"] for entry in folder.parent.iterdir() if (match := _LEFT.fullmatch(entry.name))}
+    for name in sorted(names - {folder.name}):
+        with contextlib.suppress(OSError):  # somebody else's: removing it is a courtesy
+            _clean_other(folder.parent / name, is_whole)
+
+
+def _clean_other(folder: Path, is_whole: Callable[[Path], bool]) -> None:
+    lock = SaveLock.find(folder)
+    if lock is None:
+        return
+    is_clean = False
+    try:
+        note = lock.note()
+        if note == _this_machine() or _is_abandoned(folder):
+            _clean(folder, is_whole)
+        is_clean = not note or not [*left_beside(folder, "saving"), *left_beside(folder, "old")]
+    finally:
+        lock.release(remove=is_clean)
+
+
+def _this_machine() -> bytes:
+    return os.uname().nodename.encode()[:256]
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether nothing in what a save left has changed for long."""
+    left = [*left_beside(folder, "saving"), *left_beside(folder, "old")]
+    changed = max(os.stat(path).st_mtime for entry in left for path in [entry, *entry.iterdir()])
+    return time.time() - changed > ABANDONED_SECONDS
+
+
+def _clean(folder: Path, is_whole: Callable[[Path], bool]) -> None:
+    """Called with the lock of `folder` held, so none of it is alive. A replacement that was cut short is undone."""
+    for old in left_beside(folder, "old"):
+        if is_whole(folder):
+            shutil.rmtree(old, ignore_errors=True)
+        elif is_whole(old):
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.rename(old, folder)
+    for staging in left_beside(folder, "saving"):
+        shutil.rmtree(staging, ignore_errors=True)

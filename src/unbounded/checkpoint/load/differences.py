@@ -1,0 +1,168 @@
+"""How a checkpoint differs from the model and the optimizer it is to be loaded into: a list of facts, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.checkpoint.format.manifest import BUFFER, COMPLETING, GRADIENT, LOOSE, UNREDUCED, WEIGHT, Manifest
+from unbounded.checkpoint.load.load_plan import StoredTensors, wanted_groups
+from unbounded.errors import CheckpointError
+from unbounded.zero.layout import Slot
+from unbounded.zero.setup.assembly import Sharded
+from unbounded.zero.sites import find_members, persistent_buffers
+from unbounded.zero.unit import Unit
+
+SHOWN = 8
+
+
+def refuse(found: Sequence[str], folder: Path, manifest: Manifest) -> None:
+    """Raises with what was found, if anything."""
+    if found:
+        shown = "; ".join(found[:SHOWN]) + (f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+        raise CheckpointError(
+            f"the checkpoint in {folder} (of a {manifest.values['model']}) does not fit: {shown}. "
+            "Build the model and the optimizer that it was saved from."
+        )
+
+
+def of_model(model: nn.Module, units: Sequence[Unit], source: StoredTensors, *, elsewhere: bool = False) -> list[str]:
+    """Parameters and buffers that are missing, unknown, of another shape or dtype, or with holes."""
+    aliases = {member.names[0]: member.names[1:] for member in find_members(model)}
+    found, met = [], set()
+    for unit in units:
+        for slot in unit.layout.slots:
+            known = next((name for name in (slot.name, *aliases.get(slot.name, ())) if name in source.names), None)
+            if known is None:
+                found.append(f"{slot.name} is not in the checkpoint")
+                continue
+            source.names.setdefault(slot.name, source.names[known])
+            met.add(source.names[known])
+            found += _of_parameter(unit, slot, source)
+    stored = source.manifest.values["parameters"]
+    if elsewhere:  # other stages of a pipeline have the rest
+        return found + _of_buffers(model, source.manifest)
+    found += [f"{name} is in the checkpoint and not in the model" for name in stored if name not in met]
+    return found + _of_buffers(model, source.manifest)
+
+
+def _of_parameter(unit: Unit, slot: Slot, source: StoredTensors) -> list[str]:
+    shape = tuple(source.manifest.values["parameters"][source.names[slot.name]]["shape"])
+    if shape != slot.global_shape:
+        return [f"{slot.name} has the shape {list(slot.global_shape)} here and {list(shape)} there"]
+    entry = source.entry(WEIGHT, slot.name)
+    if entry is None:
+        return [f"the checkpoint has no weights of {slot.name}"]
+    if entry.dtype != unit.dtype and not (entry.dtype.is_floating_point and unit.dtype.is_floating_point):
+        return [f"{slot.name} is {unit.dtype} here and {entry.dtype} there"]
+    return []
+
+
+def _of_buffers(model: nn.Module, manifest: Manifest) -> list[str]:
+    stored = {entry.name: entry for entry in manifest.of_kind(BUFFER) if entry.rank is None}
+    here, found = persistent_buffers(model), []
+    for name, buffer in here.items():
+        if name not in stored:
+            found.append(f"the buffer {name} is not in the checkpoint")
+        elif stored[name].shape != tuple(buffer.shape):
+            shapes = f"{list(buffer.shape)} here and {list(stored[name].shape)} there"
+            found.append(f"the buffer {name} has the shape {shapes}")
+    return found + [f"the buffer {name} is not in the model" for name in stored if name not in here]
+
+
+def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
+    """Another kind of optimizer, other param groups, other states, gradients that fit only its number of ranks."""
+    manifest, optimizer = source.manifest, state.optimizer
+    saved = manifest.values["optimizer"]
+    if saved is None:
+        return ["it was saved without an optimizer (load it without one)"]
+    assert optimizer is not None
+    found = []
+    if saved["kind"] != optimizer.kind:
+        found.append(f"it was saved from {saved['kind']}, and the optimizer here is {optimizer.kind}")
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    there = [len(group["names"]) for group in saved["groups"]]
+    if here != there and state.engine.axes.pipeline.size == 1:
+        found.append(f"the param groups have {here} parameters here and {there} there")
+    found += _of_states(state, source)
+    here_mesh = state.engine.axes.sizes
+    mesh = manifest.values.get("mesh", here_mesh)
+    if manifest.of_kind(UNREDUCED) and (manifest.values["world_size"] != size or mesh != here_mesh):
+        found.append(
+            f"it was saved by {manifest.values['world_size']} ranks between backwards, with gradients that were not "
+            f"reduced yet, and here are {size} (the mesh is {mesh} there and {here_mesh} here)"
+        )
+    return found
+
+
+def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
+    """States that the optimizer here keeps and the checkpoint lacks, and the other way round (amsgrad, momentum)."""
+    saved, optimizer = source.manifest.values["optimizer"], state.optimizer
+    assert optimizer is not None
+    wanted: set[str] = set()
+    lacking: dict[str, list[str]] = {}
+    for unit in state.engine.units:
+        rule = state.rules.get(unit.dtype) if unit.trainable else None
+        for group in wanted_groups(unit, rule, with_states=True)[1:]:
+            wanted.add(group[0])
+            for slot in unit.layout.slots:
+                if source.entry(group[0], slot.name) is None:
+                    lacking.setdefault(group[0], []).append(slot.name)
+    kinds = {entry.kind for entry in source.manifest.tensors.values()} - _NOT_MOMENTS
+    dropped = sorted(kind for kind in kinds - wanted if not kind.endswith("_scale"))
+    saved_from = f"(saved from {saved['kind']}, here {optimizer.kind})"
+    found = [f"it has no {kind} of {_shown(names)} {saved_from}" for kind, names in lacking.items()]
+    found += [f"it has {kind}, which the optimizer here does not keep {saved_from}" for kind in dropped]
+    return found + (_of_flags(state, source) if found else [])
+
+
+def _of_flags(state: Sharded, source: StoredTensors) -> list[str]:
+    """The switches of the param groups that differ: which states there are follows from them."""
+    optimizer = state.optimizer
+    assert optimizer is not None
+    found = []
+    for group, stored in zip(optimizer.param_groups, source.manifest.values["optimizer"]["groups"], strict=False):
+        for key, value in stored["options"].items():
+            if key in _SWITCHES and key in group and group[key] != value:
+                found.append(f"{key} is {group[key]!r} here and {value!r} there")
+    return list(dict.fromkeys(found))
+
+
+_SWITCHES = ("amsgrad", "centered", "momentum")
+_NOT_MOMENTS = {WEIGHT, BUFFER, GRADIENT, UNREDUCED, LOOSE, *COMPLETING}
+
+
+def check_options(options: Any, group: Mapping[str, Any], index: int, folder: Path) -> None:
+    """Raises where hyper-parameters are not of the kind that the optimizer has here."""
+    named = isinstance(options, dict) and all(isinstance(key, str) for key in options)
+    known = set(options) & set(group) if named else set()
+    wrong = sorted(key for key in known if not _is_alike(group[key], options[key]))
+    if not named or wrong:
+        what = f"{_shown(wrong)} of another kind than here" if named else "no names"
+        raise CheckpointError(
+            f"param group {index} of the checkpoint in {folder} has {what}. Load another checkpoint, or this one "
+            "without the optimizer."
+        )
+
+
+def _is_alike(here: Any, there: Any) -> bool:
+    """Whether one may take the place of the other: numbers of any kind, sequences of as many, the same type."""
+    if here is None or there is None:
+        return True
+    if _is_number(here):
+        return _is_number(there)
+    if isinstance(here, tuple | list):
+        return isinstance(there, tuple | list) and len(here) == len(there) and all(map(_is_alike, here, there))
+    return type(here) is type(there)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,235 @@
+"""What a rank needs of a checkpoint: pure matching of a model's units with a manifest.
+
+A *copy* takes bytes of a file into an array as they are. A *conversion* is for a stretch of a unit whose values are
+stored in another format, or whose bytes do not lie on the pages of a disk array. This module decides which of the two
+a state needs; `transfer` carries them out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from unbounded.checkpoint.format.manifest import COMPLETING, WEIGHT, FileEntry, Manifest, TensorEntry
+from unbounded.checkpoint.format.slices import GRAIN, RunMap
+from unbounded.optim import formats
+from unbounded.optim.rules import UpdateRule
+from unbounded.tiers.array import Array
+from unbounded.zero.layout import Slot, clip_range
+from unbounded.zero.unit import Unit
+
+PAGE = 4096
+# What is read straight into its place needs no buffer: the most that one read brings.
+DIRECT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`nbytes` from `offset` of a file to byte `position` of an array; `gaps` of it are padding to be zeroed."""
+
+    file: int
+    offset: int
+    nbytes: int
+    array: Array
+    position: int
+    gaps: tuple[tuple[int, int], ...] = ()  # (start, stop), from the beginning of the copy
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Elements [start, stop) of a unit's flat buffer, for the target arrays `kinds` that are encoded together.
+
+    `raw` where the stored bytes are right and only lie so that they cannot go to a disk array directly.
+    """
+
+    unit: Unit
+    kinds: tuple[str, ...]
+    start: int
+    stop: int
+    raw: bool
+
+
+class StoredTensors:
+    """A manifest asked by parameter: which kinds of state it has of each, and where. Aliases are found too."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.names: dict[str, str] = {}
+        for name, entry in manifest.values["parameters"].items():
+            for alias in [name, *entry.get("aliases", ())]:
+                self.names.setdefault(alias, name)
+
+    def entry(self, kind: str, name: str) -> TensorEntry | None:
+        return self.manifest.tensors.get((kind, self.names.get(name, name), None))
+
+    def runs(self, kind: str, name: str) -> RunMap:
+        entry = self.entry(kind, name)
+        assert entry is not None
+        return entry.runs
+
+
+def wanted_groups(unit: Unit, rule: UpdateRule | None, *, with_states: bool) -> list[tuple[str, ...]]:
+    """The unit's arrays by what must be encoded together: the weights with what completes them, each moment."""
+    groups = [(WEIGHT, *(kind for kind in COMPLETING if kind in unit.states))]
+    if with_states and rule is not None:
+        for name in formats.moment_names(rule):
+            if name in unit.states:
+                groups.append((name, *(k for k in (f"{name}_scale",) if k in unit.states)))
+    return groups
+
+
+def array_of(unit: Unit, kind: str) -> Array:
+    return unit.weights if kind == WEIGHT else unit.states[kind]
+
+
+def plan_unit(
+    unit: Unit, source: StoredTensors, every: Mapping[str, int], groups: Sequence[tuple[str, ...]]
+) -> Iterator[Copy | Conversion]:
+    """The copies and conversions that fill a unit's owned arrays."""
+    for group in groups:
+        raw = all(_has_bytes(unit, kind, source, every.get(kind, 1)) for kind in group)
+        found = [_plan_copies(unit, kind, source, every.get(kind, 1)) for kind in group] if raw else [None]
+        if all(copies is not None for copies in found):
+            for copies in found:
+                yield from copies or ()
+        else:
+            low, high = unit.owned
+            for start in range(low, high, 4 * GRAIN):
+                yield Conversion(unit, group, start, min(start + 4 * GRAIN, high), raw)
+
+
+def _has_bytes(unit: Unit, kind: str, source: StoredTensors, every: int) -> bool:
+    """Whether the checkpoint stores this kind of state just as the unit keeps it."""
+    dtype = array_of(unit, kind).dtype
+    entries = [source.entry(kind, slot.name) for slot, _, _ in owned_slots(unit)]
+    return all(entry is not None and entry.dtype == dtype and entry.every == every for entry in entries)
+
+
+def _plan_copies(unit: Unit, kind: str, source: StoredTensors, every: int) -> list[Copy] | None:
+    """One array's copies, or None where it is on disk and the pages of file and array do not agree."""
+    array = array_of(unit, kind)
+    itemsize = array.dtype.itemsize
+    joined: list[Copy] = []
+    for slot, start, stop in owned_slots(unit):
+        offset = slot.first - slot.start
+        inside = (start + offset) // every, -(-(stop + offset) // every)
+        position = ((-offset - unit.owned[0]) // every + inside[0]) * itemsize
+        runs = source.runs(kind, slot.name)
+        for first, last in stored_ranges(slot, *inside):
+            for run in runs.covering(first, last):
+                nbytes = (run.stop - run.start) * itemsize
+                _join(joined, Copy(run.file, run.offset, nbytes, array, position))
+                position += nbytes
+    if array.tier != "disk":
+        return [*joined[:-1], *(_fill(copy, source) for copy in joined[-1:])]
+    aligned = [_align(copy, source) for copy in joined]
+    return [copy for copy in aligned if copy is not None] if all(aligned) else None
+
+
+def stored_ranges(slot: Slot, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Where elements [start, stop) of a parameter that this rank holds lie in the whole one, flattened, in order."""
+    return iter([(start, stop)]) if slot.cut is None else slot.cut.ranges(start, stop)
+
+
+def owned_slots(unit: Unit) -> Iterator[tuple[Slot, int, int]]:
+    """The slots that this rank owns a part of, with that part in the flat buffer."""
+    for slot in unit.layout.slots:
+        clipped = clip_range(slot.start, slot.stop, *unit.owned)
+        if clipped is not None:
+            yield slot, *clipped
+
+
+def _join(joined: list[Copy], copy: Copy) -> None:
+    """Appends a copy, or lengthens the last one where file and array go on alike across the padding between."""
+    if joined:
+        last = joined[-1]
+        gap = copy.offset - last.offset - last.nbytes
+        if last.file == copy.file and 0 <= gap < PAGE and copy.position - last.position == copy.offset - last.offset:
+            gaps = last.gaps + (((last.nbytes, last.nbytes + gap),) if gap else ())
+            joined[-1] = Copy(last.file, last.offset, last.nbytes + gap + copy.nbytes, last.array, last.position, gaps)
+            return
+    joined.append(copy)
+
+
+def _fill(copy: Copy, source: StoredTensors) -> Copy:
+    """An array's last copy widened by the padding after the last slot, where that lies in the same block."""
+    end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
+    edges, stop = source.manifest.files[copy.file].edges, copy.offset + copy.nbytes
+    if not 0 < total - end < PAGE or stop + total - end > edges[bisect_left(edges, stop)]:
+        return copy
+    gaps = (*copy.gaps, (copy.nbytes, copy.nbytes + total - end))
+    return replace(copy, nbytes=copy.nbytes + total - end, gaps=gaps)
+
+
+def _align(copy: Copy, source: StoredTensors) -> Copy | None:
+    """A copy into a disk array widened by padding to whole pages, or None where the pages do not agree."""
+    front = copy.position % PAGE
+    end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
+    back = min(-(-end // PAGE) * PAGE, total) - end
+    offset, nbytes = copy.offset - front, copy.nbytes + front + back
+    file_bytes = source.manifest.files[copy.file].nbytes
+    # Only padding of ours may be covered: less than a slot's alignment before the first and after the last.
+    if offset < 0 or offset % PAGE or offset + nbytes > file_bytes or max(front, back) >= 128 * 4:
+        return None
+    gaps = [(start + front, stop + front) for start, stop in copy.gaps]
+    if front:
+        gaps.insert(0, (0, front))
+    if back:
+        gaps.append((nbytes - back, nbytes))
+    return Copy(copy.file, offset, nbytes, copy.array, copy.position - front, tuple(gaps))
+
+
+def cut_copies(
+    copies: Sequence[Copy], files: Sequence[FileEntry], chunk_bytes: int, *, direct: bool
+) -> Iterator[tuple[int, int, list[Copy]]]:
+    """Copies in the order of the files, cut where chunks begin: (file, start of the chunk, copies inside it).
+
+    With `direct` a copy that is whole blocks into host memory is a chunk of its own, and a larger one.
+    """
+    pending: dict[tuple[int, int, bool], list[Copy]] = {}
+    for copy in copies:
+        whole = direct and direct_target(copy, *_blocks(copy, files[copy.file])) is not None
+        step = DIRECT_BYTES if whole else chunk_bytes
+        starts, position = files[copy.file].starts, copy.offset
+        while position < copy.offset + copy.nbytes:
+            index = bisect_right(starts, position) - 1
+            chunk = starts[index] + (position - starts[index]) // step * step
+            following = starts[index + 1] if index + 1 < len(starts) else files[copy.file].nbytes
+            stop = min(chunk + step, following, copy.offset + copy.nbytes)
+            pending.setdefault((copy.file, chunk, whole), []).append(_clip(copy, position, stop))
+            position = stop
+    for (file, chunk, _), parts in sorted(pending.items(), key=lambda entry: entry[0]):
+        yield file, chunk, parts
+
+
+def direct_target(copy: Copy, start: int, stop: int) -> torch.Tensor | None:
+    """The host memory into which bytes [start, stop) of the file can be read to carry out the copy, if there is such.
+
+    Up to a page of padding after the copy may go where nothing is: into the rest of the array's last page.
+    """
+    held, excess = copy.array.direct, stop - copy.offset - copy.nbytes
+    if held is None or held.device.type != "cpu" or start != copy.offset or not 0 <= excess < PAGE:
+        return None
+    end = copy.position + copy.nbytes
+    if excess and end != copy.array.numel * copy.array.dtype.itemsize:
+        return None
+    memory = torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage())
+    base = held.storage_offset() * held.element_size() + copy.position
+    return memory[base : base + stop - start] if base + stop - start <= memory.numel() else None
+
+
+def _blocks(copy: Copy, file: FileEntry) -> tuple[int, int]:
+    """The whole blocks that a copy lies in."""
+    first = bisect_right(file.edges, copy.offset) - 1
+    return file.edges[first], file.edges[bisect_left(file.edges, copy.offset + copy.nbytes)]
+
+
+def _clip(copy: Copy, start: int, stop: int) -> Copy:
+    """The part of a copy between two offsets of its file."""
+    skip, nbytes = start - copy.offset, stop - start
+    gaps = [clip_range(first - skip, last - skip, 0, nbytes) for first, last in copy.gaps]
+    kept = tuple(gap for gap in gaps if gap is not None)
+    return Copy(copy.file, start, nbytes, copy.array, copy.position + skip, kept)

@@ -1,0 +1,256 @@
+"""From verified bytes of a checkpoint to arrays on their tiers, in one pass over the files.
+
+    read      | c2 | c3 |              whole blocks, several chunks ahead, each verified by the thread that read it
+    put            | c1 | c0 |         into memory, onto the device, into the disk tier
+
+Copies go in the order of the files, so every block is read once. A chunk that fills part of one array in host
+memory is read straight into it. With `staged` nothing is put before `install`, so that a checkpoint that turns out
+to be damaged has changed nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from unbounded.checkpoint.format.data_files import CHUNK_BYTES, Files, Read
+from unbounded.checkpoint.format.manifest import WEIGHT
+from unbounded.checkpoint.format.slices import BlockRange, plan_blocks
+from unbounded.checkpoint.load.load_plan import (
+    Conversion,
+    Copy,
+    StoredTensors,
+    array_of,
+    cut_copies,
+    direct_target,
+    stored_ranges,
+)
+from unbounded.native.memory import host_buffer
+from unbounded.observe import trace
+from unbounded.optim import formats
+from unbounded.optim.rules import UpdateRule
+from unbounded.tiers.array import Array, Waitable
+from unbounded.tiers.pipeline import Pipeline
+from unbounded.tiers.pool import BufferPool, Lease
+from unbounded.zero.layout import Slot, clip_range
+
+# Chunks read ahead, and as many being put in place: enough that the disk stays busy while this thread waits for a core.
+DEPTH = 8
+
+
+@dataclass(eq=False)
+class ReadChunk:
+    """A stretch of one file on its way: what was asked for, where it lands, what it waits for."""
+
+    file: int
+    start: int
+    copies: list[Copy]
+    blocks: list[BlockRange] = field(default_factory=list)
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    lease: Lease | None = None
+    reads: list[Read] = field(default_factory=list)
+    puts: list[Waitable] = field(default_factory=list)
+
+
+class Transfer:
+    """Carries out copies and conversions for one rank."""
+
+    def __init__(
+        self,
+        files: Files,
+        source: StoredTensors,
+        rules: Mapping[torch.dtype, UpdateRule],
+        pool: BufferPool,
+        *,
+        staged: bool,
+    ) -> None:
+        """`pool` must be free; all of it is given back, also after a failure."""
+        self.files, self.source, self.rules, self.pool, self.staged = files, source, rules, pool, staged
+        self._pipeline = Pipeline(self, num_ahead=DEPTH, num_unfinished=DEPTH, pool=pool)
+        self._waiting: list[Callable[[], Waitable | None]] = []
+
+    def install(self) -> None:
+        """Puts everything that was staged where it belongs."""
+        for put in self._waiting:
+            wait = put()
+            if wait is not None:
+                wait.wait()
+        self._waiting.clear()
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Runs `action` now, or with `install` where things are staged."""
+        if self.staged:
+            self._waiting.append(action)
+        else:
+            action()
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        chunk_bytes = min(CHUNK_BYTES, self.pool.buffer_bytes)
+        parts = cut_copies(copies, self.files.manifest.files, chunk_bytes, direct=not self.staged)
+        self._pipeline.run(ReadChunk(*part) for part in parts)
+
+    def read(self, chunk: ReadChunk) -> None:
+        """Starts reading a chunk, into the array it belongs to where it fills memory of its own."""
+        entry = self.files.manifest.files[chunk.file]
+        ranges = [(copy.offset, copy.offset + copy.nbytes) for copy in chunk.copies]
+        chunk.blocks = plan_blocks(ranges, entry.edges, entry.block_bytes)
+        target = None if self.staged else _whole_target(chunk.copies, chunk.blocks)
+        if target is None:
+            chunk.lease = self._pipeline.lease()
+            target = chunk.lease.tensor(torch.uint8, self.pool.buffer_bytes)
+        chunk.buffer = target
+        for blocks in chunk.blocks:
+            base = blocks.start - chunk.start if chunk.lease is not None else 0
+            part = target[base : base + blocks.stop - blocks.start]
+            chunk.reads.append(self.files.read(chunk.file, blocks.start, part))
+
+    def work(self, chunk: ReadChunk) -> None:
+        """Waits for a chunk and puts it where it belongs."""
+        for blocks, read in zip(chunk.blocks, chunk.reads, strict=True):
+            read.wait()
+            begun, ended = read.span_ns()
+            trace.record("disk read", "checkpoint", begun, ended, bytes=blocks.stop - blocks.start)
+        for copy in chunk.copies:
+            base = copy.offset - chunk.start if chunk.lease is not None else 0
+            data = chunk.buffer[base : base + copy.nbytes]
+            for first, last in copy.gaps:
+                data[first:last].zero_()
+            if chunk.lease is not None:
+                self._put(copy.array, copy.position, data, chunk.puts)
+
+    def finish(self, chunk: ReadChunk) -> None:
+        for put in chunk.puts:
+            put.wait()
+        self._let_go(chunk)
+
+    def abandon(self, chunk: ReadChunk) -> None:
+        for wait in [*chunk.reads, *chunk.puts]:
+            with contextlib.suppress(Exception):
+                wait.wait()
+        self._let_go(chunk)
+
+    def _let_go(self, chunk: ReadChunk) -> None:
+        chunk.reads.clear()
+        chunk.puts.clear()
+        if chunk.lease is not None:
+            self._pipeline.give_back(chunk.lease)
+            chunk.lease = None
+
+    def _put(self, array: Array, position: int, data: torch.Tensor, waits: list[Waitable]) -> None:
+        """Bytes to byte `position` of an array; `data` may be reused once `waits` are over."""
+        if self.staged:
+            kept = data.clone()
+            self._waiting.append(lambda: _store(array, position, kept))
+            return
+        wait = _store(array, position, data)
+        if wait is not None:
+            waits.append(wait)
+
+    # -- conversions -----------------------------------------------------------------------------------------------
+
+    def convert(self, conversions: Sequence[Conversion]) -> None:
+        """One after another: what a conversion costs is the conversion."""
+        for conversion in conversions:
+            arrays = self._copy_raw(conversion) if conversion.raw else self._encode(conversion)
+            waits: list[Waitable] = []
+            for kind, values in arrays.items():
+                array = array_of(conversion.unit, kind)
+                every = self._every(conversion, kind)
+                position = (conversion.start - conversion.unit.owned[0]) // every * array.dtype.itemsize
+                self._put(array, position, _as_bytes(values), waits)
+            for wait in waits:
+                wait.wait()
+
+    def _copy_raw(self, job: Conversion) -> dict[str, torch.Tensor]:
+        arrays = {}
+        for kind in job.kinds:
+            every, dtype = self._every(job, kind), array_of(job.unit, kind).dtype
+            flat = host_buffer(-(-(job.stop - job.start) // every) * dtype.itemsize).view(dtype)
+            for slot, start, stop in _slots(job):
+                part = self._fetch(kind, slot, start, stop)
+                assert part is not None
+                flat[(start - job.start) // every :][: part.numel()].copy_(part)
+            arrays[kind] = flat
+        return arrays
+
+    def _encode(self, job: Conversion) -> dict[str, torch.Tensor]:
+        """The values in fp32, decoded slot by slot, and encoded whole as the unit keeps them."""
+        rule = self.rules.get(job.unit.dtype) if job.unit.trainable else None
+        flat = torch.zeros(job.stop - job.start)
+        for slot, start, stop in _slots(job):
+            values = self._decode(job.kinds[0], slot, start, stop)
+            flat[start - job.start : stop - job.start].copy_(values)
+        if job.kinds[0] == WEIGHT:
+            encoded: Mapping[str, torch.Tensor] = formats.encode_weight(flat, job.unit.dtype, rule)
+        else:
+            assert rule is not None
+            encoded = formats.encode_moment(flat, job.kinds[0], rule)
+        return {kind: encoded[kind] for kind in job.kinds}
+
+    def _decode(self, kind: str, slot: Slot, start: int, stop: int) -> torch.Tensor:
+        if kind == WEIGHT:
+            master = self._fetch("master", slot, start, stop)
+            if master is not None:
+                return master
+            weight, low = self._fetch(WEIGHT, slot, start, stop), self._fetch("low", slot, start, stop)
+            assert weight is not None
+            if low is None:
+                return weight
+            stored: Any = SimpleNamespace(format="exact" if low.dtype == torch.int16 else "compact")
+            return formats.decode_weight({"weight": weight, "low": low}, stored)
+        codes, scale = self._fetch(kind, slot, start, stop), self._fetch(f"{kind}_scale", slot, start, stop)
+        assert codes is not None
+        return formats.decode_moment(
+            {kind: codes, f"{kind}_scale": scale} if scale is not None else {kind: codes}, kind
+        )
+
+    def _fetch(self, kind: str, slot: Slot, start: int, stop: int) -> torch.Tensor | None:
+        """The stored elements of [start, stop) of the flat buffer, or None where there is no such state."""
+        entry = self.source.entry(kind, slot.name)
+        if entry is None:
+            return None
+        offset = slot.first - slot.start
+        first, last = (start + offset) // entry.every, -(-(stop + offset) // entry.every)
+        values, position = torch.empty(last - first, dtype=entry.dtype), 0
+        for begin, end in stored_ranges(slot, first, last):
+            self.files.read_range(entry, begin, end, values[position : position + end - begin])
+            position += end - begin
+        return values
+
+    def _every(self, job: Conversion, kind: str) -> int:
+        rule = self.rules.get(job.unit.dtype)
+        specs = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
+        return specs.get(kind, 1)
+
+
+def _slots(job: Conversion) -> Iterator[tuple[Slot, int, int]]:
+    for slot in job.unit.layout.slots:
+        part = clip_range(slot.start, slot.stop, job.start, job.stop)
+        if part is not None:
+            yield slot, *part
+
+
+def _whole_target(copies: Sequence[Copy], blocks: Sequence[BlockRange]) -> torch.Tensor | None:
+    """The memory of an array that takes exactly what is read, where there is such a one."""
+    if len(copies) != 1 or len(blocks) != 1:
+        return None
+    return direct_target(copies[0], blocks[0].start, blocks[0].stop)
+
+
+def _store(array: Array, position: int, data: torch.Tensor) -> Waitable | None:
+    direct = array.direct
+    if direct is not None and direct.device.type == "cpu":
+        _as_bytes(direct)[position : position + data.numel()].copy_(data)
+        return None
+    return array.evict(data.view(array.dtype), position // array.dtype.itemsize)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

@@ -1,0 +1,169 @@
+"""What one rank puts into a checkpoint: segments of its arrays, with the names of what is in them.
+
+Nothing is read here. A snapshot refers to the arrays where they are; whoever writes it must keep them from changing
+(`FileSegment.reader`) until they have been read. Small things (buffers, random states, the user's tensors) are copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from unbounded.checkpoint.format.manifest import GRADIENT, LOOSE, UNREDUCED, WEIGHT, TensorEntry
+from unbounded.checkpoint.format.slices import Slice, box_numel, deal
+from unbounded.checkpoint.save.segments import FileSegment
+from unbounded.native.disk import crc32c
+from unbounded.ranks.axis import Axis
+from unbounded.ranks.cut import Box
+from unbounded.tiers.array import Array, MemoryArray
+from unbounded.tiers.reader import Reader
+from unbounded.zero.layout import clip_range
+from unbounded.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A stretch of a named tensor inside a segment; what a slice will be once the segment has its place."""
+
+    segment: FileSegment
+    start: int  # elements into the segment
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    box: Box
+    every: int = 1
+    rank: int | None = None
+
+    def entry(self, file: int) -> TensorEntry:
+        dtype = self.segment.dtype
+        nbytes = box_numel(self.box) * dtype.itemsize
+        piece = Slice(file, self.segment.offset + self.start * dtype.itemsize, nbytes, self.box)
+        return TensorEntry(self.name, self.kind, self.shape, dtype, (piece,), self.every, self.rank)
+
+
+@dataclass
+class Snapshot:
+    """The segments of a rank's file in order, and what they hold. `copies` has the ranks of the data axis."""
+
+    rank: int
+    copies: Axis
+    segments: list[FileSegment] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
+    num_loose: int = 0
+
+    def add_unit(
+        self,
+        unit: Unit,
+        number: int,
+        every: Mapping[str, int],
+        kinds: Iterable[str],
+        reader: Reader,
+        *,
+        copy: bool = False,
+    ) -> None:
+        """The unit's weights and the states named `kinds`: what this rank owns, or its part of what all have.
+
+        With `copy` what lies on the device is copied there now, so that nobody has to wait for it.
+        """
+        start, stop = self._part(unit, number)
+        arrays: dict[str, Array] = {WEIGHT: unit.weights, **{kind: unit.states[kind] for kind in kinds}}
+        for kind, array in arrays.items() if start < stop else ():
+            kept = _copied(array) if copy else array
+            waits = reader if kept is array else None
+            self._add_flat(unit, kind, kept, (start, stop), every.get(kind, 1), waits)
+
+    def _part(self, unit: Unit, number: int) -> tuple[int, int]:
+        """What this rank writes of a unit's flat buffer."""
+        if unit.is_whole and self.copies.size > 1:
+            return deal(unit.layout.numel, number, self.copies.rank, self.copies.size)
+        return unit.owned
+
+    def add_gradient(self, unit: Unit, number: int, reader: Reader) -> None:
+        """The gradient added up so far: reduced, and what waits for its reduction on this rank."""
+        gradient = unit.gradient
+        array = gradient.store.array if gradient.is_present else None
+        if array is not None:
+            start, stop = self._part(unit, number)
+            if start < stop:
+                self._add_flat(unit, GRADIENT, array, (start, stop), 1, reader)
+        if gradient.local is not None:
+            whole = MemoryArray(gradient.local, "device")
+            self._add_flat(unit, UNREDUCED, whole, (0, unit.layout.numel), 1, reader, own=True)
+
+    def _add_flat(
+        self,
+        unit: Unit,
+        kind: str,
+        array: Array,
+        part: tuple[int, int],
+        every: int,
+        reader: Reader | None,
+        *,
+        own: bool = False,
+    ) -> None:
+        """Elements `part` of a unit's flat buffer, which `array` holds from the first owned one on."""
+        base = 0 if own else unit.owned[0]
+        start, stop = (part[0] - base) // every, -(-(part[1] - base) // every)
+        # What several ranks of other axes hold is written by the one that counts.
+        held = [
+            (slot, clip_range(slot.start, slot.stop, *part)) for slot in unit.layout.slots if slot.is_counted or own
+        ]
+        slots = [(slot, clipped) for slot, clipped in held if clipped is not None]
+        if not slots:
+            return
+        segment = FileSegment((array, start), stop - start, reader)
+        self.segments.append(segment)
+        for slot, clipped in slots:
+            offset = slot.first - slot.start
+            inside = (clipped[0] + offset) // every, -(-(clipped[1] + offset) // every)
+            position, rank = (clipped[0] - part[0]) // every, self.rank if own else None
+            if slot.cut is not None and not own:
+                for begin, box in slot.cut.boxes(*inside):
+                    where = position + begin - inside[0]
+                    self.stored.append(Stored(segment, where, slot.name, kind, slot.cut.shape, box))
+            else:
+                whole = slot.local_shape
+                shape = whole if every == 1 else (-(-math.prod(whole) // every),)
+                self.stored.append(Stored(segment, position, slot.name, kind, shape, (inside,), every, rank))
+
+    def add_tensor(self, name: str, kind: str, tensor: torch.Tensor, rank: int | None) -> None:
+        """A small tensor of this rank's own, whole."""
+        flat = tensor.detach().reshape(-1).contiguous().cpu()
+        segment = FileSegment((MemoryArray(flat, "host"), 0), flat.numel())
+        self.segments.append(segment)
+        if flat.numel():
+            self.stored.append(Stored(segment, 0, name, kind, tuple(tensor.shape), ((0, flat.numel()),), 1, rank))
+        else:
+            self.stored.append(Stored(segment, 0, name, kind, tuple(tensor.shape), ((0, 0),), 1, rank))
+
+    def put(self, tensor: torch.Tensor) -> str:
+        """Stores a tensor of the user's; named by number and content, so that equal values have equal text."""
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        name = f"{self.num_loose}-{checksum(copy):08x}"
+        self.num_loose += 1
+        self.add_tensor(name, LOOSE, copy, self.rank)
+        return name
+
+    def drop_loose(self) -> None:
+        """Forgets the tensors of values that another rank stores as well."""
+        gone = {id(item.segment) for item in self.stored if item.kind == LOOSE}
+        self.stored = [item for item in self.stored if id(item.segment) not in gone]
+        self.segments = [segment for segment in self.segments if id(segment) not in gone]
+
+    def entries(self) -> list[TensorEntry]:
+        """What the file holds, once it is laid out; the file's number is the rank's."""
+        return [item.entry(self.rank) for item in self.stored]
+
+
+def _copied(array: Array) -> Array:
+    return (
+        MemoryArray(array.direct.clone(), array.tier) if array.tier == "device" and array.direct is not None else array
+    )
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().reshape(-1).contiguous().cpu()
+    return crc32c(flat.view(torch.uint8)) if flat.numel() else 0

@@ -1,0 +1,168 @@
+"""`unbounded plan MODEL --machine M --tokens N`: what lives where, how long a step takes, and what sets the pace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unbounded.planner.machine import Machine
+    from unbounded.planner.models.footprint import Footprint
+    from unbounded.planner.search import Candidate, Request
+
+HELP = "predict bytes, step time and bottleneck of a model on a machine"
+_BUDGETS = ("device_bytes", "host_bytes", "disk_bytes")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a config folder, a config.json, a preset, or layers=..,hidden=.."
+    )
+    parser.add_argument(
+        "--machine", metavar="M", help="a preset (h200:8, dgx2:32, rtx4090) or a saved file; otherwise this machine"
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens a step over all devices (4,096 a device)")
+    parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens a sequence (default 2048)")
+    parser.add_argument(
+        "--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO's stage (otherwise the fastest of 1 to 3)"
+    )
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument(
+        "--format", choices=("exact", "compact", "any"), default="exact", help="of optimizer states (default exact)"
+    )
+    parser.add_argument("--activations", choices=("keep", "recompute", "host"), help="for all blocks, otherwise chosen")
+    parser.add_argument("--compiled", action="store_true", help="blocks are compiled")
+    for name in _BUDGETS:
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="SIZE", help=f"{name} of a rank, such as 24GiB")
+    parser.add_argument("--compare", action="store_true", help="rank the alternatives")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as one page")
+    parser.add_argument("--measure", action="store_true", help="measure this machine first (under 30 s) and keep it")
+    parser.add_argument("--papers", action="store_true", help="print the papers' tables beside ours")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.papers:
+        return _print_papers(as_json=args.json)
+    if args.measure:
+        _measure()
+        if args.model is None:
+            return 0
+    if args.model is None:
+        from unbounded.errors import PlanError
+
+        raise PlanError("no MODEL was given. Give a config folder, a preset such as llama-7b, or layers=..,hidden=..")
+    return _plan(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from unbounded.planner.report import as_values, describe
+    from unbounded.planner.search import compare_ways, search
+
+    footprint, machine, request = _read(args)
+    best = search(footprint, machine, request)
+    if args.html:
+        from unbounded.cli.plan_page import write_page
+
+        write_page(Path(args.html), best, scaling(footprint, machine, request))
+    if args.json:
+        values = as_values(best)
+        if args.compare:
+            values["alternatives"] = [as_values(way) for way in compare_ways(footprint, machine, request)]
+        print(json.dumps(values, indent=2))
+        return 0
+    print("\n".join(describe(best)))
+    if args.compare:
+        print()
+        print("\n".join(_rank(compare_ways(footprint, machine, request))))
+    if args.html:
+        print(f"page         {args.html}")
+    return 0
+
+
+def _read(args: argparse.Namespace) -> tuple[Footprint, Machine, Request]:
+    from unbounded.planner.models.configs import read_model
+    from unbounded.planner.models.footprint import COMPILED, EAGER, FORMATS, footprint_of
+    from unbounded.planner.plan import read_plan
+    from unbounded.planner.search import Request
+    from unbounded.planning import ASSUMED_TOKENS, read_machine
+
+    machine = read_machine(args.machine)
+    names = ("exact", "compact") if args.format == "any" else (args.format,)
+    fixed = {name: getattr(args, name) for name in _BUDGETS if getattr(args, name) is not None}
+    if args.activations:
+        fixed["activations"] = args.activations
+    request = Request(
+        args.tokens if args.tokens is not None else ASSUMED_TOKENS * machine.num_devices,
+        args.sequence,
+        plan=read_plan(fixed),
+        formats={name: FORMATS[args.precision, name] for name in names},
+        stages=(1, 2, 3) if args.stage is None else (args.stage,),
+    )
+    return footprint_of(read_model(args.model), kernels=COMPILED if args.compiled else EAGER), machine, request
+
+
+def scaling(footprint: Footprint, machine: Machine, request: Request) -> list[Candidate]:
+    """The same model and tokens a device on half, twice, ... as many nodes: what scales, and how."""
+    from dataclasses import replace
+
+    from unbounded.errors import UnboundedError
+    from unbounded.planner.search import search
+
+    found = []
+    counts = sorted({max(1, machine.nodes * step // 4) for step in (1, 2, 4, 8, 16)})
+    for nodes in counts:
+        if nodes > 1 and not machine.network_bandwidth:
+            continue
+        tokens = max(request.sequence, request.tokens * nodes // machine.nodes // request.sequence * request.sequence)
+        try:
+            found.append(search(footprint, replace(machine, nodes=nodes), replace(request, tokens=tokens)))
+        except UnboundedError:  # too few of them: the curve begins where the model fits
+            continue
+    return found
+
+
+def _rank(ways: list[Candidate]) -> list[str]:
+    from unbounded.planner.report import seconds
+    from unbounded.planner.step.prediction import NAMES
+
+    lines = [f"{'step':>10}{'TFLOP/s':>9}  way"]
+    for way in ways:
+        setup, prediction = way.setup, way.prediction
+        lines.append(
+            f"{seconds(way.seconds):>10}{prediction.tflops:>9.3g}  stage {setup.stage}, {way.axes}, {way.format}, "
+            f"{setup.tokens:,} tokens x {setup.accumulate}; {NAMES[prediction.bottleneck]}"
+        )
+    return lines
+
+
+def _measure() -> None:
+    from unbounded.machine import Machine
+    from unbounded.planner.machine import saved_path
+
+    machine = Machine.measure()
+    print(machine.to_json(), end="")
+    print(f'saved to "{saved_path()}"')
+
+
+def _print_papers(*, as_json: bool) -> int:
+    from unbounded.planner.papers import all_rows
+    from unbounded.planner.papers.table import count_hits
+
+    rows = all_rows()
+    if as_json:
+        print(json.dumps([{**vars(row), "error": row.error, "hits": row.hits} for row in rows], indent=2))
+        return 0
+    table = ""
+    for row in rows:
+        if row.table != table:
+            table = row.table
+            print(f"\n{table} ({row.unit}, within {row.tolerance:.3g})")
+        verdict = "" if row.hits else "  MISS"
+        note = f"  {row.note}" if row.note else ""
+        print(f"  {row.what:<36}{row.paper:>10.4g}{row.ours:>10.4g}{row.error:>+9.1%}{verdict}{note}")
+    hits, total = count_hits(rows)
+    print(f"\n{hits} of {total} figures are within their tolerance.")
+    return 0

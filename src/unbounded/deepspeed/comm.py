@@ -1,0 +1,47 @@
+"""`deepspeed.comm`: torch.distributed, which scripts call through DeepSpeed, and `init_distributed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def init_distributed(dist_backend: str | None = None, **unused: Any) -> None:
+    """All ranks must call this. Makes the process group where a launcher started several ranks and nobody has."""
+    from unbounded.ranks.launch import join, local_device
+
+    is_gpu = torch.cuda.is_available() and dist_backend != "gloo"
+    join(local_device("cuda") if is_gpu else torch.device("cpu"))
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    import os
+
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def barrier(group: Any = None, **unused: Any) -> None:
+    if is_initialized():
+        dist.barrier(group)
+
+
+def __getattr__(name: str) -> Any:
+    """The collectives are torch's own."""
+    try:
+        return getattr(dist, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

@@ -1,0 +1,231 @@
+"""DeepSpeed's configuration as a plan, batch sizes, an optimizer and a scheduler, with a report of every key.
+
+A key is honoured, has no meaning here (and the report says why), is refused because ignoring it would change the
+results, or is unknown: then the error suggests the key that was meant. `"auto"` leaves a value open.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unbounded.deepspeed.keys import CHANGES_TRAINING, KEYS, READ, Table
+from unbounded.errors import PlanError
+from unbounded.planner.plan import Plan
+
+_TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
+_DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a DeepSpeed configuration asks for. None where it says "auto" or nothing."""
+
+    plan: Plan
+    train_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    clipping: float | None = None
+    optimizer: tuple[str, Mapping[str, Any]] | None = None
+    scheduler: tuple[str, Mapping[str, Any]] | None = None
+    steps_per_print: int | None = None
+    offloads_checkpoints: bool = False
+    drops_last: bool = False
+    honoured: tuple[str, ...] = ()
+    ignored: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def report(self) -> str:
+        """What was honoured and what has no meaning here, and why, for a person to read."""
+        lines = [f"honoured: {', '.join(self.honoured) or 'nothing'}"]
+        reasons: dict[str, list[str]] = {}
+        for key, reason in self.ignored.items():
+            reasons.setdefault(reason, []).append(key)
+        lines += [f"no meaning here: {', '.join(keys)} ({reason})" for reason, keys in reasons.items()]
+        return "\n".join([*lines, f"plan: {self.plan}"])
+
+
+Given = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def plan_from_config(config: Given, *, report: Callable[[str], Any] | None = print) -> Plan:
+    """The plan that a DeepSpeed configuration (a dict or the path of its JSON) asks for; `report` is told of each key.
+
+    Batch sizes, clipping, optimizer and scheduler are not part of a plan: `initialize` honours them.
+    """
+    found = read_config(config)
+    if report is not None and os.environ.get("RANK", "0") == "0":
+        report(found.report)
+    return found.plan
+
+
+def read_config(config: Given) -> Config:
+    """All that a DeepSpeed configuration asks for, checked; unknown keys are an error that names them all."""
+    given = config if isinstance(config, Mapping) else _load(Path(config))
+    entries = dict(_walk(given, KEYS, ""))
+    _refuse_unknown([key for key, (_, verdict) in entries.items() if verdict is None])
+    values = {key: value for key, (value, verdict) in entries.items() if verdict == READ and value != "auto"}
+    ignored = {key: verdict for key, (_, verdict) in entries.items() if verdict}
+    _refuse_changes(given)
+    return Config(
+        plan=_plan(values),
+        train_batch_size=_count(values, "train_batch_size"),
+        micro_batch_size=_count(values, "train_micro_batch_size_per_gpu"),
+        accumulation_steps=_count(values, "gradient_accumulation_steps"),
+        clipping=float(values["gradient_clipping"]) if values.get("gradient_clipping") else None,
+        optimizer=_typed(given, "optimizer"),
+        scheduler=_typed(given, "scheduler"),
+        steps_per_print=_steps_per_print(values.get("steps_per_print")),
+        offloads_checkpoints=bool(values.get("activation_checkpointing.cpu_checkpointing")),
+        drops_last=bool(values.get("dataloader_drop_last")),
+        honoured=tuple(values),
+        ignored=ignored,
+    )
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.expanduser().read_text(), object_pairs_hook=_without_doubles)
+    except OSError as error:
+        raise PlanError(f"the DeepSpeed config {path} cannot be read: {error.strerror}. Give the path of it.") from None
+    except json.JSONDecodeError as error:
+        raise PlanError(f"the DeepSpeed config {path} is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise PlanError(f"the DeepSpeed config {path} is a {type(found).__name__}. It must be an object.")
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    doubles = sorted({key for key in keys if keys.count(key) > 1})
+    if doubles:
+        raise PlanError(f"the DeepSpeed config has {', '.join(doubles)} twice. Keep one of each.")
+    return dict(pairs)
+
+
+def _walk(given: Mapping[str, Any], table: Table, prefix: str) -> Iterator[tuple[str, tuple[Any, str | None]]]:
+    """Every key by its full name, with its value and what the table says; None for one that is unknown."""
+    for key, value in given.items():
+        name = f"{prefix}{key}"
+        if not prefix and key in CHANGES_TRAINING:
+            continue
+        if key not in table:
+            yield name, (value, None)
+            continue
+        verdict = table[key]
+        if verdict is None:  # its keys are those of an optimizer or a scheduler, which checks them
+            yield name, (value, READ)
+        elif isinstance(verdict, str):
+            yield name, (value, verdict)
+        elif isinstance(value, Mapping):
+            yield from _walk(value, verdict, f"{name}.")
+        elif value not in (None, False, "auto"):
+            raise PlanError(f"{name} is {value!r}, but it must be an object with the keys {', '.join(verdict)}.")
+
+
+def _refuse_unknown(names: list[str]) -> None:
+    if not names:
+        return
+    known = dict(_names(KEYS, ""))
+    told = []
+    for name in names:
+        leaf = name.rpartition(".")[2]
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        close = close or [full for full in known if full.rpartition(".")[2] == leaf]  # right key, wrong place
+        close = close or difflib.get_close_matches(leaf, [full.rpartition(".")[2] for full in known], n=1, cutoff=0.75)
+        told.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    raise PlanError(f"the DeepSpeed config has unknown keys: {', '.join(told)}. Correct them or leave them out.")
+
+
+def _names(table: Table, prefix: str) -> Iterator[tuple[str, None]]:
+    for key, inner in table.items():
+        yield f"{prefix}{key}", None
+        if isinstance(inner, Mapping):
+            yield from _names(inner, f"{prefix}{key}.")
+
+
+def _refuse_changes(given: Mapping[str, Any]) -> None:
+    for key, remedy in CHANGES_TRAINING.items():
+        value = given.get(key)
+        if isinstance(value, Mapping):
+            value = value.get("enabled", True)
+        if value not in (None, False, 0, 1, "auto"):
+            raise PlanError(f"the DeepSpeed config asks for {key}, which is not available here. {remedy}")
+        if isinstance(value, bool) and value:
+            raise PlanError(f"the DeepSpeed config asks for {key}, which is not available here. {remedy}")
+
+
+def _plan(values: Mapping[str, Any]) -> Plan:
+    zero = "zero_optimization."
+    fields: dict[str, Any] = {"stage": int(values.get(f"{zero}stage", 0)), **_precision(values)}
+    optimizer = _tier(values, f"{zero}offload_optimizer", f"{zero}cpu_offload")
+    weights = _tier(values, f"{zero}offload_param", f"{zero}cpu_offload_params", f"{zero}cpu_offload_param")
+    if optimizer not in (None, "device"):
+        fields |= {"optimizer": optimizer, "gradients": "host"}
+    if weights not in (None, "device"):
+        fields["weights"] = weights
+    keys = (f"{zero}offload_{what}.nvme_path" for what in ("optimizer", "param"))
+    paths = dict.fromkeys(str(values[key]) for key in keys if key in values)
+    if paths and "disk" in (optimizer, weights):
+        fields["disk_path"] = tuple(paths)
+    dtype = values.get("data_types.grad_accum_dtype")
+    if dtype is not None:
+        if dtype not in _DTYPES:
+            raise PlanError(f"data_types.grad_accum_dtype is {dtype!r}. It may be one of {', '.join(_DTYPES)}.")
+        fields["accumulate_dtype"] = _DTYPES[dtype]
+    return Plan(**fields)
+
+
+def _precision(values: Mapping[str, Any]) -> dict[str, Any]:
+    bf16 = values.get("bf16.enabled") or values.get("bfloat16.enabled")
+    if bf16 and values.get("fp16.enabled"):
+        raise PlanError("the DeepSpeed config has fp16 and bf16 enabled. Enable one of them.")
+    if bf16:
+        return {"precision": "bf16"}
+    if not values.get("fp16.enabled"):
+        return {}
+    fixed = float(values.get("fp16.loss_scale", 0))
+    return {
+        "precision": "fp16",
+        "loss_scale": fixed or 2.0 ** float(values.get("fp16.initial_scale_power", 16)),
+        "loss_scale_window": 0 if fixed else int(values.get("fp16.loss_scale_window", 1000)),
+        "loss_scale_hysteresis": int(values.get("fp16.hysteresis", 2)),
+        "loss_scale_minimum": float(values.get("fp16.min_loss_scale", 1)) or 1.0,
+    }
+
+
+def _tier(values: Mapping[str, Any], section: str, *flags: str) -> str | None:
+    """Where an offload section, or one of the flags of older versions, puts its states."""
+    device = values.get(f"{section}.device")
+    if device is None:
+        return "host" if any(values.get(flag) for flag in flags) else None
+    if device not in _TIERS:
+        raise PlanError(f"{section}.device is {device!r}. It may be one of {', '.join(_TIERS)}.")
+    return _TIERS[device]
+
+
+def _count(values: Mapping[str, Any], key: str) -> int | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or float(value) != int(value) or value < 1:
+        raise PlanError(f"{key} is {value!r}, but it must be a whole number of at least 1.")
+    return int(value)
+
+
+def _steps_per_print(value: Any) -> int | None:
+    number = float("inf") if value is None else float(value)  # "inf" is what Hugging Face writes
+    return None if number == float("inf") or number < 1 else int(number)
+
+
+def _typed(given: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]] | None:
+    section = given.get(key)
+    if not isinstance(section, Mapping) or "type" not in section:
+        return None
+    params = {name: value for name, value in (section.get("params") or {}).items() if value != "auto"}
+    return str(section["type"]), params

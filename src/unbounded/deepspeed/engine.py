@@ -1,0 +1,266 @@
+"""The engine that `initialize` returns: DeepSpeed's calls over a sharded model.
+
+engine(batch) | engine.backward(loss) | engine.step()      for every micro-batch; every
+gradient_accumulation_steps-th step clips, updates, zeroes the gradients and moves the schedule on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from unbounded.checkpoint.loading import load
+from unbounded.checkpoint.saving import save
+from unbounded.deepspeed import comm
+from unbounded.deepspeed.batches import Batches
+from unbounded.deepspeed.checkpoints import find_tag, name_latest
+from unbounded.deepspeed.config import Config
+from unbounded.errors import StateError
+from unbounded.sharding import sharded
+
+logger = logging.getLogger("unbounded")
+
+
+class DeepSpeedEngine(nn.Module):
+    """A sharded model with DeepSpeed's methods. `module` is the model itself."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, schedule: Any, config: Config, batches: Batches) -> None:
+        super().__init__()
+        self.module = model
+        self.optimizer, self.lr_scheduler, self.config, self.batches = optimizer, schedule, config, batches
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self._boundary: bool | None = None
+        self._norm: float | None = None
+
+    # -- the training loop -----------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any
+    ) -> torch.Tensor:
+        """Adds the gradient of `loss`, divided by the number of micro-batches of a step."""
+        if self.optimizer is None:
+            raise StateError("backward was called on an engine without an optimizer. Give initialize one.")
+        part = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        self.optimizer.scale(part).backward(retain_graph=retain_graph)
+        return loss
+
+    def step(self, *unused: Any, **also_unused: Any) -> None:
+        """All ranks must call this, after every backward. Updates at the end of an accumulation."""
+        if self.is_gradient_accumulation_boundary():
+            self._update()
+        self.micro_steps += 1
+        self.global_samples += self.batches.micro * self.batches.world_size
+
+    def _update(self) -> None:
+        limit = self.config.clipping or math.inf
+        self._norm = float(self.optimizer.clip_grad_norm_(limit))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.lr_scheduler is not None and not self.optimizer.step_was_skipped:
+            self.lr_scheduler.step()
+        self.global_steps += 1
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Takes the decision out of the engine's hands: the next steps update, or do not."""
+        self._boundary = is_boundary
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients are added up on each rank and not reduced."""
+        return self.optimizer.no_sync()  # type: ignore[no-any-return]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm over all ranks before clipping, of the last update; None before the first."""
+        return self._norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """All ranks must call this. One checkpoint in save_dir/tag; `client_state` comes back from the load."""
+        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+        counters = {key: getattr(self, key) for key in _COUNTERS}
+        client = dict(client_state or {})
+        folder = Path(save_dir) / name
+        save(folder, self.module, self.optimizer, client_state=client, lr_scheduler=schedule, counters=counters)
+        if save_latest and self.global_rank == 0:
+            name_latest(Path(save_dir), name)
+        comm.barrier()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """All ranks must call this. The path and the client state, or (None, None) where nothing was saved."""
+        try:
+            folder = find_tag(Path(load_dir), None if tag is None else str(tag))
+        except FileNotFoundError as error:
+            logger.warning("%s Nothing was loaded.", error)
+            return None, None
+        with_states = load_optimizer_states and not load_module_only
+        extra = load(folder, self.module, self.optimizer if with_states else None)
+        if (
+            load_lr_scheduler_states
+            and not load_module_only
+            and self.lr_scheduler is not None
+            and extra["lr_scheduler"]
+        ):
+            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        for key, value in extra["counters"].items() if not load_module_only else ():
+            setattr(self, key, value)
+        return str(folder), extra["client_state"]
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """All ranks must call this. The whole weights in one file, which the first rank writes."""
+        state = self.module.state_dict()
+        if self.global_rank == 0:
+            folder = Path(save_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            if save_filename.endswith(".safetensors"):
+                from safetensors.torch import save_file
+
+                unique = {id(value): name for name, value in reversed(list(state.items()))}
+                save_file({name: state[name].contiguous() for name in unique.values()}, folder / save_filename)
+            else:
+                torch.save(state, folder / save_filename)
+        comm.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Any = None, **unused: Any
+    ) -> DataLoader[Any]:
+        """A loader that gives every rank its own micro-batches of `dataset`."""
+        sampler: Any = DistributedSampler(dataset, self.world_size, self.global_rank)  # type: ignore[arg-type]
+        return DataLoader(
+            dataset,
+            batch_size or self.batches.micro,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=self.config.drops_last,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return sharded(self.module).engine.device
+
+    @property
+    def global_rank(self) -> int:
+        return comm.get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        return comm.get_local_rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.batches.world_size
+
+    dp_world_size = world_size
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.optimizer.skipped_steps  # type: ignore[no-any-return]
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def train_batch_size(self) -> int:
+        return self.batches.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.batches.accumulation
+
+    def gradient_clipping(self) -> float:
+        return self.config.clipping or 0.0
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.plan.stage
+
+    def zero_optimization(self) -> bool:
+        return self.config.plan.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        return self.config.plan.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.plan.precision == "bf16"
+
+    def loss_scale(self) -> float:
+        scale = self.optimizer.loss_scale
+        return 1.0 if scale is None else scale.value
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterable[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        """Under the model's own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def module_state_dict(self, **unused: Any) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return self.module.state_dict(*args, **kwargs)
+
+    def empty_partition_cache(self) -> None:
+        """Nothing stays gathered between passes."""
+
+    def destroy(self) -> None:
+        """Nothing to tear down: the process group is the job's."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine does not have is the model's: `engine.generate`, `engine.config` of its own kind aside."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+_COUNTERS = ("global_steps", "micro_steps", "global_samples")

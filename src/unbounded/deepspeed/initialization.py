@@ -1,0 +1,75 @@
+"""`initialize`: config, process group, optimizer, schedule, `shard`, and the engine over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from unbounded.deepspeed import comm
+from unbounded.deepspeed.arguments import find_config
+from unbounded.deepspeed.batches import Batches
+from unbounded.deepspeed.config import Config, read_config
+from unbounded.deepspeed.engine import DeepSpeedEngine
+from unbounded.deepspeed.optimizers import build_optimizer
+from unbounded.deepspeed.schedules import build_schedule
+from unbounded.errors import PlanError
+from unbounded.sharding import shard
+
+logger = logging.getLogger("unbounded")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
+    """All ranks must call this. Returns the engine, its optimizer, a loader of `training_data` and the schedule."""
+    if model is None:
+        raise PlanError("initialize was given no model. Give model=.")
+    if mpu is not None or mesh_param is not None:
+        raise PlanError("initialize was given a model-parallel unit (mpu or mesh_param), which is not supported.")
+    found = read_config(find_config(args, config, config_params))
+    if dist_init_required is not False:
+        comm.init_distributed()
+    batches = Batches.of(found, comm.get_world_size())
+    if comm.get_rank() == 0:
+        logger.info("DeepSpeed config:\n%s", found.report)
+    made = _make_optimizer(found, optimizer, model_parameters, model)
+    schedule = _make_schedule(found, lr_scheduler, made)
+    model, placed = shard(model, made, found.plan)
+    engine = DeepSpeedEngine(model, placed, schedule, found, batches)
+    loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
+    engine.training_dataloader = loader
+    return engine, placed, loader, schedule
+
+
+def _make_optimizer(config: Config, given: Any, parameters: Any, model: nn.Module) -> torch.optim.Optimizer | None:
+    trained = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if callable(given):
+        return given(trained)  # type: ignore[no-any-return]
+    return build_optimizer(*config.optimizer, trained) if config.optimizer is not None else None
+
+
+def _make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    if given is not None:
+        return given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
+    if config.scheduler is None or optimizer is None:
+        return None
+    return build_schedule(*config.scheduler, optimizer)

@@ -1,0 +1,9 @@
+"""`deepspeed.utils`: the logger, and weights out of checkpoints."""
+
+import logging
+
+from unbounded.deepspeed.utils import zero_to_fp32
+
+logger = logging.getLogger("unbounded")
+
+__all__ = ["logger", "zero_to_fp32"]

@@ -1,0 +1,168 @@
+"""Accelerate with sharded objects: an `Accelerator` whose backward, clipping and checkpoints know the engine.
+
+`attach(accelerator)` gives that one accelerator these methods. Models and optimizers that `shard` returned pass through
+`prepare` as they are; everything else, and every other accelerator, works as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from unbounded.checkpoint.loading import load
+from unbounded.checkpoint.saving import save
+from unbounded.errors import PlanError, StateError
+from unbounded.planner.plan import Plan
+from unbounded.sharding import is_sharded, shard, sharded
+from unbounded.zero.step.optimizer import ShardedOptimizer
+
+STATES = "unbounded"
+"""The folder beside a framework's own files that holds weights and states."""
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """Steps only where gradients are complete, as Accelerate's wrapper does; its states stay where they are."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._is_accelerate_prepared = True
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(self.optimizer.step_was_skipped)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper does not have is the optimizer's own: `scale`, `memory`, `last_backward`."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class AttachedAccelerator(Accelerator):
+    """The methods that `attach` adds. It is never made by itself."""
+
+    _saves_states = False
+    _plan: Plan | None = None
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        if not is_sharded(model) and evaluation_mode and self._plan is not None:
+            shard(model, None, self._plan)  # a frozen reference or reward model, which may be as large as ours
+        if not is_sharded(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer = PreparedOptimizer(optimizer)
+        if not isinstance(optimizer, PreparedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """`loss.backward()`, for a micro-batch's part of the step and with fp16's loss scale."""
+        scaling = [one for one in self._placed() if one.loss_scale is not None]
+        if len(scaling) > 1:
+            raise StateError(
+                f"{len(scaling)} optimizers in fp16 have a loss scale each, and this loss may be of any. "
+                "Call optimizer.scale(loss).backward() with the one it is of, or train in bf16."
+            )
+        if scaling:
+            (scaling[0].scale(loss / self.gradient_accumulation_steps)).backward(**kwargs)
+        else:
+            super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """All ranks must call this. The norm over every rank and tier."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        known = {id(parameter) for parameter in given}
+        touched = [one for one in self._placed() if not known.isdisjoint(_trained(one))]
+        if not touched:
+            return super().clip_grad_norm_(given, max_norm, norm_type)
+        if len(touched) > 1 or not known.issuperset(_trained(touched[0])):
+            raise StateError(
+                f"clip_grad_norm_ was given {len(given)} parameters that are not all those of one sharded optimizer. "
+                "Give model.parameters() of one model."
+            )
+        return touched[0].clip_grad_norm_(max_norm, norm_type)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Sharded optimizers unscale as they clip and step."""
+        if not self._placed():
+            super().unscale_gradients(optimizer)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Gradients of a sharded model are reduced in every backward: kept whole on each rank they may not fit."""
+        if is_sharded(model):
+            yield
+        else:
+            with super().no_sync(model):
+                yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The whole weights on the host; nothing while `save_state` runs, which streams them."""
+        if self._saves_states and is_sharded(model):
+            return {}
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """All ranks must call this. Accelerate's folder, with one of ours inside for every sharded model."""
+        self._saves_states = True
+        try:
+            return super().save_state(*args, **kwargs)
+        finally:
+            self._saves_states = False
+
+    def _placed(self) -> list[ShardedOptimizer]:
+        return [one.optimizer for one in self._optimizers if isinstance(one, PreparedOptimizer)]
+
+
+def _trained(optimizer: ShardedOptimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def attach(accelerator: Accelerator, plan: Plan | None = None) -> Accelerator:
+    """Makes this accelerator know sharded models and optimizers; returns it. Call it before `prepare`.
+
+    With a `plan` it shards models that are prepared for evaluation alone, as references and reward models are.
+    """
+    if isinstance(accelerator, AttachedAccelerator):
+        return accelerator
+    if accelerator.mixed_precision not in ("no", None):
+        raise PlanError(
+            f"the Accelerator has mixed_precision={accelerator.mixed_precision!r}, which would cast inside the model. "
+            f'Make it without, and give the plan precision="{accelerator.mixed_precision}".'
+        )
+    own = type(accelerator)
+    accelerator.__class__ = type(own.__name__, (AttachedAccelerator, own), {"__module__": own.__module__})
+    accelerator._plan = plan  # type: ignore[attr-defined]
+    accelerator.register_save_state_pre_hook(_save_states)
+    accelerator.register_load_state_pre_hook(_load_states)
+    return accelerator
+
+
+def _save_states(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+    for index in reversed(range(len(models))):
+        if is_sharded(models[index]):
+            save(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
+            weights.pop(index)
+
+
+def _load_states(models: list[nn.Module], folder: str) -> None:
+    for index in reversed(range(len(models))):
+        if is_sharded(models[index]):
+            load(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
+            models.pop(index)

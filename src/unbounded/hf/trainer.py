@@ -1,0 +1,174 @@
+"""`on(Trainer)`: a subclass of any Trainer class that shards the model where it makes the optimizer.
+
+create_optimizer       the optimizer is made as ever, then model and optimizer are sharded
+accelerator            attached: backward, clipping and prepare know the engine (`accelerator.py`)
+save_model             exported unit by unit, by all ranks together
+checkpoints            Trainer's own files, and a folder of ours with the states
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.checkpoint.exporting import export
+from unbounded.checkpoint.loading import load
+from unbounded.checkpoint.saving import save
+from unbounded.errors import PlanError
+from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
+from unbounded.planner.plan import Plan, read_plan
+from unbounded.sharding import is_sharded, shard, sharded
+
+
+def on(kind: Any) -> Any:
+    """The Trainer class `kind` with one more argument, `plan`: "auto", a `Plan` or a dict of its fields.
+
+    Works for `transformers.Trainer`, its subclasses, and TRL's trainers. `bf16=True` and `fp16=True` become the plan's
+    precision: weights of that dtype with masters completed to fp32, instead of autocast.
+    """
+    return type(kind.__name__, (ShardingTrainer, kind), {"__module__": "unbounded.hf", "__doc__": kind.__doc__})
+
+
+class ShardingTrainer:
+    """What `on` puts before a Trainer class."""
+
+    # Of the Trainer behind this class; named for type checkers.
+    args: Any
+    model: Any
+    optimizer: Any
+    accelerator: Any
+    processing_class: Any
+    data_collator: Any
+    state: Any
+    train_dataset: Any
+
+    def __init__(self, *args: Any, plan: str | Plan | dict[str, Any] = "auto", **kwargs: Any) -> None:
+        self._open_plan = read_plan(plan)
+        self._resumed_from: str | None = None
+        super().__init__(*args, **kwargs)
+        self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel: start one process a GPU
+        self._train_batch_size = self.args.train_batch_size
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        found = {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # type: ignore[misc]
+        if found.get("deepspeed_plugin") is not None or found.get("fsdp_plugin") is not None:
+            raise PlanError(
+                "the training arguments ask for DeepSpeed or FSDP, and the trainer shards the model itself. Leave "
+                "deepspeed= and fsdp= out; unbounded.deepspeed.plan_from_config turns a config into a plan."
+            )
+        return found
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        attach(self.accelerator, self._plan())
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """`shard` places the model; moved whole it may not fit."""
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return model if is_sharded(model) else super()._wrap_model(model, *args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_for_training(self, max_steps: int, loader: Any, resume_from_checkpoint: str | None) -> Any:
+        self._resumed_from = resume_from_checkpoint
+        return super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """All ranks must call this. Makes the optimizer and shards the model with it, the first time."""
+        if not is_sharded(self.model):
+            made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+            self._take_plain_states(made)
+            _, placed = shard(self.model, made, self._plan())
+            self.optimizer = PreparedOptimizer(placed)
+            self._generate_together()
+        return self.optimizer
+
+    def _generate_together(self) -> None:
+        """Ranks gather weights together, so `generate` must go on on each until all are done, as it does for FSDP."""
+        for part in self.model.modules() if self.args.world_size > 1 else ():
+            if hasattr(part, "generate"):
+                part._is_fsdp_managed_module = True
+
+    def _plan(self) -> Plan:
+        """The plan given, with the precision and the checkpointing that the training arguments ask for."""
+        plan, asked = self._open_plan, "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else None
+        if plan.precision is not None and asked not in (None, plan.precision):
+            raise PlanError(
+                f"the plan has precision={plan.precision!r} and the training arguments {asked}=True. Give one of them."
+            )
+        keeps = self.args.gradient_checkpointing and plan.activations is None
+        return replace(plan, precision=plan.precision or asked, activations="keep" if keeps else plan.activations)
+
+    def _take_plain_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """A checkpoint of the Trainer without us has the states whole: `shard` takes them over."""
+        file = Path(self._resumed_from or "") / "optimizer.pt"
+        if self._resumed_from is not None and not self._states_in(self._resumed_from) and file.is_file():
+            optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """The engine's gradients are on no mesh of DTensors; looking at them would not tell."""
+        return not is_sharded(model) and super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """All ranks must call this. A model that has not trained yet is sharded for it."""
+        if not is_sharded(self.model):
+            if self.train_dataset is not None:
+                self.create_optimizer()
+            else:
+                shard(self.model, None, self._plan())
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """All ranks must call this. A folder that `from_pretrained` reads; of a peft model the adapters."""
+        if not is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        export(folder, self.model)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, Path(folder) / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(Path(output_dir) / STATES, self.model, sharded(self.model).optimizer)
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if self._states_in(checkpoint):
+            load(Path(checkpoint) / STATES, self.model, sharded(self.model).optimizer)
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif (Path(checkpoint) / "scheduler.pt").is_file():  # the states were taken before the model was sharded
+            saved = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+            self.lr_scheduler.load_state_dict(saved)  # type: ignore[attr-defined]
+            for group, rate in zip(self.optimizer.param_groups, saved.get("_last_lr", ()), strict=False):
+                group["lr"] = rate
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._states_in(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self._states_in(best):
+            load(Path(best) / STATES, self.model)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    @staticmethod
+    def _states_in(checkpoint: str) -> bool:
+        return (Path(checkpoint) / STATES).is_dir()

@@ -1,0 +1,147 @@
+"""The strategy of Lightning's Trainer: the module is sharded where its optimizer is set up.
+
+Steps of the LightningModule run inside its own forward, so that weights outside repeated blocks are gathered once for
+the whole step. A checkpoint is a folder of ours; what else Lightning wants back is in it as plain values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+
+from unbounded.checkpoint.loading import load
+from unbounded.checkpoint.saving import save
+from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
+from unbounded.lightning.values import as_plain
+from unbounded.optim.recognition import unwrap
+from unbounded.planner.plan import Plan, read_plan
+from unbounded.sharding import is_sharded, shard, sharded
+
+
+class EnginePrecision(Precision):
+    """What is left to a precision plugin: fp16's loss scale and clipping, over ranks and tiers."""
+
+    def __init__(self, precision: Any) -> None:
+        super().__init__()
+        self.precision = precision
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:  # type: ignore[override]
+        scaled = super().pre_backward(tensor, module)
+        optimizer = sharded(module).optimizer
+        return optimizer.scale(scaled) if optimizer is not None else scaled  # type: ignore[return-value]
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        unwrap(optimizer).clip_grad_norm_(clip_val)  # type: ignore[attr-defined]
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        refuse_clipping_by_value()
+
+
+class UnboundedStrategy(DDPStrategy):
+    """`strategy="unbounded"`, or this with a plan: "auto", a `Plan` or a dict of its fields."""
+
+    strategy_name = "unbounded"
+
+    def __init__(self, plan: str | Plan | dict[str, Any] = "auto", **kwargs: Any) -> None:
+        self.open_plan = read_plan(plan)
+        super().__init__(**kwargs)
+        self._inside = _ForwardRedirection()
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """The engine casts, so of the plugin only the precision it stands for is taken."""
+        self._precision_plugin = None if plugin is None else EnginePrecision(plugin.precision)
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """All ranks call this. Shards the module, with its optimizer where it is to be trained."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        plan = with_precision(self.open_plan, self.precision_plugin.precision)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            made = only_optimizer(self.optimizers)  # type: ignore[has-type]
+            self.optimizers = [shard(module, made, plan)[1]]
+        elif not is_sharded(module):
+            shard(module, None, plan)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """`shard` places the module; moved whole it may not fit."""
+
+    def configure_ddp(self) -> None:
+        """The engine reduces gradients."""
+
+    def teardown(self) -> None:
+        """Leaves the sharded module where it is."""
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("predict_step", *args, **kwargs)
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        return self._inside(module, module, name, *args, **kwargs)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: weights go from their tiers into the checkpoint's folder."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """All ranks call this. A folder that Lightning resumes from; `unbounded export` gives the weights alone."""
+        module = self.lightning_module
+        assert module is not None
+        with_states = "optimizer_states" in checkpoint
+        save(filepath, module, sharded(module).optimizer if with_states else None, lightning=as_plain(checkpoint))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """All ranks call this. Brings weights and states in place; a file that another strategy saved is read too."""
+        module = self.lightning_module
+        if not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert module is not None
+        optimizer = sharded(module).optimizer
+        fits = optimizer is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return load(checkpoint_path, module, optimizer if fits else None)["lightning"]  # type: ignore[no-any-return]
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        if checkpoint["state_dict"]:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)

@@ -1,0 +1,188 @@
+"""Each rate of this machine, measured with what training does to it: the fastest of a few repetitions.
+
+Shapes are those of steps, not the ones that are fastest: products of a few thousand tokens with matrices of a few
+thousand rows, forwards and backwards; elementwise operations over tensors that no cache holds; the host's own fused
+optimizer; the disk engine with several transfers in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.machine.disk import measure_disk
+from unbounded.native import kernels
+from unbounded.native.kernels import Pool, Rule
+from unbounded.native.memory import available_bytes, host_buffer
+from unbounded.tiers.arena import HostArena
+
+REPETITIONS = 5
+UPDATED = 26  # bytes that `exact` AdamW reads and writes a parameter
+
+
+def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """The fields of a `Machine`, measured here."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = Path(disk_path) if disk_path is not None else Path(tempfile.gettempdir())
+    began = time.perf_counter()
+    values = {**_measure_device(device), **_measure_links(device), **_measure_host(), **measure_disk(folder)}
+    free = available_bytes()
+    if device.type == "cuda":
+        name, on_device = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
+        host = int(free * 0.9)
+    else:
+        name, on_device = platform.processor() or platform.machine(), int(free * 0.9) * 2 // 3
+        host = int(free * 0.9) - on_device
+    taken = time.perf_counter() - began
+    return {
+        **values,
+        "name": f"{name} on {platform.node()}",
+        "device_bytes": on_device,
+        "host_bytes": max(1, host),
+        "disk_bytes": int(shutil.disk_usage(folder).free * 0.95),
+        "devices": max(1, torch.cuda.device_count()),
+        "is_cpu": device.type == "cpu",
+        "sources": {"all": f"measured in {taken:.1f} s with torch {torch.__version__} on {time.strftime('%Y-%m-%d')}"},
+    }
+
+
+def _least_seconds(work: Callable[[], object], device: torch.device, repetitions: int = REPETITIONS) -> float:
+    """Of one run of `work`, the device finished; the first run warms up."""
+    taken = []
+    for _ in range(repetitions + 1):
+        _finish(device)
+        start = time.perf_counter()
+        work()
+        _finish(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _measure_device(device: torch.device) -> dict[str, float]:
+    is_gpu = device.type == "cuda"
+    return {
+        "matmul_flops": _matmul_flops(device, torch.bfloat16 if is_gpu else torch.float32),
+        "device_bandwidth": _elementwise_rate(device),
+        "kernel_seconds": _kernel_seconds(device),
+    }
+
+
+def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Over the products of a step: forward, gradient of the input, gradient of the weight; square, wide and narrow."""
+    tokens, hidden, wide = (8192, 4096, 11008) if device.type == "cuda" else (512, 512, 1536)
+    flops, parts = 0.0, []
+    for rows, columns in ((hidden, hidden), (hidden, wide), (wide, hidden)):
+        x = torch.randn(tokens, rows, device=device, dtype=dtype)
+        weight = torch.randn(columns, rows, device=device, dtype=dtype)
+        upstream = torch.randn(tokens, columns, device=device, dtype=dtype)
+        parts.append((x, weight, upstream))
+        flops += 3 * 2 * tokens * rows * columns
+
+    def work() -> None:
+        for x, weight, upstream in parts:
+            nn.functional.linear(x, weight)
+            upstream @ weight
+            upstream.t() @ x
+
+    return flops / _least_seconds(work, device)
+
+
+def _elementwise_rate(device: torch.device) -> float:
+    """Over the operations of a norm as models write it: into fp32, squared, averaged, scaled, back, weighted."""
+    rows, width = (2**16, 4096) if device.type == "cuda" else (2**12, 1024)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, weight = torch.ones(rows, width, device=device, dtype=dtype), torch.ones(width, device=device, dtype=dtype)
+
+    def work() -> None:
+        wide = x.to(torch.float32)
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        weight * (wide * scale).to(dtype)
+
+    # A tensor that has its dtype already is not copied.
+    num_bytes = (6 + 8 + 4 + 8 + 6 + 4) if dtype == torch.bfloat16 else (8 + 4 + 8 + 8)
+    return num_bytes * x.numel() / _least_seconds(work, device)
+
+
+def _kernel_seconds(device: torch.device) -> float:
+    """The least time of an operation in a chain of modules with gradients: Python's and torch's, not the device's."""
+    model = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))))
+    model, x = model.to(device), torch.randn(4, 16, device=device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # what several threads cost so small an operation is none of Python's time
+    try:
+        return _least_seconds(lambda: model(x), device) / len(model)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure_links(device: torch.device) -> dict[str, float]:
+    """Copies between host and device, alone and both ways; on a CPU copies within its memory."""
+    if device.type != "cuda":
+        source, target = (host_buffer(2**27) for _ in range(2))
+        rate = source.nbytes / _least_seconds(lambda: target.copy_(source), device)
+        return {"to_device": rate, "to_host": rate, "both_ways": rate, "link_bandwidth": rate}
+    arena = HostArena(pin=True, num_threads=os.cpu_count() or 1)
+    hosts = [arena.allocate(torch.uint8, 2**29) for _ in range(2)]
+    devices = [torch.empty(2**29, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def both() -> None:
+        with torch.cuda.stream(streams[0]):
+            devices[0].copy_(hosts[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            hosts[1].copy_(devices[1], non_blocking=True)
+
+    size = hosts[0].nbytes
+    up = size / _least_seconds(lambda: devices[0].copy_(hosts[0], non_blocking=True), device)
+    down = size / _least_seconds(lambda: hosts[1].copy_(devices[1], non_blocking=True), device)
+    each = size / _least_seconds(both, device)
+    for host in hosts:
+        arena.release(host)
+    arena.close()
+    count = max(1, torch.cuda.device_count())
+    return {"to_device": up, "to_host": down, "both_ways": min(up, down, each), "link_bandwidth": up * count}
+
+
+def _measure_host() -> dict[str, float]:
+    """The host's fused AdamW on one thread and on all, and what plain copies get out of memory."""
+    threads = os.cpu_count() or 1
+    numel = 2**24 if threads <= 4 else 2**26
+    weight, grad = (host_buffer(2 * numel).view(torch.bfloat16) for _ in range(2))
+    weight.fill_(0.01)
+    grad.fill_(0.001)
+    specs = kernels.state_arrays("adamw", "exact", torch.bfloat16)
+    states = {
+        name: host_buffer(spec.numel(numel) * spec.dtype.itemsize).view(spec.dtype) for name, spec in specs.items()
+    }
+    cpu = torch.device("cpu")
+
+    def rate(num_threads: int, part: int) -> float:
+        cut = {name: state[: specs[name].numel(part)] for name, state in states.items()}
+        with Pool(num_threads) as pool:
+            rule = Rule("adamw", lr=1e-4, weight_decay=0.01)
+            work = lambda: kernels.update(rule, "exact", weight=weight[:part], grad=grad[:part], states=cut, pool=pool)  # noqa: E731
+            return UPDATED * part / _least_seconds(work, cpu, 3)
+
+    alone, together = rate(1, numel // 4), rate(threads, numel)
+    copied = host_buffer(2**27)
+    target = host_buffer(2**27)
+    plain = 2 * copied.nbytes / _least_seconds(lambda: target.copy_(copied), cpu)
+    return {
+        "host_bandwidth": max(together, plain),
+        "host_threads": threads,
+        "host_thread_rate": min(alone, together) if threads == 1 else max(together / threads, min(alone, together)),
+    }

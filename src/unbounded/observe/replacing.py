@@ -1,0 +1,64 @@
+"""Files that the user names for us to write: made anew, or put in the place of an older one of ours.
+
+Anything else that is found there (a device, a FIFO, a folder, a file of another kind or of another user) stays as
+it is, and is an error before any work is done.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from unbounded.errors import PlanError
+
+
+def check_replaceable(path: str | os.PathLike[str], what: str, begins: bytes) -> Path:
+    """The real path to write `what` to; what is there already must begin with `begins`, or be empty."""
+    target = Path(os.path.realpath(os.path.expanduser(path)))
+    try:
+        found = os.stat(target)
+    except FileNotFoundError:
+        _check_folder(target.parent, what)
+        return target
+    except (OSError, ValueError) as error:
+        raise PlanError(f'{what} cannot go to "{path}": {error}. Choose another file.') from None
+    if not stat.S_ISREG(found.st_mode):
+        raise PlanError(f'{what} cannot go to "{path}", which is {_kind(found.st_mode)}. Choose another file.')
+    if found.st_uid != os.geteuid():
+        raise PlanError(f'{what} would replace "{path}", which belongs to another user. Choose another file.')
+    _check_folder(target.parent, what)
+    with target.open("rb") as file:
+        first = file.read(len(begins))
+    if first and first != begins:
+        raise PlanError(f'{what} would replace "{path}", which is no such file of ours. Choose another, or remove it.')
+    return target
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write the whole file beside its place and rename it there, so that a reader never meets half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{secrets.token_hex(6)}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _check_folder(folder: Path, what: str) -> None:
+    """The nearest folder that is there must take new files."""
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise PlanError(f'{what} cannot go below "{folder}", which is no folder. Choose another file.')
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PlanError(f'{what} cannot go below "{folder}", where this user may not write. Choose another file.')
+
+
+def _kind(mode: int) -> str:
+    for name, test in (("a folder", stat.S_ISDIR), ("a FIFO", stat.S_ISFIFO), ("a socket", stat.S_ISSOCK)):
+        if test(mode):
+            return name
+    return "a device"

@@ -1,0 +1,185 @@
+"""Context parallelism: inside the blocks each rank holds a part of every sequence, attention sees all of it.
+
+    first block   split the hidden states along the sequence
+    attention     all-to-all: from a part of the sequence and all heads to the whole sequence and a part of the heads,
+                  `scaled_dot_product_attention`, and back
+    last block    join the sequence
+
+Everything outside the blocks (masks, positions, the embedding, the head and the loss) is the model's own code on whole
+sequences, the same on every rank. Gradients of the blocks are parts and are summed, one collective a block. It holds
+for attention by `scaled_dot_product_attention` without a mask of its own or with `is_causal`; a block that attends in
+another way is refused when it first runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unbounded.errors import PlanError, StateError
+from unbounded.parallel.blocks import find_stacks, unwrap
+from unbounded.parallel.collectives import ParallelAxis
+from unbounded.parallel.tensor.dropout import SlicedDropout
+from unbounded.parallel.tensor.gradients import Partial, attach_sum
+from unbounded.parallel.tensor.layers import Detach, replace_forward, together
+from unbounded.parallel.tensor.scene import Hold, Scene
+
+
+class _Exchange(torch.autograd.Function):
+    """[batch, heads, part of the sequence, width] to [batch, part of the heads, sequence, width], or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: ParallelAxis, to_heads: bool) -> torch.Tensor:
+        ctx.axis, ctx.to_heads = axis, to_heads
+        return _exchange(x, axis, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _exchange(gradient, ctx.axis, not ctx.to_heads), None, None
+
+
+def _exchange(x: torch.Tensor, axis: ParallelAxis, to_heads: bool) -> torch.Tensor:
+    cut, joined = (1, 2) if to_heads else (2, 1)
+    parts = x.unflatten(cut, (axis.size, -1)).movedim(cut, 0).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=axis.group)
+    return received.movedim(0, joined).flatten(joined, joined + 1)
+
+
+class ContextAttention(SlicedDropout):
+    """Inside, attention sees the whole sequence, and what is dropped is what the one-rank model drops."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self.num_attentions = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        self.num_attentions += 1
+        axis, groups = self.scene.axis, query.shape[1] // key.shape[1]
+        if attn_mask is not None:
+            raise StateError(
+                "the model gives its attention a mask, which context parallelism does not cut. Give batches without "
+                "padding and without attention_mask, or leave context out of the plan."
+            )
+        if query.shape[1] % axis.size:
+            raise StateError(
+                f"attention has {query.shape[1]} heads here, which do not divide over context={axis.size}. "
+                "Use a context axis that divides them."
+            )
+        if groups > 1 and key.shape[1] % axis.size:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        query, key, value = (_Exchange.apply(part, axis, True) for part in (query, key, value))
+        self.scene.hold = Hold.FEATURES
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": query.shape[1] > key.shape[1]}
+        result = self._attention(query, key, value, None, dropout_p, **options)
+        self.scene.hold = Hold.SEQUENCE
+        return _Exchange.apply(result, axis, False)  # type: ignore[no-any-return]
+
+
+class ContextParallel:
+    """The blocks of a model over the ranks of a context axis."""
+
+    def __init__(self, model: nn.Module, axis: ParallelAxis, stacks: Sequence[Sequence[nn.Module]] | None) -> None:
+        base = unwrap(model)
+        self.model, self.axis = model, axis
+        self.stacks = [list(stack) for stack in (find_stacks(base) if stacks is None else stacks)]
+        if not self.stacks:
+            raise PlanError(
+                f"{type(base).__name__} has no list of repeated blocks to cut sequences in. "
+                "Leave context out of the plan."
+            )
+        kind = getattr(getattr(base, "config", None), "_attn_implementation", "sdpa")
+        if kind != "sdpa":
+            raise PlanError(
+                f"the model's attention is {kind!r}, and context parallelism needs scaled_dot_product_attention. "
+                "Build it with attn_implementation='sdpa', or leave context out of the plan."
+            )
+        self.scene = Scene(axis, by_sequence=True)
+        self._detaches: list[Detach] = []
+
+    def attach(self) -> None:
+        """Lets the blocks hold parts of the sequence."""
+        for stack in self.stacks:
+            for block in stack:
+                partials = [Partial(module, name, None) for module in block.modules() for name in module._parameters]
+                self._detaches.append(attach_sum(block, partials, self.axis))
+                self._detaches.append(replace_forward(block, self._make_attending(block)))
+                self._detaches.append(self._attach_block(block, is_first=block is stack[0], is_last=block is stack[-1]))
+
+    def detach(self) -> None:
+        together(*self._detaches)()
+        self._detaches.clear()
+
+    def _make_attending(self, block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def attending(*args: Any, **kwargs: Any) -> Any:
+                mode = ContextAttention(self.scene)
+                with mode:
+                    result = forward(*args, **kwargs)
+                if not mode.num_attentions:
+                    raise StateError(
+                        f"the block {type(block).__name__} did not call scaled_dot_product_attention, so its tokens "
+                        "would not see the other ranks' part of the sequence. Leave context out of the plan."
+                    )
+                return result
+
+            return attending
+
+        return make
+
+    def _attach_block(self, block: nn.Module, *, is_first: bool, is_last: bool) -> Detach:
+        scene, axis = self.scene, self.axis
+
+        def cut(value: Any, length: int) -> Any:
+            """Positions and tables of them, which go with the tokens."""
+            if isinstance(value, tuple):
+                return tuple(cut(item, length) for item in value)
+            if isinstance(value, torch.Tensor) and value.dim() in (2, 3) and value.shape[1] == length:
+                part = length // axis.size
+                return value.narrow(1, axis.rank * part, part)
+            return value
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            given = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs["hidden_states"]
+            length = given.shape[1] * (1 if is_first else axis.size)
+            hidden = self._begin(given, is_first=is_first)
+            kwargs = {name: cut(value, length) for name, value in kwargs.items() if value is not given}
+            if args and args[0] is given:
+                return (hidden, *(cut(value, length) for value in args[1:])), kwargs
+            return args, {**kwargs, "hidden_states": hidden}
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            return scene.end_block(output, is_last=is_last)
+
+        handles = [
+            block.register_forward_pre_hook(before, with_kwargs=True),
+            block.register_forward_hook(after, prepend=True),
+        ]
+        return together(*(handle.remove for handle in handles))
+
+    def _begin(self, hidden: torch.Tensor, *, is_first: bool) -> torch.Tensor:
+        if is_first and hidden.shape[1] % self.axis.size:
+            raise StateError(
+                f"the sequence has {hidden.shape[1]} tokens, which do not divide over context={self.axis.size}. "
+                "Pad the batch to a multiple of it."
+            )
+        return self.scene.begin_block(hidden, is_first=is_first)

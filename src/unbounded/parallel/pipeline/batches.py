@@ -1,0 +1,98 @@
+"""A batch as micro-batches: every tensor of its length is cut along its first dim, everything else goes to all.
+
+The loss of a batch is the mean over its counted labels, so each micro-batch weighs as much as it has of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from unbounded.errors import StateError
+from unbounded.parallel.blocks import asked_loss
+
+IGNORED = -100
+
+
+@dataclass
+class Micro:
+    """The arguments of the model for one micro-batch, and its part of the batch's loss."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weight: float
+
+
+def cut_batch(args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *, shifts: bool) -> list[Micro]:
+    """The micro-batches of a batch. `shifts` says that the first label of every row is not counted."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    if not tensors:
+        raise StateError("the pipeline was called without tensors to cut into micro-batches. Call it with a batch.")
+    rows = tensors[0].shape[0]
+    if rows % num_micros:
+        raise StateError(
+            f"the batch has {rows} rows, which do not divide into microbatches={num_micros}. "
+            "Give a batch of a multiple of it, or another number of micro-batches."
+        )
+    size = rows // num_micros
+
+    def part(leaf: Any, number: int) -> Any:
+        is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+        return leaf[number * size : (number + 1) * size] if is_cut else leaf
+
+    cut = [pytree.tree_unflatten([part(leaf, i) for leaf in leaves], structure) for i in range(num_micros)]
+    counts = [_count_labels(kwargs.get("labels"), shifts=shifts) for _, kwargs in cut]
+    total = sum(counts)
+    return [
+        Micro(args, dict(kwargs), count / total if total else 1 / num_micros)
+        for (args, kwargs), count in zip(cut, counts, strict=True)
+    ]
+
+
+def choose_count(batch: Any, num_ranks: int) -> int:
+    """How many micro-batches, where the plan does not say: two for every stage if the batch divides so, or one."""
+    rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() > 0), 0)
+    return 2 * num_ranks if rows % (2 * num_ranks) == 0 else num_ranks
+
+
+def _count_labels(labels: Any, *, shifts: bool) -> int:
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return 1
+    counted = labels[..., 1:] if shifts and labels.dim() > 1 else labels
+    return int((counted != IGNORED).sum())
+
+
+def signature(micro: Micro) -> tuple[Any, ...]:
+    """What the shapes of everything that stages exchange follow from."""
+    leaves = pytree.tree_leaves((micro.args, micro.kwargs))
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return (*shapes, tuple(sorted(micro.kwargs)), torch.is_grad_enabled())
+
+
+def shifts_labels(base: nn.Module) -> bool:
+    """Whether a model's loss compares every label with the token before it."""
+    return asked_loss(base) == "ForCausalLMLoss"
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether a model's forward has an argument of that name."""
+    return name in inspect.signature(type(model).forward).parameters
+
+
+def read_loss(result: Any) -> torch.Tensor:
+    """The loss in what a model returned: its `loss`, or the scalar itself."""
+    loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
+    if loss is None and isinstance(result, dict):
+        loss = result.get("loss")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise StateError(
+            f"the model returned a {type(result).__name__} without a scalar loss. Give labels with the batch, or say "
+            "how to compute it: unbounded.pipeline(model, loss=lambda output, batch: ...)."
+        )
+    return loss

@@ -1,0 +1,282 @@
+"""A model of which this rank has some stages: its own forward runs on every rank, with the other stages left out.
+
+The model's code stays in charge: on each rank it computes masks, positions and whatever else it makes of its inputs. A
+block of an earlier stage returns what that stage sent; the block that ends this stage hands its output over and leaves
+the forward. What goes from stage to stage is what the blocks return, so that values beside the hidden states (the
+position bias of T5) and the result of an encoder travel too.
+
+    rank 0    embedding  b0  b1  | leaves
+    rank 1    (nothing)  =   =   b2  b3  norm  head  loss        = returns what was received
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from unbounded.errors import StateError
+from unbounded.parallel.pipeline.stages import Cutting
+from unbounded.parallel.tensor.layers import Detach, replace_forward, together
+from unbounded.ranks.axis import Axis
+
+# What the blocks of each stack returned last, by the stack's number.
+Payload = dict[int, Any]
+
+
+class Watcher(Protocol):
+    """Told where a forward is."""
+
+    def passed(self, stack: int | None) -> None:
+        """A block of another stage was passed; the number of its stack if it is the last there."""
+
+    def ended(self, stack: int) -> None:
+        """The last block of a stack has run here."""
+
+
+class _Left(Exception):
+    """The stage is over; raised through the model's forward."""
+
+
+class _Beside(nn.Module):
+    """Stands in a stack in place of a block, and answers for it what model code asks of its blocks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["block"] = block  # not a child: the block keeps its one place in the model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["block"], name)
+
+
+class _Passed(_Beside):
+    """A block of another stage: returns what was received of its stack."""
+
+    def __init__(self, block: nn.Module, give: Callable[[], Any]) -> None:
+        super().__init__(block)
+        self.__dict__["give"] = give
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["give"]()
+
+
+class _Ending(_Beside):
+    """A block whose output is kept for other stages; the last one of a stage leaves the forward."""
+
+    def __init__(self, block: nn.Module, keep: Callable[[Any], None], *, leaves: bool) -> None:
+        super().__init__(block)
+        self.__dict__.update(keep=keep, leaves=leaves)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.__dict__["block"](*args, **kwargs)
+        self.__dict__["keep"](output)
+        if self.__dict__["leaves"]:
+            raise _Left
+        return output
+
+
+class HollowModel:
+    """The stages of one rank inside the whole model. `run` is a forward of one of them."""
+
+    def __init__(self, model: nn.Module, cutting: Cutting, axis: Axis) -> None:
+        self.model, self.cutting, self.axis, self.rank = model, cutting, axis, axis.rank
+        self._received: Payload = {}
+        self._kept: Payload = {}
+        self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._detaches: list[Detach] = []
+        self.watcher: Watcher | None = None
+        self._views = [self._arrange(chunk) for chunk in range(cutting.chunks)]
+
+    # -- what is here --------------------------------------------------------------------------------------------------
+
+    def take_out(self) -> list[nn.Parameter]:
+        """Takes the parameters of other ranks out of the model, and returns them."""
+        owners: dict[int, list[nn.Module]] = {}
+        for module in self.model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    owners.setdefault(id(parameter), []).append(module)
+        gone: dict[int, nn.Parameter] = {}
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and self.rank not in self.cutting.holders(parameter, owners[id(parameter)]):
+                    self._removed.append((module, name, parameter))
+                    gone[id(parameter)] = parameter
+        for module, name, _ in self._removed:
+            module._parameters[name] = None
+        return list(gone.values())
+
+    def absent(self) -> dict[int, dict[str, torch.Tensor]]:
+        """What was taken out, by the id of its module and its name there."""
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for module, name, parameter in self._removed:
+            found.setdefault(id(module), {})[name] = parameter
+        return found
+
+    def copies(self) -> dict[frozenset[int], list[nn.Parameter]]:
+        """All parameters that several ranks hold, by these ranks. The same on every rank, before `take_out`."""
+        owners: dict[nn.Parameter, list[nn.Module]] = {}
+        for module in self.model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    owners.setdefault(parameter, []).append(module)
+        found: dict[frozenset[int], list[nn.Parameter]] = {}
+        for parameter, modules in owners.items():
+            ranks = self.cutting.holders(parameter, modules)
+            if len(ranks) > 1:
+                found.setdefault(ranks, []).append(parameter)
+        return found
+
+    def own_stacks(self) -> list[list[nn.Module]]:
+        """The runs of blocks that run one after another on this rank."""
+        runs = []
+        for start, stop in self._own_bounds():
+            position = 0
+            for stack in self.cutting.stacks:
+                run = [block for i, block in enumerate(stack, position) if start <= i < stop]
+                position += len(stack)
+                if run:
+                    runs.append(run)
+        return runs
+
+    def _own_bounds(self) -> list[tuple[int, int]]:
+        return list(self.cutting.bounds[self.rank :: self.cutting.num_ranks])
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Lets absent embeddings answer, and the model's forward end where a stage does."""
+        for module, homes in self.cutting.homes.items():
+            if self.rank not in homes and isinstance(module, nn.Embedding):
+                self._detaches.append(replace_forward(module, _make_nothing(module)))
+        self._detaches.append(replace_forward(self.model, self._make_leaving))
+        if self.axis.size > 1:
+            self._detaches.append(self.model.register_state_dict_post_hook(partial(self._complete)).remove)
+            self._detaches.append(self.model.register_load_state_dict_pre_hook(self._leave_out).remove)
+
+    def detach(self) -> None:
+        """The whole model again, with the parameters that were taken out, whose values are of before."""
+        together(*self._detaches)()
+        self._detaches.clear()
+        for module, name, parameter in self._removed:
+            module._parameters[name] = parameter
+        self._removed.clear()
+
+    def run(self, chunk: int, received: Payload, args: Any, kwargs: Any) -> tuple[Any, Payload]:
+        """A forward of one of this rank's stages: what the model returned (of the last), and what the blocks did."""
+        self._received, self._kept = received, dict(received)
+        with self._arranged(chunk):
+            result = self.model(*args, **kwargs)
+        kept, self._received, self._kept = self._kept, {}, {}
+        return result, kept
+
+    def _make_leaving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def leaving(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except _Left:
+                return list(self._kept.values())
+
+        return leaving
+
+    # -- state dicts ---------------------------------------------------------------------------------------------------
+
+    def _places(self, prefix: str) -> dict[str, bool]:
+        """Every place for a tensor in the model by its key, in order, with whether another stage has it."""
+        gone = {(id(module), name) for module, name, _ in self._removed}
+        return {
+            prefix + (f"{path}.{name}" if path else name): (id(module), name) in gone
+            for path, module in self.model.named_modules()
+            for name in [*module._parameters, *module._buffers]
+        }
+
+    def _complete(self, _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """All ranks must call this. Adds what the other stages have."""
+        places = self._places(prefix)
+        own = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        for held in self.axis.objects(own):
+            state.update({key: held[key] for key in held if places.get(key) and key not in state})
+        for key in places:
+            if key in state:
+                state[key] = state.pop(key)
+
+    def _leave_out(self, _: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for key, is_elsewhere in self._places(prefix).items():
+            if is_elsewhere:
+                state.pop(key, None)
+
+    @contextmanager
+    def _arranged(self, chunk: int) -> Iterator[None]:
+        """Inside, the stacks show the stage: others' blocks pass."""
+        whole = [stack._modules for stack in self.cutting.stacks]
+        for stack, view in zip(self.cutting.stacks, self._views[chunk], strict=True):
+            stack._modules = view  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for stack, modules in zip(self.cutting.stacks, whole, strict=True):
+                stack._modules = modules
+
+    def _arrange(self, chunk: int) -> list[dict[str, nn.Module | None]]:
+        start, stop = self._own_bounds()[chunk]
+        total = sum(len(stack) for stack in self.cutting.stacks)
+        views, position = [], 0
+        for number, stack in enumerate(self.cutting.stacks):
+            view: dict[str, nn.Module | None] = {}
+            for key, block in stack._modules.items():
+                assert block is not None
+                view[key] = self._stand_in(block, number, position, (start, stop, total), is_last=position == stop - 1)
+                position += 1
+            last_key = next(reversed(view))
+            if start <= position - 1 < stop - 1:  # other stages read what this stack ends with
+                view[last_key] = _Ending(stack[-1], self._keeper(number, ends=True), leaves=False)
+            views.append(view)
+        return views
+
+    def _stand_in(
+        self, block: nn.Module, stack: int, position: int, bounds: tuple[int, int, int], *, is_last: bool
+    ) -> nn.Module:
+        start, stop, total = bounds
+        if not start <= position < stop:
+            ends = block is self.cutting.stacks[stack][-1]
+            return _Passed(block, lambda: self._give(stack, ends=ends))
+        if is_last and stop < total:
+            ends = block is self.cutting.stacks[stack][-1]
+            return _Ending(block, self._keeper(stack, ends=ends), leaves=True)
+        return block
+
+    def _give(self, stack: int, *, ends: bool) -> Any:
+        if self.watcher is not None:
+            self.watcher.passed(stack if ends else None)
+        if stack not in self._received:
+            raise StateError(
+                "a block of another pipeline stage was called before the block that it follows. Blocks of a pipelined "
+                "model must be called in the order of their list."
+            )
+        return self._received[stack]
+
+    def _keeper(self, stack: int, *, ends: bool) -> Callable[[Any], None]:
+        def keep(output: Any) -> None:
+            self._kept[stack] = output
+            if ends and self.watcher is not None:
+                self.watcher.ended(stack)
+
+        return keep
+
+
+def _make_nothing(module: nn.Embedding) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An embedding of another stage gives NaNs of the right shape: whatever uses them shows."""
+    width = module.embedding_dim
+    dtype = module.weight.dtype if module.weight is not None else torch.get_default_dtype()
+
+    def make(_: Callable[..., Any]) -> Callable[..., Any]:
+        def nothing(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((), float("nan"), dtype=dtype, device=tokens.device).expand(*tokens.shape, width)
+
+        return nothing
+
+    return make

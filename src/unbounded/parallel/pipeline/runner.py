@@ -1,0 +1,201 @@
+"""One call for all micro-batches of a batch: the pipeline as the training loop sees it.
+
+    pipeline = unbounded.pipeline(model)
+    for batch in loader:
+        loss = pipeline(**batch)        # forwards and backwards of all micro-batches, over all stages
+        optimizer.step()
+        optimizer.zero_grad()
+
+The loss is the batch's, on every rank. Gradients are added up on each rank and reduced once, by the step. Under
+`torch.no_grad()` it is the loss of the forwards alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from unbounded.parallel.blocks import unwrap
+from unbounded.parallel.pipeline import batches
+from unbounded.parallel.pipeline.batches import Micro
+from unbounded.parallel.pipeline.deferred import Deferring, WeightWork
+from unbounded.parallel.pipeline.draws import Draws
+from unbounded.parallel.pipeline.exchange import Exchange, Part, Template, take_apart
+from unbounded.parallel.pipeline.hollow import HollowModel
+from unbounded.parallel.pipeline.schedules import Action, Work, check_schedule, make_schedule
+from unbounded.ranks.axis import Axis
+
+Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
+
+
+class Trainer(Protocol):
+    """The optimizer as a pipeline needs it."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass
+class _Pass:
+    """One micro-batch between its forward and its backward in one stage."""
+
+    received: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    work: WeightWork = field(default_factory=WeightWork)
+
+
+class Pipeline:
+    """See the module's docstring. All ranks must call it alike; ranks of one pipeline with the same batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hollow: HollowModel,
+        axis: Axis,
+        device: torch.device,
+        *,
+        schedule: str,
+        num_micros: int | None,
+        trainer: Trainer | None,
+        sum_copies: Callable[[], None],
+        loss: Loss | None = None,
+    ) -> None:
+        self.model, self.hollow, self.axis, self.device = model, hollow, axis, device
+        self.schedule, self.num_micros, self.loss = schedule, num_micros, loss
+        self.trainer, self.sum_copies = trainer, sum_copies
+        self.chunks, self.num_stages = hollow.cutting.chunks, axis.size * hollow.cutting.chunks
+        self.exchange = Exchange(axis, device) if axis.size > 1 else None
+        self._base = unwrap(model)
+        self._shifts = batches.shifts_labels(self._base)
+        self._without_cache = batches.takes(self._base, "use_cache")
+        self._templates: dict[tuple[Any, ...], Template] = {}
+        self._told: set[tuple[Any, ...]] = set()
+        self._draws = Draws(axis, hollow, device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """All ranks must call this. The batch's loss; with gradients enabled its backward has run."""
+        args, kwargs = self._on_device(args), {name: self._on_device(value) for name, value in kwargs.items()}
+        if self._without_cache:
+            kwargs.setdefault("use_cache", False)
+        count = self.num_micros or batches.choose_count((args, kwargs), self.axis.size)
+        micros = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
+        trains = torch.is_grad_enabled()
+        order = [action for action in self.order(count) if trains or action.work is Work.FORWARD]
+        self._losses = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._prepare_draws(micros)
+        deferring = self.trainer.no_sync() if self.trainer is not None and trains else nullcontext()
+        with deferring:
+            for action in order:
+                self._do(action, micros[action.micro])
+            if trains:
+                self.sum_copies()
+        if self.exchange is not None:
+            self.exchange.finish()
+        self._draws.finish()
+        return self.axis.sum(self._losses).float()
+
+    def order(self, num_micros: int) -> list[Action]:
+        """What this rank does with a batch of so many micro-batches."""
+        check_schedule(self.schedule, self.axis.size, num_micros)
+        return make_schedule(self.schedule, self.axis.rank, self.axis.size, num_micros, self.chunks)
+
+    # -- one piece of work -------------------------------------------------------------------------------------------
+
+    def _do(self, action: Action, micro: Micro) -> None:
+        if action.work is Work.FORWARD:
+            self._forward(action, micro)
+        elif action.work is Work.WEIGHTS:
+            self._passes.pop((action.chunk, action.micro)).work.run()
+        else:
+            self._backward(action, keep=action.work is Work.INPUTS)
+
+    def _forward(self, action: Action, micro: Micro) -> None:
+        stage, state = self._stage(action), _Pass()
+        payload = self._receive(stage, micro, state) if stage else {}
+        halves = Deferring(state.work) if self.schedule == "zero_bubble" and torch.is_grad_enabled() else nullcontext()
+        with self._draws.at(stage, action.micro), halves:
+            result, kept = self.hollow.run(action.chunk, payload, micro.args, micro.kwargs)
+            if stage == self.num_stages - 1:
+                self._keep_loss(result, micro, state)
+        if stage < self.num_stages - 1:
+            self._send(stage, micro, kept, state)
+        if torch.is_grad_enabled():
+            self._passes[action.chunk, action.micro] = state
+
+    def _keep_loss(self, result: Any, micro: Micro, state: _Pass) -> None:
+        loss = batches.read_loss(result) if self.loss is None else self.loss(result, micro.kwargs)
+        weighted = loss * micro.weight
+        self._losses += weighted.detach().double()
+        state.outputs = [self.trainer.scale(weighted) if self.trainer is not None else weighted]
+
+    def _backward(self, action: Action, *, keep: bool) -> None:
+        stage = self._stage(action)
+        state = self._passes[action.chunk, action.micro]
+        gradients: list[torch.Tensor] | None = None
+        if stage < self.num_stages - 1:
+            gradients = self._wire().receive(state.parts, (stage + 1) % self.axis.size, back=True)
+            if self.trainer is not None:
+                self.trainer.scale(gradients[0])  # what came is scaled already; this stage's step must know
+        torch.autograd.backward(state.outputs, gradients)  # type: ignore[arg-type]
+        if stage:
+            back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in state.received if t.requires_grad]
+            self._wire().send(back, (stage - 1) % self.axis.size, back=True)
+        state.outputs, state.received = [], []
+        if not keep:
+            del self._passes[action.chunk, action.micro]
+
+    # -- payloads ------------------------------------------------------------------------------------------------------
+
+    def _receive(self, stage: int, micro: Micro, state: _Pass) -> Any:
+        wire, source = self._wire(), (stage - 1) % self.axis.size
+        key = stage, *batches.signature(micro)
+        if key not in self._templates:
+            self._templates[key] = wire.receive_template(source)
+        template = self._templates[key]
+        state.received = wire.receive(template.parts, source, back=False)
+        for tensor, part in zip(state.received, template.parts, strict=True):
+            tensor.requires_grad_(part.wants_gradient and torch.is_grad_enabled())
+        return template.fill(state.received)
+
+    def _send(self, stage: int, micro: Micro, kept: Any, state: _Pass) -> None:
+        wire, to = self._wire(), (stage + 1) % self.axis.size
+        tensors, template = take_apart(kept)
+        key = stage, *batches.signature(micro)
+        if key not in self._told:
+            self._told.add(key)
+            wire.send_template(template, to)
+        wire.send(tensors, to, back=False)
+        state.outputs = [tensor for tensor in tensors if tensor.requires_grad]
+        state.parts = [part for part in template.parts if part.wants_gradient]
+
+    def _prepare_draws(self, micros: list[Micro]) -> None:
+        """Where dropout is on, finds out once for every kind of batch what each stage draws."""
+        if not self.model.training or not self._draws.is_needed():
+            return
+        key = batches.signature(micros[0])
+        if not self._draws.knows(key):
+            with torch.no_grad(), self._draws.recording(key):
+                for chunk in range(self.chunks):
+                    self._forward(Action(Work.FORWARD, chunk, 0), micros[0])
+            if self.exchange is not None:
+                self.exchange.finish()
+            self._losses.zero_()
+        self._draws.lay_out(key, len(micros))
+
+    def _stage(self, action: Action) -> int:
+        return action.chunk * self.axis.size + self.axis.rank
+
+    def _wire(self) -> Exchange:
+        assert self.exchange is not None
+        return self.exchange
+
+    def _on_device(self, value: Any) -> Any:
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), value)

@@ -1,0 +1,92 @@
+"""Gradients of parameters that several ranks hold and use on different data: summed over the tensor axis.
+
+Norms see a part of the sequence each, norms of heads a part of the heads, and a key head that several ranks hold a part
+of the queries. While a block runs, its modules hold such parameters behind one function a block, whose backward sums
+all of them in one collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.parallel.collectives import ParallelAxis, sum_parts
+from unbounded.parallel.tensor.layers import Detach
+from unbounded.ranks.cut import Cut
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A parameter whose gradient is a part of the sum on each rank: its place, and its cut if it has one."""
+
+    holder: nn.Module
+    attribute: str
+    cut: Cut | None
+
+
+class _Summed(torch.autograd.Function):
+    """Parameters as they are; the backward sums their gradients over the axis."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axis: ParallelAxis, cuts: Sequence[Cut | None], *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.axis, ctx.cuts = axis, cuts
+        ctx.shapes = [parameter.shape for parameter in parameters]
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        parts = [_spread(gradient, cut) for gradient, cut in zip(gradients, ctx.cuts, strict=True)]
+        total = sum_parts(torch.cat([part.reshape(-1) for part in parts]), ctx.axis)
+        found, position = [], 0
+        for part, cut in zip(parts, ctx.cuts, strict=True):
+            whole = total[position : position + part.numel()].view(part.shape)
+            position += part.numel()
+            found.append(whole if cut is None else cut.take(whole))
+        return None, None, *found
+
+
+def _spread(gradient: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """The gradient at its place in the whole parameter, which other ranks have other parts of."""
+    if cut is None:
+        return gradient
+    whole = gradient.new_zeros(cut.shape)
+    cut.put(whole, gradient)
+    return whole
+
+
+def attach_sum(block: nn.Module, partials: Sequence[Partial], axis: ParallelAxis) -> Detach:
+    """Puts `partials` behind one sum while `block` runs."""
+
+    def before(*_: Any) -> None:
+        held = [partial.holder._parameters[partial.attribute] for partial in partials]
+        wanted = [i for i, parameter in enumerate(held) if parameter is not None and parameter.requires_grad]
+        if not wanted or not torch.is_grad_enabled():
+            return
+        cuts = [partials[i].cut for i in wanted]
+        summed = _Summed.apply(axis, cuts, *(held[i] for i in wanted))
+        for i, value in zip(wanted, summed, strict=True):
+            replaced.append((partials[i].holder, partials[i].attribute, held[i]))
+            partials[i].holder._parameters[partials[i].attribute] = value
+
+    def after(*_: Any) -> None:
+        for holder, attribute, value in replaced:
+            holder._parameters[attribute] = value
+        replaced.clear()
+
+    replaced: list[tuple[nn.Module, str, Any]] = []
+    handles = [
+        block.register_forward_pre_hook(before),
+        block.register_forward_hook(after, prepend=True, always_call=True),  # before the engine takes its views back
+    ]
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return detach

@@ -1,0 +1,192 @@
+"""How a cut layer computes: plain operations on its local parameters, with the moves of `scene` before and after.
+
+A layer's `forward` is replaced on the instance, so that hooks on it, of users or of the engine, stay around it. Each
+`attach_...` returns the function that takes it off again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.errors import PlanError
+from unbounded.parallel import collectives
+from unbounded.parallel.tensor.scene import Hold, Scene
+from unbounded.ranks.cut import Cut
+
+Detach = Callable[[], None]
+
+
+def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Detach:
+    """Gives the instance another `forward`, made from the one it has."""
+    had = module.__dict__.get("forward")
+    module.__dict__["forward"] = make(module.forward)
+
+    def detach() -> None:
+        if had is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = had
+
+    return detach
+
+
+def attach_column(module: nn.Module, scene: Scene, *, joins: bool, width: int) -> Detach:
+    """Outputs are this rank's part of `width`, or made whole again."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            whole = scene.enter(x)
+            scene.hold = Hold.COPIES  # what an adapter drops from its input, it drops from a whole one
+            part = forward(whole, *args, **kwargs)
+            if joins:
+                scene.hold = Hold.COPIES
+                return collectives.join(part, -1, scene.axis, width)
+            scene.hold = Hold.FEATURES
+            return part
+
+        return column
+
+    return replace_forward(module, make)
+
+
+def attach_row(module: nn.Module, scene: Scene, *, splits: bool, inner: nn.Module) -> Detach:
+    """Inputs are this rank's part, or are cut here; outputs are summed, and the bias of `inner` is added once."""
+
+    # With one module for both, the layer's own formula without its bias is inside the layer that sums.
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def row(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if splits:
+                x = collectives.split(x, -1, scene.axis)
+            scene.hold = Hold.FEATURES
+            whole = scene.leave(forward(x, *args, **kwargs))
+            return whole if inner.bias is None else whole + inner.bias  # type: ignore[operator]
+
+        return row
+
+    def plain(_: Callable[..., Any]) -> Callable[..., Any]:
+        if is_transposed(inner):
+            return lambda x: x @ inner.weight
+        return lambda x: nn.functional.linear(x, inner.weight)  # type: ignore[arg-type]
+
+    return together(replace_forward(inner, plain), replace_forward(module, make))
+
+
+def attach_vocabulary(module: nn.Embedding, scene: Scene, cut: Cut) -> Detach:
+    """Tokens of other ranks give zeros, and the sum over the ranks is every token's row."""
+    if module.max_norm is not None:
+        raise PlanError(
+            "an embedding with max_norm changes rows as it reads them, which cannot be cut over a tensor axis. "
+            "Make it without max_norm."
+        )
+    (start, stop), padding = cut.intervals[0], module.padding_idx
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def vocabulary(tokens: torch.Tensor) -> torch.Tensor:
+            is_other = (tokens < start) | (tokens >= stop)
+            rows = forward((tokens - start).masked_fill(is_other, 0))
+            return scene.leave(rows.masked_fill(is_other.unsqueeze(-1), 0))
+
+        return vocabulary
+
+    module.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+    detach = replace_forward(module, make)
+
+    def restore() -> None:
+        module.padding_idx = padding
+        detach()
+
+    return restore
+
+
+def attach_experts(module: nn.Module, scene: Scene) -> Detach:
+    """Experts that each hold a part of their features: tokens and routing weights enter, what they add up leaves."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def experts(*args: Any, **kwargs: Any) -> torch.Tensor:
+            by_sequence = scene.hold is Hold.SEQUENCE
+
+            def move(value: Any) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return value
+                if by_sequence:
+                    return collectives.gather(value, 0, scene.axis)
+                return scene.enter(value) if value.is_floating_point() else value
+
+            args = tuple(map(move, args))
+            kwargs = {name: move(value) for name, value in kwargs.items()}
+            scene.hold = Hold.FEATURES
+            return scene.leave(forward(*args, **kwargs))
+
+        return experts
+
+    return replace_forward(module, make)
+
+
+def adjust_sizes(module: nn.Module, cut: Cut, *, is_row: bool) -> Detach:
+    """Sets what a layer says of its own sizes, and computes with, to this rank's part."""
+    names = ("in_features", "nx") if is_row else ("out_features", "nf")
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name in before:
+        setattr(module, name, cut.local_shape[cut.dim])
+
+    def restore() -> None:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+    return restore
+
+
+def attach_loading(module: nn.Module, cuts: Mapping[str, Cut]) -> Detach:
+    """Lets `load_state_dict` take this rank's part of whole values."""
+
+    def before(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, cut in cuts.items():
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == cut.shape:
+                state[prefix + name] = cut.take(value)
+
+    return module.register_load_state_dict_pre_hook(before).remove
+
+
+def together(*detaches: Detach) -> Detach:
+    """One function that takes off, last first, what several took on."""
+
+    def detach() -> None:
+        for each in reversed(detaches):
+            each()
+
+    return detach
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether weights are stored (inputs, outputs), as in the Conv1D of GPT-2."""
+    return type(module).__name__ == "Conv1D"
+
+
+def adapted_layers(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]:
+    """A layer under peft's LoRA as (base layer, A matrices, B matrices); of a plain layer itself and none."""
+    base = getattr(module, "base_layer", None)
+    if not isinstance(base, nn.Module):
+        return module, {}, {}
+    return base, dict(getattr(module, "lora_A", {})), dict(getattr(module, "lora_B", {}))
+
+
+def check_layer(name: str, module: nn.Module, style: str) -> None:
+    """Only layers whose formula is known can be cut."""
+    base, down, up = adapted_layers(module)
+    if not (type(base).forward is nn.Linear.forward or is_transposed(base)):
+        raise PlanError(
+            f"{name!r} is a {type(base).__name__}, which the style {style!r} cannot cut: it is for nn.Linear and "
+            "Conv1D. Leave it out of styles, or give it another style."
+        )
+    if base is not module and (not down or any(getattr(layer, "bias", None) is not None for layer in up.values())):
+        raise PlanError(
+            f"the adapter of {name!r} ({type(module).__name__}) is not plain LoRA without bias, the only kind that can "
+            "be cut over a tensor axis. Leave the layer out of styles."
+        )
+    if any(getattr(module, "use_dora", {}).values()):
+        raise PlanError(f"the adapter of {name!r} uses DoRA, which needs whole rows. Make it with use_dora=False.")

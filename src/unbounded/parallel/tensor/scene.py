@@ -1,0 +1,120 @@
+"""Where a forward is between regions of parts and regions of copies, and the moves between them.
+
+    COPIES    every rank holds the same activations
+    SEQUENCE  each rank holds its part of the sequence (inside the blocks, with sequence parallelism)
+    FEATURES  each rank holds its part of the heads or of the hidden features
+
+    COPIES   --column layer: enter-->   FEATURES --row layer: leave-->    COPIES
+    SEQUENCE --column layer: gather-->  FEATURES --row layer: scatter-->  SEQUENCE
+    COPIES   --first block: split-->    SEQUENCE --last block: join-->    COPIES
+
+Layers that read the same input (queries, keys and values) enter once, so that the backward sums once: what was entered
+is remembered by the identity of the input until the region is left.
+"""
+
+from __future__ import annotations
+
+import weakref
+from enum import Enum
+from typing import Any
+
+import torch
+
+from unbounded.errors import StateError
+from unbounded.parallel import collectives
+from unbounded.parallel.collectives import ParallelAxis
+
+# Inputs whose entered form is kept at once: those of a self- and of a cross-attention.
+KEPT_INPUTS = 2
+
+
+class Hold(Enum):
+    """What a rank holds of the activations."""
+
+    COPIES = "copies"
+    SEQUENCE = "sequence"
+    FEATURES = "features"
+
+
+class Scene:
+    """One model's forward on one rank of the tensor axis."""
+
+    def __init__(self, axis: ParallelAxis, *, by_sequence: bool) -> None:
+        self.axis, self.by_sequence = axis, by_sequence
+        self.hold = Hold.COPIES
+        self.num_rows = 0  # of the batch that is cut along its sequence
+        self._is_inside = False  # the blocks, where the sequence is cut
+        self._entered: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+
+    # -- regions of parts of the weights -----------------------------------------------------------------------------
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` for a layer that holds a part of its outputs; once for all layers that read the same."""
+        for reference, entered in self._entered:
+            if reference() is x:
+                return entered
+        if self.hold is Hold.SEQUENCE:
+            entered = collectives.gather(x, sequence_dim(x), self.axis)
+        else:
+            entered = collectives.enter(x, self.axis)
+        self._remember(x, entered)
+        return entered
+
+    def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, whole, for a module whose layers all read it; they need not enter it again."""
+        gathered = collectives.gather(x, sequence_dim(x), self.axis)
+        self._remember(gathered, gathered)
+        self.hold = Hold.COPIES
+        return gathered
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of what each made from its part: whole, or this rank's part of the sequence."""
+        self._entered.clear()
+        self.hold = self.outside
+        if self.hold is Hold.SEQUENCE:
+            return collectives.scatter(partial, sequence_dim(partial), self.axis)
+        return collectives.leave(partial, self.axis)
+
+    @property
+    def outside(self) -> Hold:
+        """What is held between the regions."""
+        return Hold.SEQUENCE if self._is_inside else Hold.COPIES
+
+    def _remember(self, x: torch.Tensor, entered: torch.Tensor) -> None:
+        self._entered = [*self._entered[-(KEPT_INPUTS - 1) :], (weakref.ref(x), entered)]
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward of the model begins: whatever an earlier one left undone is forgotten."""
+        self._entered.clear()
+        self._is_inside, self.hold = False, Hold.COPIES
+
+    def begin_block(self, hidden: torch.Tensor, *, is_first: bool) -> torch.Tensor:
+        """A block's forward begins, or is recomputed; the first one cuts the sequence."""
+        if is_first:
+            length = hidden.shape[1]
+            if length % self.axis.size:
+                raise StateError(
+                    f"the sequence has {length} tokens, which do not divide over tensor={self.axis.size} with "
+                    "sequence=True. Pad the batch to a multiple of it, or leave sequence out of the plan."
+                )
+            hidden = collectives.split(hidden, 1, self.axis)
+        self._entered.clear()
+        self._is_inside, self.hold, self.num_rows = True, Hold.SEQUENCE, hidden.shape[0]
+        return hidden
+
+    def end_block(self, output: Any, *, is_last: bool) -> Any:
+        """A block's forward is over; the last one joins the sequence again."""
+        self._is_inside, self.hold = False, Hold.COPIES
+        self._entered.clear()
+        if not is_last:
+            return output
+        if isinstance(output, tuple):
+            return (collectives.join(output[0], 1, self.axis), *output[1:])
+        return collectives.join(output, 1, self.axis)
+
+
+def sequence_dim(x: torch.Tensor) -> int:
+    """Where the sequence lies: behind the batch. Where both are flattened, the order of tokens does not matter."""
+    return 0 if x.dim() == 2 else 1

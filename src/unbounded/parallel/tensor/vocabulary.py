@@ -1,0 +1,139 @@
+"""The head and the cross entropy of a vocabulary that is cut over the tensor axis: logits stay where they are made.
+
+In training with labels a transformers model's loss is computed from each rank's part of the logits, with one exchange
+of two numbers a token. In every other forward, and in models that write out their own loss, logits are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.parallel import collectives
+from unbounded.parallel.blocks import asked_loss
+from unbounded.parallel.collectives import ParallelAxis
+from unbounded.parallel.tensor.layers import Detach, replace_forward
+from unbounded.parallel.tensor.scene import Hold, Scene
+from unbounded.ranks.cut import Cut
+
+# The losses of transformers that are the mean cross entropy over tokens, and whether each shifts its labels.
+_SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of every token from this rank's classes [start, start + width); zeros where a token is ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, axis: ParallelAxis
+    ) -> torch.Tensor:
+        inside = labels - start
+        is_here = (inside >= 0) & (inside < logits.shape[-1])
+        inside = inside.masked_fill(~is_here, 0)
+        own = logits.gather(-1, inside.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
+        told = collectives.join_parts(torch.stack([logits.logsumexp(-1), own]).unsqueeze(0), 0, axis)
+        total = told[:, 0].logsumexp(0)
+        is_counted = labels != ignore_index
+        ctx.save_for_backward(logits, total, inside, is_here, is_counted)
+        return (total - told[:, 1].sum(0)).masked_fill(~is_counted, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        logits, total, inside, is_here, is_counted = ctx.saved_tensors
+        part = (logits - total.unsqueeze(-1)).exp_()
+        part.scatter_add_(-1, inside.unsqueeze(-1), -is_here.unsqueeze(-1).to(part.dtype))
+        part.mul_((gradient * is_counted).unsqueeze(-1))
+        return part, None, None, None, None
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    axis: ParallelAxis,
+    *,
+    start: int,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """All ranks of the axis must call this. The cross entropy of `logits`: this rank's classes, from `start` on."""
+    losses = _CrossEntropy.apply(logits, labels, start, ignore_index, axis)
+    if reduction == "none":
+        return losses
+    return losses.sum() / (1 if reduction == "sum" else (labels != ignore_index).sum())
+
+
+def attach_head(module: nn.Module, scene: Scene, cut: Cut, keeps: Callable[[], bool]) -> Detach:
+    """The last layer: its part of the logits where the loss `keeps` them so, joined otherwise."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def head(x: torch.Tensor) -> torch.Tensor:
+            part = forward(scene.enter(x))
+            scene.hold = Hold.COPIES
+            return part if keeps() else collectives.join(part, -1, scene.axis, cut.shape[cut.dim])
+
+        return head
+
+    return replace_forward(module, make)
+
+
+class TokenLoss:
+    """The loss of a transformers model, from joined logits or from parts of them."""
+
+    def __init__(self, base: nn.Module, axis: ParallelAxis, cut: Cut) -> None:
+        self.base, self.axis, self.cut = base, axis, cut
+        self.has_labels = False
+        self._plain: Callable[..., torch.Tensor] = base.loss_function  # type: ignore[assignment]
+        self.__name__ = self._plain.__name__
+
+    @staticmethod
+    def fits(base: nn.Module) -> bool:
+        """Whether a model's forward asks its `loss_function`, and that is a cross entropy over tokens."""
+        return asked_loss(base) in _SHIFTS
+
+    def keeps_parts(self) -> bool:
+        """Whether this forward's logits go nowhere but into the loss."""
+        return self.has_labels and torch.is_grad_enabled()
+
+    def attach(self) -> Detach:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.has_labels = kwargs.get("labels") is not None
+
+        handle = self.base.register_forward_pre_hook(before, with_kwargs=True)
+        self.base.loss_function = self  # type: ignore[assignment]
+
+        def detach() -> None:
+            handle.remove()
+            del self.base._loss_function
+
+        return detach
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if not self.keeps_parts():
+            given = {} if shift_labels is None else {"shift_labels": shift_labels}
+            return self._plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, **given, **kwargs)
+        if shift_labels is None:
+            shift_labels = labels
+            if _SHIFTS[self._plain.__name__]:
+                shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        wanted = shift_labels.reshape(-1).to(logits.device)
+        losses = cross_entropy(
+            logits.float().reshape(wanted.numel(), -1),
+            wanted,
+            self.axis,
+            start=self.cut.intervals[0][0],
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return losses if num_items_in_batch is None else losses / num_items_in_batch

@@ -1,0 +1,243 @@
+"""The choice behind a plan as an integer program: which option for how many of each group of equal things.
+
+A step is phases one after the other, and a phase takes as long as its slowest lane. Each option adds seconds to lanes
+and bytes to tiers, so the time of a step is a sum of maxima of linear functions of the counts: dropping that counts
+are whole makes it a linear program, whose value no placement can beat. Branching on counts that are not whole closes
+the gap (`solve_program`), exactly among few things; among many it ends within a thousandth of the bound, or after
+`MAX_NODES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from unbounded.planner.linear.simplex import minimize
+
+MAX_NODES, NODES_OF_MANY = 400, 40
+# How far from the bound a choice may be: among few things none at all, among many a part of a thousand.
+FEW_THINGS, EXACT_GAP, CLOSE_GAP = 12, 1e-7, 1e-3
+# A relaxed program: its value, its counts, and the bounds on them.
+Node = tuple[float, np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to have a thing: seconds by lane, bytes by tier, and what is preferred among equally fast ones."""
+
+    label: tuple[str, ...]
+    seconds: tuple[float, ...]
+    bytes: tuple[float, ...]
+    burden: float = 0.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` equal things, each with one of `options`."""
+
+    name: str
+    count: int
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a step that takes as long as the slowest of its lanes (indices into an option's seconds)."""
+
+    repeats: float
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to choose, `base` seconds a lane that no choice changes, and the room in each tier."""
+
+    groups: tuple[Group, ...]
+    phases: tuple[Phase, ...]
+    base: tuple[float, ...]
+    room: tuple[float, ...]
+    scale: float = 1.0  # of all seconds above, so that none is tiny
+
+    @cached_property
+    def options(self) -> list[tuple[int, Option]]:
+        return [(index, option) for index, group in enumerate(self.groups) for option in group.options]
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Lanes by options."""
+        return np.array([option.seconds for _, option in self.options], dtype=float).reshape(-1, len(self.base)).T
+
+    @cached_property
+    def bytes(self) -> np.ndarray:
+        """Tiers by options."""
+        return np.array([option.bytes for _, option in self.options], dtype=float).reshape(-1, len(self.room)).T
+
+    @cached_property
+    def deciding(self) -> list[list[int]]:
+        """By phase, the lanes that a choice changes, and of the others the slowest."""
+        changed = [bool(row.any()) for row in self.seconds]
+        found = []
+        for phase in self.phases:
+            still = [lane for lane in phase.lanes if not changed[lane]]
+            slowest = [max(still, key=lambda lane: self.base[lane])] if still else []
+            found.append([lane for lane in phase.lanes if changed[lane]] + slowest)
+        return found
+
+    @cached_property
+    def most(self) -> list[float]:
+        """What each tier takes at most, whatever is chosen."""
+        tiers = range(len(self.room))
+        return [sum(group.count * max(o.bytes[t] for o in group.options) for group in self.groups) for t in tiers]
+
+    @cached_property
+    def least(self) -> list[float]:
+        """What each tier takes at least."""
+        tiers = range(len(self.room))
+        return [sum(group.count * min(o.bytes[t] for o in group.options) for group in self.groups) for t in tiers]
+
+    @cached_property
+    def burdens(self) -> np.ndarray:
+        return np.array([option.burden for _, option in self.options], dtype=float)
+
+    def fits(self, counts: np.ndarray) -> bool:
+        return bool(np.all(self.bytes @ counts <= np.array(self.room) + 1e-6))
+
+    def value(self, counts: np.ndarray) -> float:
+        """Seconds of a step, and a little for what is preferred among equals."""
+        lanes = np.array(self.base) + self.seconds @ counts
+        taken = sum(phase.repeats * max(lanes[list(phase.lanes)]) for phase in self.phases)
+        return float(taken + self.burdens @ counts)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Counts by group and option, and seconds with what is preferred; `bound` is what no choice can beat."""
+
+    counts: tuple[tuple[int, ...], ...]
+    value: float
+    bound: float
+
+
+def solve_program(program: Program, cutoff: float = np.inf, max_nodes: int = MAX_NODES) -> Solution | None:
+    """The best choice of `max_nodes` (or the first found after); None where nothing fits or beats `cutoff` seconds.
+
+    Deterministic: it counts nodes, not time.
+    """
+    if any(least > room for least, room in zip(program.least, program.room, strict=True)):
+        return None
+    best: tuple[float, np.ndarray] | None = None
+    num_options = len(program.options)
+    root = _relax(program, np.zeros(num_options), np.full(num_options, np.inf))
+    if root is None or root[0] >= cutoff * program.scale:
+        return None
+    is_small = sum(group.count for group in program.groups) <= FEW_THINGS
+    gap, max_nodes = (EXACT_GAP, max_nodes) if is_small else (CLOSE_GAP, min(max_nodes, NODES_OF_MANY))
+    open_nodes: list[Node] = [(root[0], root[1], np.zeros(num_options), np.full(num_options, np.inf))]
+    for number in range(MAX_NODES):
+        if not open_nodes or (best is not None and number >= max_nodes):
+            break
+        index = min(range(len(open_nodes)), key=lambda i: open_nodes[i][0]) if best else len(open_nodes) - 1
+        bound, relaxed, low, high = open_nodes.pop(index)
+        if best is not None and bound >= best[0] - gap * abs(best[0]):
+            continue
+        for slack in (1e-9, -1e-6):  # a byte too much shows only in counts that are all but whole
+            rounded = _round(program, np.floor(relaxed + slack).clip(low, None))
+            if rounded is not None and (best is None or program.value(rounded) < best[0]):
+                best = (program.value(rounded), rounded)
+        open_nodes += _branch(program, relaxed, low, high)
+    if best is None:
+        return None
+    bounds = [node[0] for node in open_nodes]
+    return Solution(_split(program, best[1]), best[0] / program.scale, min([best[0], *bounds]) / program.scale)
+
+
+def can_fit(program: Program) -> bool:
+    """Whether there is room, apart from counts being whole."""
+    num_options = len(program.options)
+    return _relax(program, np.zeros(num_options), np.full(num_options, np.inf)) is not None
+
+
+def _branch(program: Program, relaxed: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[Node]:
+    """The two halves around the count that is furthest from whole; none where all are whole."""
+    distance = np.abs(relaxed - np.round(relaxed))
+    index = int(np.argmax(distance))
+    if distance[index] < 1e-9:
+        return []
+    nodes: list[Node] = []
+    for is_upper in (True, False):
+        new_low, new_high = low.copy(), high.copy()
+        if is_upper:
+            new_low[index] = np.ceil(relaxed[index])
+        else:
+            new_high[index] = np.floor(relaxed[index])
+        solved = _relax(program, new_low, new_high)
+        if solved is not None:
+            nodes.append((solved[0], solved[1], new_low, new_high))
+    return sorted(nodes, key=lambda node: -node[0])
+
+
+def _relax(program: Program, low: np.ndarray, high: np.ndarray) -> tuple[float, np.ndarray] | None:
+    """The linear program within bounds on the counts: its value and counts, or None where it cannot be met.
+
+    Variables are the counts above `low`, and one for each phase that is at least each of its lanes.
+    """
+    num_options, num_phases = len(program.options), len(program.phases)
+    base = np.array(program.base) + program.seconds @ low
+    left = np.array(program.room) - program.bytes @ low
+    if np.any(left < -1e-6 * np.maximum(1.0, np.abs(program.room))):
+        return None
+    rows, bounds = [], []
+    for number, lanes in enumerate(program.deciding):
+        for lane in lanes:
+            row = np.zeros(num_options + num_phases)
+            row[:num_options], row[num_options + number] = program.seconds[lane], -1.0
+            rows.append(row)
+            bounds.append(-base[lane])
+    for tier, room in enumerate(left):
+        if program.most[tier] <= program.room[tier]:
+            continue  # whatever is chosen fits
+        scale = 1.0 / max(1.0, float(np.max(np.abs(program.bytes[tier]), initial=0.0)))
+        rows.append(np.concatenate([program.bytes[tier] * scale, np.zeros(num_phases)]))
+        bounds.append(max(0.0, room * scale))
+    for index in np.flatnonzero(np.isfinite(high)):
+        row = np.zeros(num_options + num_phases)
+        row[index] = 1.0
+        rows.append(row)
+        bounds.append(high[index] - low[index])
+    equal = np.zeros((len(program.groups), num_options + num_phases))
+    for position, (group, _) in enumerate(program.options):
+        equal[group, position] = 1.0
+    totals = np.array([group.count for group in program.groups], dtype=float) - equal[:, :num_options] @ low
+    if np.any(totals < -1e-9):
+        return None
+    costs = np.concatenate([program.burdens, [phase.repeats for phase in program.phases]])
+    solved = minimize(costs, np.array(rows), np.array(bounds), equal, totals)
+    if solved is None:
+        return None
+    return solved[0] + float(program.burdens @ low), solved[1][:num_options] + low
+
+
+def _round(program: Program, counts: np.ndarray) -> np.ndarray | None:
+    """Whole counts: these, and each thing that is left put where it costs least."""
+    owners = np.array([group for group, _ in program.options])
+    for number, group in enumerate(program.groups):
+        for _ in range(group.count - int(counts[owners == number].sum())):
+            choices = []
+            for index in np.flatnonzero(owners == number):
+                counts[index] += 1
+                if program.fits(counts):
+                    choices.append((program.value(counts), int(index)))
+                counts[index] -= 1
+            if not choices:
+                return None
+            counts[min(choices)[1]] += 1
+    return counts if program.fits(counts) else None
+
+
+def _split(program: Program, counts: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    parts: list[list[int]] = [[] for _ in program.groups]
+    for (group, _), count in zip(program.options, counts, strict=True):
+        parts[group].append(round(float(count)))
+    return tuple(map(tuple, parts))

@@ -1,0 +1,135 @@
+"""A model's `config.json` as a shape: which keys say what, by family, and what each family has beside them.
+
+Only values are read: no code of the model's runs, and `transformers` need not be there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unbounded.errors import PlanError
+from unbounded.planner.models.shapes import Shape, read_shape
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family of architectures has beside the sizes in its config."""
+
+    gated: bool = True
+    biased: bool = False
+    qkv_biased: bool = False
+    layer_norm: bool = False  # norms have a bias
+    norms: int = 2
+    learned_positions: int | None = None  # rows beyond the config's, None: no table
+    tied: bool = False  # unless the config says
+    query_key_norm: bool = False
+    embedding_norm: bool = False
+
+
+_GPT = Family(gated=False, biased=True, layer_norm=True, learned_positions=0, tied=True)
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "qwen2": Family(qkv_biased=True),
+    "qwen3": Family(query_key_norm=True),
+    "qwen3_moe": Family(query_key_norm=True),
+    "phi3": Family(),
+    "gemma": Family(tied=True),
+    "gemma2": Family(tied=True, norms=4),
+    "gpt2": _GPT,
+    "opt": Family(gated=False, biased=True, layer_norm=True, learned_positions=2, tied=True),
+    "bloom": Family(gated=False, biased=True, layer_norm=True, tied=True, embedding_norm=True),
+    "gpt_neox": Family(gated=False, biased=True, layer_norm=True),
+    "starcoder2": Family(gated=False, biased=True, layer_norm=True, tied=True),
+}
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd", "n_embed"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+
+
+def read_model(text: str) -> Shape:
+    """A config folder, a `config.json`, a preset's name, or `layers=..,hidden=..`."""
+    path = Path(text)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise PlanError(f'the folder "{path}" has no config.json. Give the folder of a model, or a preset.')
+        path = path / "config.json"
+    if not path.is_file():
+        if text.endswith(".json") or "/" in text:
+            raise PlanError(
+                f'there is no "{text}". Give a config folder, a config.json, a preset, or layers=..,hidden=..'
+            )
+        return read_shape(text)
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f'"{path}" is not JSON: {error}. Give the config.json of a model.') from None
+    return shape_of(config, str(path))
+
+
+def shape_of(config: Any, what: str) -> Shape:
+    """The shape that a config's values describe."""
+    if not isinstance(config, Mapping):
+        raise PlanError(f"{what} is no config of a model. Give an object with a model_type.")
+    config = config.get("text_config") or config
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
+        hint = f"The nearest known is {close[0]!r}. " if close else ""
+        raise PlanError(
+            f"{what} has the model_type {kind!r}, whose bytes are not known here. {hint}Known are "
+            f"{', '.join(sorted(FAMILIES))}; give layers=..,hidden=..,ffn=.. by hand, or the model itself to "
+            "unbounded.plan."
+        )
+    return _build(config, FAMILIES[kind], what)
+
+
+def _build(config: Mapping[str, Any], family: Family, what: str) -> Shape:
+    sizes = {name: _read(config, keys, what) for name, keys in _KEYS.items()}
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    head_dim = int(config.get("head_dim") or 0)
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    ffn = config.get("moe_intermediate_size") if experts > 1 else None
+    ffn = ffn or config.get("intermediate_size") or config.get("ffn_dim") or config.get("n_inner") or 4 * hidden
+    rows = family.learned_positions
+    positions = (
+        0 if rows is None else rows + int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
+    )
+    biased = bool(config.get("use_bias", config.get("attention_bias", family.biased) or family.biased))
+    return Shape(
+        name=str(config.get("_name_or_path") or config.get("model_type")),
+        **sizes,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        ffn=int(ffn),
+        gated=family.gated,
+        biased=biased and family.biased,
+        qkv_biased=family.qkv_biased,
+        norms=family.norms,
+        norm_vectors=2 if family.layer_norm else 1,
+        head_dim=head_dim,
+        positions=positions,
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        experts=experts,
+        active=int(config.get("num_experts_per_tok") or 1) if experts > 1 else 1,
+        outside=2 * hidden if family.embedding_norm else 0,
+        extra=2 * (head_dim or hidden // heads) if family.query_key_norm else 0,
+    )
+
+
+def _read(config: Mapping[str, Any], keys: tuple[str, ...], what: str) -> int:
+    for key in keys:
+        if key in config:
+            value = config[key]
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(f"{what} has {key}={value!r}, but it must be a whole number of at least 1.")
+            return value
+    raise PlanError(f"{what} has no {keys[0]!r}, so the size of the model is not known. Add it, or give it by hand.")

@@ -1,0 +1,203 @@
+"""What a model takes before it runs: its units with their parameters, and what computing each part costs a token.
+
+Bytes and FLOPs only, no machine. A footprint comes from a `Shape` (`footprint_of`), or from a module (`unbounded.
+planning`), which fills in the same values. `kernels` describes how the model's operations are run: eagerly one by one
+as plain PyTorch does, or fused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from unbounded.planner.models.shapes import Shape
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes a parameter, by kind of state. `summed` is a gradient that several backwards are added up in."""
+
+    weights: float = 2
+    gradients: float = 2
+    optimizer: float = 8
+    completion: float = 2
+    summed: float = 4
+
+    @property
+    def total(self) -> float:
+        """With the gradient."""
+        return self.weights + self.gradients + self.optimizer + self.completion
+
+
+FORMATS = {
+    ("bf16", "exact"): StateBytes(),
+    # 8-bit moments with an fp32 scale for each 128 of them; 8 bits complete a weight
+    ("bf16", "compact"): StateBytes(2, 2, 2 + 2 * 4 / 128, 1, 4),
+    ("fp16", "exact"): StateBytes(2, 2, 12, 0, 4),
+    ("fp16", "compact"): StateBytes(2, 2, 2 + 2 * 4 / 128, 1, 4),
+    ("fp32", "exact"): StateBytes(4, 4, 8, 0, 4),
+    ("fp32", "compact"): StateBytes(4, 4, 8, 0, 4),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one part of a model takes for a token in the forward; the rest of a step follows from it.
+
+    `products` are multiply-adds with weights that a token passes, `trained` those whose weights get gradients.
+    `attention` are multiply-adds for each position of the sequence. `moved` and `attention_moved` are bytes of device
+    memory that operations bound by it read and write. `kept` stays for the backward unless it is recomputed; `input`
+    is what a recomputed part keeps. `exchanged` bytes pass each all-reduce of a tensor axis.
+    """
+
+    products: float = 0.0
+    trained: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    attention_moved: float = 0.0
+    kept: float = 0.0
+    attention_kept: float = 0.0
+    input: float = 0.0
+    exchanged: float = 0.0
+    num_kernels: int = 0
+
+    def flops(self, sequence: int) -> float:
+        """Of the forward, a token. Attention counts as in the papers, without the half that a mask saves."""
+        return 2 * (self.products + self.attention * sequence)
+
+    def moved_bytes(self, sequence: int) -> float:
+        return self.moved + self.attention_moved * sequence
+
+    def kept_bytes(self, sequence: int) -> float:
+        return self.kept + self.attention_kept * sequence
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters that move together, `count` times over with the same numbers. Only repeated parts are recomputed."""
+
+    name: str
+    numel: int
+    count: int = 1
+    cost: Cost = field(default_factory=Cost)
+    trained_numel: int | None = None  # None: all of it
+    is_block: bool = False
+    largest: int = 0  # elements of its largest matrix
+
+    @property
+    def trained(self) -> int:
+        return self.numel if self.trained_numel is None else self.trained_numel
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A model's parts in the order of its forward."""
+
+    name: str
+    parts: tuple[Part, ...]
+    hidden: int
+    states: StateBytes = field(default_factory=StateBytes)
+    logits_bytes: float = 0.0  # a token, at the peak of the loss
+    layers: int = 0
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel * part.count for part in self.parts)
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(part.trained * part.count for part in self.parts)
+
+    def flops(self, sequence: int, *, recompute: bool = False) -> float:
+        """Of one token's forward and backward; with `recompute` as the papers count, the blocks' forward twice."""
+        total = 0.0
+        for part in self.parts:
+            again = part.is_block and recompute
+            forward = part.cost.flops(sequence)
+            total += part.count * (forward * (3 + again) - 2 * (part.cost.products - part.cost.trained))
+        return total
+
+
+def widen(cost: Cost) -> Cost:
+    """The same in fp32: what norms take in fp32 already stays, everything else doubles."""
+    return replace(
+        cost, moved=1.4 * cost.moved, kept=1.8 * cost.kept, input=2 * cost.input, exchanged=2 * cost.exchanged
+    )
+
+
+def expand(footprint: Footprint) -> tuple[Part, ...]:
+    """Every part once, under a name of its own."""
+    parts = []
+    for part in footprint.parts:
+        names = [part.name] if part.count == 1 else [f"{part.name}.{index}" for index in range(part.count)]
+        parts += [replace(part, name=name, count=1) for name in names]
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How a block's operations are run, in bytes a token and hidden element (`wide`: an element inside the ffn)."""
+
+    name: str
+    moved: float
+    moved_wide: float
+    kept: float
+    kept_wide: float
+    num_kernels: int
+    logits: float  # bytes a token and entry of the vocabulary
+    scores_moved: float = 0.0  # bytes a token, head and position that attention reads and writes
+    scores_kept: float = 0.0
+
+
+# PyTorch as `transformers` runs a Llama block in bf16, counted operation by operation: two norms through fp32 (36
+# bytes each), rotary embedding of queries and keys (20 each), two residual additions (6 each), copies around the fused
+# attention (4). Kept: two norms (8 each), attention (8). The ffn: silu and a product (10 a wide element), kept 8.
+# The loss: 14 by counting (logits in bf16 and fp32, their gradient, what is between), 12 by recorded peaks.
+EAGER = Kernels("eager", 128, 10, 24, 8, num_kernels=45, logits=12)
+# The same with each block compiled: a norm reads and writes once (4), rotary 8, additions inside. What is kept (18 and
+# 5; 20 and 6 by counting) follows recorded peaks of a 3.1B model.
+COMPILED = Kernels("compiled", 28, 6, 18, 5, num_kernels=14, logits=12)
+# Megatron-LM of 2020 and 2021: layer norm 4 each, bias, dropout and addition fused (7 each), bias and GeLU fused (4 a
+# wide element); attention scores written, softmax and dropout over them (11 a position and head).
+MEGATRON = Kernels("megatron", 22, 4, 18, 4, num_kernels=25, logits=8, scores_moved=11, scores_kept=5)
+
+
+def footprint_of(shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes | None = None) -> Footprint:
+    """The units that `shard` makes of such a model: the embedding, every block, the head, and the rest."""
+    hidden, ffn = shape.hidden, shape.ffn * shape.active
+    block = Cost(
+        products=shape.block_products,
+        trained=shape.block_products,
+        attention=2 * shape.attention_width,
+        moved=kernels.moved * hidden + kernels.moved_wide * ffn,
+        attention_moved=kernels.scores_moved * shape.heads,
+        kept=kernels.kept * hidden + kernels.kept_wide * ffn,
+        attention_kept=kernels.scores_kept * shape.heads,
+        input=2 * hidden,
+        exchanged=2 * hidden,
+        num_kernels=kernels.num_kernels,
+    )
+    logits = shape.vocabulary * hidden
+    head = Cost(
+        products=logits,
+        trained=logits,
+        moved=kernels.logits * shape.vocabulary,
+        input=2 * hidden,
+        num_kernels=12,
+    )
+    parts = [
+        Part("embedding", shape.embedding_numel, cost=Cost(moved=4 * hidden, num_kernels=4)),
+        Part("blocks", shape.block_numel, shape.layers, block, is_block=True, largest=hidden * shape.ffn),
+    ]
+    if shape.tied:
+        parts.append(Part("root", shape.root_numel, cost=head))
+    else:
+        parts.append(Part("head", shape.head_numel, cost=head))
+        parts.append(Part("root", shape.root_numel))
+    return Footprint(
+        shape.name,
+        tuple(parts),
+        hidden,
+        states or StateBytes(),
+        logits_bytes=kernels.logits * shape.vocabulary,
+        layers=shape.layers,
+    )

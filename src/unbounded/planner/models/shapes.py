@@ -1,0 +1,177 @@
+"""The shape of a language model by hand: layers, hidden size, vocabulary and what else decides its bytes and FLOPs.
+
+A shape comes from `layers=24,hidden=2048`, from the name of a preset, or from a `config.json` (`configs`). It knows
+the parameters of each block; `footprint` makes units of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from unbounded.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder (or encoder) of equal blocks. `ffn` is the width inside the feed-forward part, `gated` whether that
+    has three matrices (SwiGLU), `experts` how many of them there are and `active` how many a token passes."""
+
+    name: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    gated: bool = True
+    biased: bool = False  # linear layers have biases
+    qkv_biased: bool = False
+    norms: int = 2  # of a block
+    norm_vectors: int = 1  # weights a norm: 1 for RMSNorm, 2 for LayerNorm with its bias
+    head_dim: int = 0
+    positions: int = 0  # rows of a learned position table
+    tied: bool = False
+    experts: int = 1
+    active: int = 1
+    extra: int = 0  # parameters of a block that are none of these: norms of queries and keys
+    outside: int = 0  # and of the model, outside its blocks: a norm after the embedding
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type == "int" and (
+                value < 0 or (value == 0 and item.name not in ("positions", "head_dim", "extra", "outside"))
+            ):
+                raise PlanError(f"{item.name} is {value}. A model needs at least 1 of it.")
+        if self.active > self.experts:
+            raise PlanError(f"a token passes {self.active} experts, but a block has {self.experts}. Give fewer.")
+
+    @property
+    def attention_width(self) -> int:
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def expert_numel(self) -> int:
+        matrices = (3 if self.gated else 2) * self.hidden * self.ffn
+        return matrices + (self.ffn * (2 if self.gated else 1) + self.hidden if self.biased else 0)
+
+    @property
+    def attention_numel(self) -> int:
+        wide, narrow = self.attention_width, self.kv_width
+        numel = self.hidden * (wide + 2 * narrow) + wide * self.hidden
+        if self.biased:
+            numel += wide + 2 * narrow + self.hidden
+        elif self.qkv_biased:
+            numel += wide + 2 * narrow
+        return numel
+
+    @property
+    def router_numel(self) -> int:
+        return self.hidden * self.experts if self.experts > 1 else 0
+
+    @property
+    def block_numel(self) -> int:
+        norms = self.norms * self.norm_vectors * self.hidden
+        return self.attention_numel + self.experts * self.expert_numel + self.router_numel + norms + self.extra
+
+    @property
+    def embedding_numel(self) -> int:
+        return (self.vocabulary + self.positions) * self.hidden
+
+    @property
+    def head_numel(self) -> int:
+        return 0 if self.tied else self.vocabulary * self.hidden
+
+    @property
+    def numel(self) -> int:
+        return self.layers * self.block_numel + self.embedding_numel + self.head_numel + self.root_numel
+
+    @property
+    def root_numel(self) -> int:
+        """The last norm, and what else no block has."""
+        return self.norm_vectors * self.hidden + self.outside
+
+    @property
+    def block_products(self) -> int:
+        """Elements of the matrices that one token is multiplied with in a block."""
+        width = self.hidden * (self.attention_width + 2 * self.kv_width) + self.attention_width * self.hidden
+        return width + self.active * (3 if self.gated else 2) * self.hidden * self.ffn + self.router_numel
+
+
+def make_shape(*, layers: int, hidden: int, **more: int) -> Shape:
+    """A shape from layers and hidden size; the rest as GPT has it unless said."""
+    heads, gated = more.get("heads", max(1, hidden // 128)), bool(more.get("gated", 0))
+    values = {
+        "vocabulary": 50257,
+        "heads": heads,
+        "kv_heads": heads,
+        "ffn": 256 * -(-8 * hidden // (3 * 256)) if gated else 4 * hidden,
+        "gated": gated,
+        "biased": not gated,
+        "norm_vectors": 1 if gated else 2,
+    }
+    sizes: dict[str, Any] = {**values, **more}
+    return Shape(name=f"layers={layers},hidden={hidden}", layers=layers, hidden=hidden, **sizes)
+
+
+def _llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int) -> Shape:
+    return Shape(name, layers, hidden, vocabulary, heads, kv_heads, ffn)
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int, vocabulary: int = 50257, positions: int = 2048) -> Shape:
+    return Shape(
+        name, layers, hidden, vocabulary, heads, heads, 4 * hidden,
+        gated=False, biased=True, norm_vectors=2, positions=positions, tied=True,
+    )  # fmt: skip
+
+
+PRESETS = {
+    shape.name: shape
+    for shape in (
+        _gpt("gpt2", 12, 768, 12, positions=1024),
+        _gpt("gpt2-xl", 48, 1600, 25, positions=1024),
+        _gpt("gpt3-175b", 96, 12288, 96),
+        _gpt("gpt-1t", 128, 25600, 160, vocabulary=51200),
+        _llama("llama-1b", 24, 2048, 16, 16, 5504, 32000),
+        _llama("llama-3b", 26, 3072, 24, 24, 8192, 32000),
+        _llama("llama-7b", 32, 4096, 32, 32, 11008, 32000),
+        _llama("llama-8b", 32, 4096, 32, 8, 14336, 128256),
+        _llama("llama-13b", 40, 5120, 40, 40, 13824, 32000),
+        _llama("llama-22b", 48, 6144, 48, 48, 16512, 32000),
+        _llama("llama-70b", 80, 8192, 64, 8, 28672, 128256),
+        _llama("llama-405b", 126, 16384, 128, 8, 53248, 128256),
+    )
+}
+
+
+def read_shape(text: str) -> Shape:
+    """A preset by name, or `layers=..,hidden=..` with any other field of a shape."""
+    if "=" not in text:
+        if text in PRESETS:
+            return PRESETS[text]
+        close = difflib.get_close_matches(text, PRESETS, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"The presets are {', '.join(PRESETS)}."
+        raise PlanError(
+            f"{text!r} is no config folder, no config.json and no preset. {hint} Or give layers=..,hidden=.. by hand."
+        )
+    values: dict[str, int] = {}
+    known = [item.name for item in fields(Shape) if item.name != "name"]
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"The keys are {', '.join(known)}."
+            raise PlanError(f"a model has no {key!r}. {hint}")
+        if not value.isdigit():
+            raise PlanError(f"{key} is {value!r}, but it must be a whole number.")
+        values[key] = int(value)
+    for key in ("layers", "hidden"):
+        if key not in values:
+            raise PlanError(f"{text!r} leaves out {key}. Give at least layers=..,hidden=..")
+    return make_shape(**values)

@@ -1,0 +1,215 @@
+"""Where every kind of state of every unit lives: `solve`, one pure function of sizes, budget, plan and machine.
+
+What is open goes where the step is predicted to be shortest (`lanes`, `program`). Rules keep the choice to what can
+be best:
+
+- weights, which every pass reads, are never on a slower tier than the moments of their unit, which a step reads once;
+- gradients are where the optimizer states are updated (on the host for those on disk), unless the plan says;
+- weights and gradients go to disk only where device and host cannot hold them all: of what is moved there, moments
+  free the most memory for a byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8);
+- work of host, disk and links counts a little even where it is hidden; of equals the one that takes the least of the
+  device counts, which activations can use. The first units get the fastest places: the next forward needs them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from unbounded.errors import BudgetError
+from unbounded.planner.linear.program import Group, Option, Phase, Program, Solution, solve_program
+from unbounded.planner.machine import Machine
+from unbounded.planner.plan import Plan
+from unbounded.planner.sizes import format_bytes
+from unbounded.planner.states import KINDS, Budget, UnitBytes, UnitPlace, fixed_tiers, use_of
+from unbounded.planner.step.lanes import LANES, PHASES, TIERS, Setup, place_loads, repeats
+from unbounded.planner.step.peaks import place_bytes
+
+# What a second of a lane counts even where it is hidden: it takes memory bandwidth from the others (beside copies both
+# ways the host's optimizer keeps 80 % of its rate), and a prediction is not exact.
+HIDDEN_COSTS = {"host memory": 0.05, "disk": 0.05, "to device": 0.01, "to host": 0.01}
+# And device memory, so little that it only tells equals apart.
+HELD_COST = 1e-6
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A placement that fits, and the room it was made for."""
+
+    places: tuple[UnitPlace, ...]
+    room: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Nothing fits: what each tier is short of, with what would remove it."""
+
+    states_bytes: int
+    short: Mapping[str, int]
+    spare: int
+    budget: Budget
+
+    def error(self) -> BudgetError:
+        facts = ", ".join(
+            f"{tier} is short by {format_bytes(missing)} of its {format_bytes(getattr(self.budget, tier))}"
+            for tier, missing in self.short.items()
+        )
+        missing = sum(self.short.values())
+        if self.spare >= missing:
+            remedy = 'The other tiers have the room: leave the placement to plan="auto", or place fewer units there.'
+        else:
+            remedy = (
+                f"Raise a budget by {format_bytes(missing - self.spare)} (disk_bytes with disk_path on a larger disk "
+                'is the cheapest), use more ranks, or optimizer_format="compact".'
+            )
+        taken = format_bytes(self.states_bytes)
+        return BudgetError(f"the states take {taken} on this rank and do not fit: {facts}. {remedy}")
+
+
+def solve(
+    units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: Machine, setup: Setup | None = None
+) -> Solved | Shortage:
+    """The fastest placement of the units on one rank within `budget`. What `plan` fixes stays."""
+    setup = setup or Setup(stage=plan.stage)
+    for room in budget.rooms:
+        places = _place(units, room, plan, machine, setup)
+        if places is not None:
+            return Solved(places, room)
+    return _shortage(units, budget, plan, machine, setup)
+
+
+def _place(
+    units: Sequence[UnitBytes], room: Mapping[str, int], plan: Plan, machine: Machine, setup: Setup
+) -> tuple[UnitPlace, ...] | None:
+    """First without, then with weights and gradients on disk."""
+    for uses_disk in (False, True):
+        choice = StateChoice(units, plan, machine, setup, uses_disk=uses_disk)
+        solution = solve_program(choice.program(room))
+        if solution is not None:
+            return choice.places(solution)
+    return None
+
+
+class StateChoice:
+    """The units of one rank as groups of equal ones, each with the places it may have."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitBytes],
+        plan: Plan,
+        machine: Machine,
+        setup: Setup,
+        *,
+        uses_disk: bool,
+        take: Callable[[UnitBytes, UnitPlace], tuple[float, ...]] = place_bytes,
+    ) -> None:
+        self.units, self.machine, self.setup, self.take = units, machine, setup, take
+        alike: dict[tuple[tuple[int | None, ...], tuple[UnitPlace, ...]], list[int]] = {}
+        for index, unit in enumerate(units):
+            alike.setdefault((unit.sizes, candidates(unit, plan, uses_disk=uses_disk)), []).append(index)
+        self.members = [(units[indices[0]], places, indices) for (_, places), indices in alike.items()]
+
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(
+            Group(unit.name, len(indices), tuple(self._option(unit, where) for where in places))
+            for unit, places, indices in self.members
+        )
+
+    def _option(self, unit: UnitBytes, where: UnitPlace) -> Option:
+        seconds = place_loads(unit, where, self.machine, self.setup).seconds
+        burden = sum(
+            times * HIDDEN_COSTS[lane] * seconds[PHASES.index(phase) * len(LANES) + LANES.index(lane)]
+            for phase, times in repeats(self.setup).items()
+            for lane in HIDDEN_COSTS
+        )
+        taken = self.take(unit, where)
+        held = HELD_COST * taken[0] / self.machine.device_bandwidth
+        label = (where.weights, where.gradients, where.optimizer)
+        return Option(label, tuple(seconds), taken, burden + held)
+
+    def program(self, room: Mapping[str, float]) -> Program:
+        return build_program(self.groups(), self.setup, [room[tier] for tier in TIERS], base=None)
+
+    def places(self, solution: Solution) -> tuple[UnitPlace, ...]:
+        """Units in order, the fastest places first."""
+        chosen: dict[int, UnitPlace] = {}
+        for (_, places, indices), counts in zip(self.members, solution.counts, strict=True):
+            spread = [where for where, count in zip(places, counts, strict=False) for _ in range(count)]
+            chosen.update(zip(indices, spread, strict=True))
+        return tuple(chosen[index] for index in range(len(self.units)))
+
+
+def build_program(
+    groups: Sequence[Group], setup: Setup, room: Sequence[float], base: Sequence[float] | None
+) -> Program:
+    """Phases and rooms around the groups, in a unit of time in which no number is tiny."""
+    width = len(LANES)
+    base = base or [0.0] * (len(PHASES) * width)
+    most = max([sum(base), *(sum(option.seconds) for group in groups for option in group.options)], default=0.0)
+    scale = 1.0 / most if most else 1.0
+    scaled = tuple(
+        Group(
+            group.name,
+            group.count,
+            tuple(
+                Option(o.label, tuple(second * scale for second in o.seconds), o.bytes, o.burden * scale)
+                for o in group.options
+            ),
+        )
+        for group in groups
+    )
+    counts = repeats(setup)
+    phases = tuple(
+        Phase(counts[name], tuple(range(index * width, (index + 1) * width)))
+        for index, name in enumerate(PHASES)
+        if counts[name]
+    )
+    rooms = tuple(map(float, room))
+    return Program(scaled, phases, tuple(second * scale for second in base), rooms, scale)
+
+
+def candidates(unit: UnitBytes, plan: Plan, *, uses_disk: bool) -> tuple[UnitPlace, ...]:
+    """The places that a unit may have, the fastest first."""
+    is_frozen = not unit.optimizer and not unit.gradients
+    return _menu(tuple(fixed_tiers(unit, plan).items()), is_frozen, uses_disk)
+
+
+@cache
+def _menu(fixed_pairs: tuple[tuple[str, str], ...], is_frozen: bool, uses_disk: bool) -> tuple[UnitPlace, ...]:
+    fixed, found = dict(fixed_pairs), []
+    for optimizer in _open(fixed, "optimizer", TIERS):
+        for weights in _open(fixed, "weights", TIERS if uses_disk else TIERS[:2]):
+            if is_frozen and "optimizer" not in fixed and optimizer != weights:
+                continue
+            if not fixed.keys() & {"weights", "optimizer"} and TIERS.index(optimizer) < TIERS.index(weights):
+                continue
+            follows = (optimizer,) if optimizer != "disk" else ("host", "disk") if uses_disk else ("host",)
+            if is_frozen:
+                follows = (weights,)
+            for gradients in _open(fixed, "gradients", follows):
+                found.append(UnitPlace(weights, gradients, optimizer))
+    return tuple(found)
+
+
+def _open(fixed: Mapping[str, str], kind: str, tiers: Sequence[str]) -> Sequence[str]:
+    return (fixed[kind],) if kind in fixed else tiers
+
+
+def _shortage(units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: Machine, setup: Setup) -> Shortage:
+    """What is missing, found by giving tiers more room: the disk first, as the cheapest."""
+    room = budget.rooms[-1]
+    for extended in (("disk",), ("host", "disk"), ("device",), TIERS):
+        wide = {tier: 2**60 if tier in extended else max(0, room[tier]) for tier in TIERS}
+        places = _place(units, wide, plan, machine, setup)
+        if places is not None:
+            break
+    assert places is not None
+    use = dict.fromkeys(TIERS, 0)
+    for unit, where in zip(units, places, strict=True):
+        for tier, taken in use_of(unit, {kind: getattr(where, kind) for kind in KINDS}).items():
+            use[tier] += taken
+    short = {tier: use[tier] - room[tier] for tier in TIERS if use[tier] > room[tier]}
+    spare = sum(max(0, room[tier] - use[tier]) for tier in TIERS)
+    total = sum(sum(use_of(unit, dict.fromkeys(KINDS, "device")).values()) for unit in units)
+    return Shortage(total, short, spare, budget)

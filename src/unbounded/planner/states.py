@@ -1,0 +1,131 @@
+"""What one rank keeps of each unit, the tiers it may be on, and what of that a plan has fixed already."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unbounded.errors import PlanError
+from unbounded.planner.plan import Placement, Plan
+
+KINDS = ("weights", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """What one rank keeps of one unit, by kind of state."""
+
+    name: str
+    weights: int
+    gradients: int
+    optimizer: int
+    completion: int = 0  # the bits that complete 16-bit weights to their master
+    summed_gradients: int = 0  # gradients in the dtype they are added up in, as the disk keeps them
+    deferred: int = 0  # whole gradients that wait for their reduction, on the device wherever they go then
+
+    owned: int | None = None  # of the weights, what this rank updates; None: all it keeps
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """All but the name."""
+        kinds = (self.weights, self.gradients, self.optimizer, self.completion)
+        return (*kinds, self.summed_gradients, self.deferred, self.owned)
+
+    @property
+    def updated_weights(self) -> int:
+        return self.weights if self.owned is None else self.owned
+
+    def size(self, kind: str, tier: str) -> int:
+        """The bytes of one kind on a tier, without what completes the weights."""
+        if kind == "gradients" and tier == "disk":
+            return max(self.gradients, self.summed_gradients)
+        return int(getattr(self, kind))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one rank may use of each tier, and the part of it that buffers and activations need.
+
+    Where states do not fit beside the reserves, the next pair of `tighter` ones counts instead.
+    """
+
+    device: int
+    host: int
+    disk: int
+    device_reserve: int = 0
+    host_reserve: int = 0
+    tighter: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def rooms(self) -> list[dict[str, int]]:
+        """The room for states in each tier, the most comfortable first."""
+        reserves = ((self.device_reserve, self.host_reserve), *self.tighter)
+        return [
+            {"device": self.device - device, "host": self.host - host, "disk": self.disk} for device, host in reserves
+        ]
+
+
+@dataclass(frozen=True)
+class UnitPlace:
+    weights: str
+    gradients: str
+    optimizer: str
+
+    @property
+    def completion(self) -> str:
+        """With the optimizer states; where those are on disk, with the weights, which saves a fifth of the traffic."""
+        return str(_completion_tier({"weights": self.weights, "optimizer": self.optimizer}))
+
+
+def sum_bytes(units: Sequence[UnitBytes], places: Sequence[UnitPlace], tier: str) -> int:
+    """What a placement takes of a tier."""
+    rows = zip(units, places, strict=True)
+    return sum(use_of(unit, {kind: getattr(where, kind) for kind in KINDS})[tier] for unit, where in rows)
+
+
+def use_of(unit: UnitBytes, tiers: Mapping[str, str]) -> Counter[str]:
+    """The bytes that the kinds placed so far take of each tier."""
+    use: Counter[str] = Counter(device=unit.deferred)
+    for kind, tier in tiers.items():
+        use[tier] += unit.size(kind, tier)
+    completion = _completion_tier(tiers)
+    if completion is not None:
+        use[completion] += unit.completion
+    return use
+
+
+def _completion_tier(tiers: Mapping[str, str]) -> str | None:
+    """Where what completes the weights lives, as far as the placement is known."""
+    optimizer = tiers.get("optimizer", "disk")
+    return optimizer if optimizer != "disk" else tiers.get("weights")
+
+
+def fixed_tiers(unit: UnitBytes, plan: Plan) -> dict[str, str]:
+    """What the plan leaves no choice about."""
+    named = {kind: read_placement(getattr(plan, kind), unit.name) for kind in KINDS}
+    tiers = {kind: tier for kind, tier in named.items() if tier is not None}
+    if plan.stage < 3:
+        tiers["weights"] = "device"
+    if "gradients" not in tiers and "optimizer" in tiers:
+        tiers["gradients"] = tiers["optimizer"] if tiers["optimizer"] != "disk" else "host"
+    return tiers
+
+
+def read_placement(placement: Placement | None, unit: str) -> str | None:
+    """The tier that `placement` names for `unit`: the first pattern that matches, or None where it is left open."""
+    if placement is None or isinstance(placement, str):
+        return placement
+    return next((tier for pattern, tier in placement if fnmatch.fnmatchcase(unit, pattern)), None)
+
+
+def check_patterns(placement: Placement | None, kind: str, names: Sequence[str]) -> None:
+    """Raises where a pattern matches no unit: a misspelt one would silently place nothing."""
+    if placement is None or isinstance(placement, str):
+        return
+    for pattern, _ in placement:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise PlanError(
+                f"the pattern {pattern!r} in {kind} matches no unit. The units are {', '.join(names[:8])}..."
+            )

@@ -1,0 +1,262 @@
+"""The lanes of a step: how long computing, links, host memory and disks are busy in each of its phases.
+
+    first forward   compute | units fetched | the update of the last step: device and host kernels, disk, links
+    forward         compute | units fetched                                (again for each further micro-batch)
+    backward        compute | units fetched | gradients leave | collectives (for each micro-batch)
+    update          what no pass hides: collectives once a step, and on a CPU all updates
+
+A phase takes as long as its slowest lane, a step as long as its phases. Everything is a sum over units, blocks and
+bytes, so `program` can choose among placements by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unbounded.planner.machine import Machine
+from unbounded.planner.models.footprint import Cost, Footprint, Part
+from unbounded.planner.states import UnitBytes, UnitPlace
+from unbounded.planner.step.streaming import stream_rate
+
+PHASES = ("first forward", "forward", "backward", "update")
+LANES = (
+    "compute", "launch", "collectives", "to device", "to host", "host memory", "disk read", "disk write", "disk",
+)  # fmt: skip
+TIERS = ("device", "host", "disk")
+# Python's time for the hooks of one unit in one pass, in operations of the model. Assumed, not measured.
+UNIT_LAUNCHES = 25
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a step is run: the axes, the micro-batch of one rank, and what the engine hides.
+
+    `hides_updates`: host and disk update in the next forward; `hides_collectives`: gathers and reductions run beside
+    the computation. Ours does both; the papers' systems are told apart by them.
+    """
+
+    tokens: int = 0  # of a micro-batch; 0: not known, so nothing hides the lanes
+    sequence: int = 2048
+    accumulate: int = 1
+    stage: int = 3
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1  # model chunks a pipeline rank has: interleaving
+    prefetch_units: int = 2
+    hides_updates: bool = True
+    hides_collectives: bool = True
+    tile_bytes: int = 0  # layers are gathered in tiles of so many bytes; 0: units whole
+
+    @property
+    def model_ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def passes(self) -> float:
+        """Forwards and backwards of one micro-batch that a step's time holds: with a pipeline's bubble."""
+        return self.accumulate + (self.pipeline - 1) / self.chunks
+
+
+class Loads:
+    """Seconds by phase and lane, in the order that `Program` has them."""
+
+    def __init__(self) -> None:
+        self.seconds = [0.0] * (len(PHASES) * len(LANES))
+
+    def add(self, phase: str, lane: str, seconds: float) -> None:
+        self.seconds[PHASES.index(phase) * len(LANES) + LANES.index(lane)] += seconds
+
+    def add_disk(self, machine: Machine, phase: str, *, read: float = 0.0, write: float = 0.0) -> None:
+        """One rank's bytes; all devices of a node share its disks."""
+        if not read and not write:
+            return
+        for lane, num_bytes, rate in (
+            ("disk read", read, machine.disk_read),
+            ("disk write", write, machine.disk_write),
+            ("disk", read + write, machine.disk_both),
+        ):
+            self.add(phase, lane, num_bytes * machine.devices / rate if rate else 0.0 if not num_bytes else 1e9)
+
+
+def repeats(setup: Setup) -> dict[str, float]:
+    return {"first forward": 1, "forward": setup.passes - 1, "backward": setup.passes, "update": 1}
+
+
+def forward_seconds(cost: Cost, machine: Machine, setup: Setup) -> float:
+    """Of one part on one rank of the tensor axis, for a micro-batch: products, what memory bounds, all-reduces."""
+    products = cost.flops(setup.sequence) / setup.tensor / machine.matmul_flops
+    # Norms and residual additions are not split over the tensor axis; what is inside attention and ffn is.
+    split = (1 + 1 / setup.tensor) / 2 * cost.moved + cost.attention_moved * setup.sequence / setup.tensor
+    moved = split / machine.device_bandwidth
+    return setup.tokens * (products + moved + _exchange(cost, machine, setup))
+
+
+def backward_seconds(cost: Cost, machine: Machine, setup: Setup) -> float:
+    """Twice the forward, less the gradients of weights that are frozen."""
+    frozen = 2 * (cost.products - cost.trained) / setup.tensor / machine.matmul_flops
+    forward = forward_seconds(cost, machine, setup)
+    exchange = setup.tokens * _exchange(cost, machine, setup)
+    return 2 * (forward - exchange) + exchange - setup.tokens * frozen
+
+
+def _exchange(cost: Cost, machine: Machine, setup: Setup) -> float:
+    """Two all-reduces a block and pass, each twice its bytes through every rank's link."""
+    if setup.tensor == 1:
+        return 0.0
+    rate = machine.peer_rate
+    if setup.tensor > machine.devices:
+        rate = min(rate, machine.network_bandwidth / machine.devices)
+    return 2 * cost.exchanged * 2 * (setup.tensor - 1) / setup.tensor / rate
+
+
+def collective_seconds(num_bytes: float, machine: Machine, setup: Setup) -> float:
+    """One gather of `num_bytes` (or one reduce-scatter to parts of them) over the data axis."""
+    if setup.data == 1:
+        return 0.0
+    inside = max(1, machine.devices // setup.tensor)  # ranks of a data axis in one node
+    if setup.data <= inside or machine.nodes == 1:
+        return num_bytes * (setup.data - 1) / setup.data / machine.peer_rate
+    slices = max(1, machine.devices // min(inside, setup.data))  # parts of the model that a node's ranks gather
+    return num_bytes * slices / machine.network_bandwidth
+
+
+def unit_bytes(part: Part, footprint: Footprint, setup: Setup) -> UnitBytes:
+    """What one rank keeps of one unit."""
+    states, shards = footprint.states, setup.data
+    numel, trained = part.numel / setup.tensor, part.trained / setup.tensor
+    owned = trained / (shards if setup.stage >= 1 else 1)
+    grads = trained / (shards if setup.stage >= 2 else 1)
+    return UnitBytes(
+        part.name,
+        weights=_round(numel / (shards if setup.stage == 3 else 1) * states.weights),
+        gradients=_round(grads * states.gradients),
+        optimizer=_round(owned * states.optimizer),
+        completion=_round(owned * states.completion),
+        summed_gradients=_round(grads * states.summed),
+        owned=_round(owned * states.weights),
+    )
+
+
+def _round(value: float) -> int:
+    return int(value + 0.5)
+
+
+def place_loads(unit: UnitBytes, where: UnitPlace, machine: Machine, setup: Setup) -> Loads:
+    """What having one unit's states there adds to the lanes."""
+    loads = Loads()
+    for phase in ("first forward", "forward", "backward"):
+        if where.weights != "device":
+            loads.add(phase, "to device", unit.weights / machine.up())
+            if where.weights == "disk":
+                loads.add_disk(machine, phase, read=unit.weights)
+    if where.gradients != "device":
+        loads.add("backward", "to host", unit.gradients / machine.down())
+        again = (setup.accumulate - 1) / setup.accumulate  # of the backwards, those that add to others
+        summed = (2 * unit.summed_gradients + unit.gradients) * again
+        loads.add("backward", "host memory", summed * machine.devices / machine.host_rate)
+        if where.gradients == "disk":
+            stored = unit.size("gradients", "disk")
+            loads.add_disk(machine, "backward", read=stored * again, write=stored)
+    if unit.optimizer or unit.gradients:
+        _add_update(loads, unit, where, machine, setup)
+    return loads
+
+
+def touched_bytes(unit: UnitBytes, setup: Setup) -> float:
+    """What an update reads and writes: states and weights both ways, the gradient once."""
+    gradient = unit.summed_gradients if setup.accumulate > 1 else unit.gradients
+    return 2 * (unit.updated_weights + unit.optimizer + unit.completion) + gradient
+
+
+def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machine, setup: Setup) -> None:
+    """The kernel runs where the optimizer states are, on the host for those on disk; what is elsewhere travels."""
+    on_device = where.optimizer == "device"
+    hidden = setup.hides_updates and not machine.is_cpu
+    phase = "first forward" if hidden else "update"
+    weights = unit.updated_weights
+    gradient = unit.summed_gradients if setup.accumulate > 1 else unit.gradients
+    if on_device and not machine.is_cpu:  # on the computing stream, before the next forward
+        loads.add(phase, "compute", touched_bytes(unit, setup) / machine.device_bandwidth)
+    else:
+        rate = machine.host_rate + (stream_rate(machine) if where.optimizer == "host" else 0.0)
+        loads.add(phase, "host memory", touched_bytes(unit, setup) * machine.devices / rate)
+    for tier, num_bytes, comes_back in (
+        (where.weights, weights, True),
+        (where.completion, unit.completion, True),
+        (where.gradients, gradient, False),
+    ):
+        if on_device and tier != "device":
+            loads.add("update", "to device", num_bytes / machine.up())
+            loads.add("update", "to host", num_bytes / machine.down() * comes_back)
+        if not on_device and tier == "device":
+            loads.add(phase, "to host", num_bytes / machine.down())
+            loads.add(phase, "to device", num_bytes / machine.up() * comes_back)
+        if tier == "disk":
+            loads.add_disk(machine, "update" if on_device else phase, read=num_bytes, write=num_bytes * comes_back)
+    if where.optimizer == "disk":
+        loads.add_disk(machine, phase, read=unit.optimizer, write=unit.optimizer)
+
+
+def base_loads(footprint: Footprint, machine: Machine, setup: Setup) -> Loads:
+    """What no placement changes: the computation with every block kept, launches, collectives."""
+    loads = Loads()
+    for part in footprint.parts:
+        count = part.count / setup.pipeline  # the embedding and the head are on one rank each: a mean
+        forward = count * forward_seconds(part.cost, machine, setup)
+        backward = count * backward_seconds(part.cost, machine, setup)
+        launch_lane = "compute" if machine.is_cpu else "launch"  # a CPU launches nothing while it computes
+        launches = count * (part.cost.num_kernels + UNIT_LAUNCHES * bool(part.numel)) * machine.kernel_seconds
+        weights = footprint.states.weights * part.numel / setup.tensor
+        gradients = footprint.states.gradients * part.trained / setup.tensor
+        gather = count * collective_seconds(weights, machine, setup) if setup.stage == 3 else 0.0
+        scatter = count * collective_seconds(gradients, machine, setup)
+        lane = "collectives" if setup.hides_collectives else "compute"
+        for phase in ("first forward", "forward"):
+            loads.add(phase, "compute", forward)
+            loads.add(phase, launch_lane, launches if setup.tokens else 0.0)
+            loads.add(phase, lane, gather)
+        loads.add("backward", "compute", backward)
+        loads.add("backward", launch_lane, 2 * launches if setup.tokens else 0.0)
+        loads.add("backward", lane, gather)
+        if setup.stage >= 2:
+            loads.add("backward", lane, scatter)
+        elif setup.data > 1:  # once a step: an all-reduce, or a reduce-scatter and a gather of new weights
+            loads.add("update", "collectives", 2 * scatter)
+    if setup.pipeline > 1:
+        _add_sends(loads, footprint, machine, setup)
+    return loads
+
+
+def _add_sends(loads: Loads, footprint: Footprint, machine: Machine, setup: Setup) -> None:
+    """Activations from stage to stage, once a chunk and pass, split over the tensor axis (scatter and gather)."""
+    rate = machine.network_bandwidth / machine.devices or machine.peer_rate
+    seconds = setup.tokens * 2 * footprint.hidden / setup.tensor * setup.chunks / rate
+    for phase in ("first forward", "forward", "backward"):
+        loads.add(phase, "compute", seconds)
+
+
+def activation_loads(part: Part, policy: str, machine: Machine, setup: Setup) -> tuple[Loads, dict[str, float]]:
+    """What a policy adds to the lanes and takes of the tiers, for one block."""
+    loads, cost = Loads(), part.cost
+    held = dict.fromkeys(TIERS, 0.0)
+    # A pipeline has as many micro-batches in flight as stages are left: the first rank the most.
+    in_flight = min(setup.accumulate, setup.pipeline)
+    kept = setup.tokens * cost.kept_bytes(setup.sequence) / setup.tensor * in_flight
+    inputs = setup.tokens * cost.input * in_flight
+    if policy == "keep":
+        held["device"] = kept
+        return loads, held
+    loads.add("backward", "compute", forward_seconds(cost, machine, setup))
+    loads.add("backward", "compute" if machine.is_cpu else "launch", cost.num_kernels * machine.kernel_seconds)
+    if policy == "recompute":
+        held["device"] = inputs
+        return loads, held
+    held["host"] = inputs
+    for phase, lane, rate in (
+        ("first forward", "to host", machine.down()),
+        ("forward", "to host", machine.down()),
+        ("backward", "to device", machine.up()),
+    ):
+        loads.add(phase, lane, setup.tokens * cost.input / rate)
+    return loads, held

@@ -1,0 +1,56 @@
+"""What a step holds of each tier when it holds the most.
+
+On a device there are two such moments. At the *turn*, when the forward ends, all that blocks keep is there, and the
+loss. At the *end* of the backward none of that is left, and all gradients are there. Between them each block gives up
+what it kept for a gradient, so the peak is one of the two; gradients of earlier backwards are there at both.
+"""
+
+from __future__ import annotations
+
+from unbounded.planner.models.footprint import Footprint, Part
+from unbounded.planner.states import KINDS, UnitBytes, UnitPlace, use_of
+from unbounded.planner.step.lanes import TIERS, Setup
+
+MOMENTS = ("turn", "end", "host", "disk")
+
+
+def place_bytes(unit: UnitBytes, where: UnitPlace) -> tuple[float, ...]:
+    """What a unit's states take of the tiers at most, gradients and all."""
+    use = use_of(unit, {kind: getattr(where, kind) for kind in KINDS})
+    return tuple(float(use[tier]) for tier in TIERS)
+
+
+def moment_bytes(unit: UnitBytes, where: UnitPlace, setup: Setup) -> tuple[float, ...]:
+    """What a unit's states take at the turn and at the end, of the host, and of the disk."""
+    device, host, disk = place_bytes(unit, where)
+    if where.gradients != "device":
+        return device, device, host, disk
+    if setup.accumulate > 1:
+        device += unit.summed_gradients - unit.gradients
+        return device, device, host, disk
+    return device - unit.gradients, device, host, disk
+
+
+def activation_moments(held: dict[str, float]) -> tuple[float, ...]:
+    """What a block's activations take at the moments."""
+    return held["device"], 0.0, held["host"], held["disk"]
+
+
+def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomputes: bool) -> tuple[float, float]:
+    """Device memory at the turn and at the end beside states and what blocks keep: units being gathered, gradients on
+    their way, one block run again, the loss."""
+    states = footprint.states
+    largest = max((part.numel for part in footprint.parts), default=0) / setup.tensor * states.weights
+    trained = max((part.trained for part in footprint.parts), default=0) / setup.tensor * states.gradients
+    if setup.tile_bytes:
+        largest, trained = min(largest, setup.tile_bytes), min(trained, setup.tile_bytes)
+    ring = (setup.prefetch_units + 2) * largest if gathers else 0.0
+    block = max((kept_bytes(part, setup) for part in footprint.parts if part.is_block), default=0.0)
+    again = block if recomputes else 0.0
+    logits = setup.tokens * footprint.logits_bytes / setup.tensor
+    return ring + max(again, logits), ring + again + 2 * trained
+
+
+def kept_bytes(part: Part, setup: Setup) -> float:
+    """What one block keeps of one micro-batch."""
+    return setup.tokens * part.cost.kept_bytes(setup.sequence) / setup.tensor

@@ -1,0 +1,183 @@
+"""What the ranks do next, compared before they do it: a pass, a step, a save.
+
+Collectives meet by their order alone. A rank that evaluates while another trains would fill its weights with parts of
+other units, or abort in the backend where the sizes differ. So before the first collective of a phase the ranks compare
+what they are about to do, in one small vote on the host that runs ahead of it:
+
+    main     enter(forward) | compute ...                | enter(backward) | ...
+    words                   | vote |                                       | vote |
+    fetch                   | read u0 | ticket | gather u0 | gather u1 |
+
+A phase without a collective is not announced: whole weights may be evaluated on one rank. A collective outside any
+phase is a phase of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from unbounded.errors import PeerError
+from unbounded.ranks.axis import Axis, Pending
+from unbounded.ranks.watchdog.verdict import ADVICE
+
+# How long a rank looks for what its peers said they are doing, once it knows that they differ.
+_HEAR_SECONDS = 10.0
+
+
+class Said(NamedTuple):
+    """What a rank is about to do, with what must be the same everywhere, after how many collectives."""
+
+    text: str
+    detail: str
+    issued: int
+
+
+class Ticket:
+    """What one phase waits for before its first collective."""
+
+    def __init__(self, phases: Phases, number: int, said: Said, before: Ticket | None) -> None:
+        self.said, self.number = said, number
+        self._phases, self._before = phases, before
+        marks = [zlib.crc32(said.text.encode()), zlib.crc32(said.detail.encode()), said.issued]
+        with torch.inference_mode(False):  # another thread receives into it, in whatever mode
+            self._votes = torch.tensor([*marks, *(-mark for mark in marks)])
+        self._pending: Pending | None = None
+        self._lock = threading.Lock()
+        self._error: PeerError | None = None
+
+    def launch(self, axis: Axis) -> None:
+        self._pending = axis.launch_max(self._votes, f"the comparison of what ranks do next ({self.said.text})")
+
+    def wait(self) -> None:
+        """Returns when every rank has come to the same phase; raises where one has come to another."""
+        with self._lock:
+            if self._pending is not None:
+                try:
+                    self._finish(self._pending)
+                except PeerError as error:
+                    self._error = error
+                self._pending = self._before = None
+            if self._error is not None:
+                raise self._error
+
+    def _finish(self, pending: Pending) -> None:
+        if self._before is not None:
+            self._before.wait()
+        pending.finish()
+        if self._votes[:3].add(self._votes[3:]).any():  # the greatest and the least are not the same
+            self._error = self._phases.describe_difference(self)
+
+
+class Phases:
+    """The phases of one model on the ranks of `axis`, announced in the order of the program."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._is_shared = axis.size > 1
+        self._axis = axis.lane("words", "gloo")
+        self._text: str | None = None
+        self._detail = ""
+        self._ticket: Ticket | None = None
+        self._last: Ticket | None = None
+        self._number = self._issued = 0
+
+    def enter(self, text: str, detail: str = "") -> None:
+        """What follows, until `leave` or the next `enter`, is `text`; `detail` must be the same on every rank."""
+        self._text, self._detail, self._ticket = text, detail, None
+
+    def leave(self) -> None:
+        """What follows belongs to no phase."""
+        self._text = None
+
+    @contextmanager
+    def during(self, text: str) -> Iterator[None]:
+        """Inside, what follows is `text`; after it, what was before."""
+        before = self._text, self._detail, self._ticket
+        self.enter(text)
+        try:
+            yield
+        finally:
+            self._text, self._detail, self._ticket = before
+
+    def ticket(self, alone: str) -> Ticket | None:
+        """What the next collective waits for: the phase's ticket or, outside any, one for `alone`."""
+        if not self._is_shared:
+            return None
+        if self._text is None:
+            ticket = self._announce(alone, "")
+        elif self._ticket is None:
+            ticket = self._ticket = self._announce(self._text, self._detail)
+        else:
+            ticket = self._ticket
+        self._issued += 1
+        return ticket
+
+    def begin(self, text: str, detail: str = "") -> None:
+        """All ranks of the axis must call this. Enters a phase, and returns when every rank has."""
+        self.enter(text, detail)
+        ticket = self.ticket(text)
+        if ticket is not None:
+            ticket.wait()
+
+    def confirm(self, alone: str) -> None:
+        """All ranks of the axis must call this. Returns when every rank is about to do `alone`, in whatever phase."""
+        if self._is_shared:
+            self._announce(alone, "").wait()
+
+    def _announce(self, text: str, detail: str) -> Ticket:
+        self._number += 1
+        before = self._last if self._last is not None and self._last._pending is not None else None
+        ticket = self._last = Ticket(self, self._number, Said(text, detail, self._issued), before)
+        ticket.launch(self._axis)
+        return ticket
+
+    def describe_difference(self, ticket: Ticket) -> PeerError:
+        """All ranks of the axis call this where one differs: what each of them is about to do."""
+        ranks, said = self._axis.members(), {}
+        if self._axis.watch is not None and self._axis.group is not None:
+            key, own = f"phase/{self._axis.group.group_name}/{ticket.number}", json.dumps(ticket.said)
+            heard = self._axis.watch.exchange(key, own, ranks, _HEAR_SECONDS)
+            said = {rank: Said(*json.loads(text)) for rank, text in sorted(heard.items())}
+        return PeerError(describe_difference(said or {ranks[self._axis.rank]: ticket.said}))
+
+
+def describe_difference(said: Mapping[int, Said]) -> str:
+    """What ranks that do not do the same are doing, by rank."""
+    if len({one.text for one in said.values()}) > 1:
+        shown = "; ".join(f"rank {rank} is in {one.text}" for rank, one in said.items())
+        return f"the ranks are not doing the same: {shown}. {ADVICE}"
+    text, first, _ = next(iter(said.values()))
+    if len({one.issued for one in said.values()}) > 1:
+        shown = ", ".join(f"rank {rank} {one.issued}" for rank, one in said.items())
+        return (
+            f"the ranks come to {text} after different numbers of gathers and reductions: {shown}. A pass was broken "
+            f"off on one of them, by an exception that it caught. {ADVICE}"
+        )
+    for rank, (_, detail, _) in said.items():
+        if detail != first:
+            pairs = zip(detail.split("; "), first.split("; "), strict=False)
+            differing = ", ".join(f"{one} instead of {other}" for one, other in pairs if one != other)
+            fact = f"rank {rank} has other settings in {text} than rank {min(said)}"
+            return f"{fact}: {differing}. Set the same on every rank."
+    return f"another rank is not in {text}. {ADVICE}"
+
+
+def describe_groups(kind: str, groups: Iterable[Mapping[str, Any]]) -> str:
+    """The hyper-parameters of an optimizer, to be compared. Tensors on a GPU are left out: reading one would wait."""
+    shown = [kind]
+    for index, group in enumerate(groups):
+        for key, value in group.items():
+            if key == "params":
+                continue
+            if isinstance(value, torch.Tensor):
+                if value.device.type != "cpu" or value.numel() != 1:
+                    continue
+                value = value.item()
+            shown.append(f"{key}={value!r} (group {index})" if index else f"{key}={value!r}")
+    return "; ".join(shown)

@@ -1,0 +1,164 @@
+"""Whether a rank that waits should go on waiting: pure judgement over what it has heard from its peers.
+
+A rank waits in a collective. Every peer tells once a heartbeat where it is: how many collectives it has begun on each
+communicator, whether it works in this library, waits in a collective, or runs the user's code. From that:
+
+    a peer failed, or ended its program     raised at once, with the peer's own message
+    a peer is silent for the limit          stopped, killed, or its link is lost
+    the ranks wait for each other           raised as soon as two heartbeats show the same
+    a peer runs the user's code             waited for up to the limit
+    a peer compiles, saves, loads, reads    waited for as long as its heart beats
+    all are in the collective               waited for up to the limit and the time that its bytes may take
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# What the slowest link worth using carries: a collective of many bytes may take that long.
+LEAST_BYTES_PER_SECOND = 10e6
+ADVICE = (
+    "Every rank must make the same calls in the same order: forward, backward, clip_grad_norm_, step, save, load, "
+    "state_dict and full_params, equally often."
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the sequence of one communicator: `begun` of them, the last one `what`, for `seconds`."""
+
+    begun: int
+    is_inside: bool
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank as it was last heard of."""
+
+    rank: int
+    places: Mapping[str, Place]
+    where: str = ""
+    doing: str = "running"  # "running" the user's code, "working" in the library or a compiler, "waiting"
+    waiting_seconds: float = 0.0  # how long it has only waited, with no collective begun or ended
+    silent_seconds: float = 0.0
+    has_beaten: bool = True  # whether a heartbeat has come since this rank began to look
+    has_left: bool = False
+
+    def begun(self, key: str) -> int:
+        """How many collectives it has begun on a communicator."""
+        return self.places[key].begun if key in self.places else 0
+
+    def last(self) -> str:
+        """What it was in last, in words."""
+        if not self.places:
+            return "It has been in no collective yet"
+        place = min(self.places.values(), key=lambda place: (not place.is_inside, place.seconds))
+        if place.is_inside:
+            return f"It is in {place.what}, for {place.seconds:.0f} s"
+        return f"Its last collective was {place.what}, {place.seconds:.0f} s before"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for: the `number`th collective of communicator `key`, for `seconds` so far."""
+
+    rank: int
+    key: str
+    number: int
+    what: str
+    seconds: float
+    members: tuple[int, ...]
+    num_bytes: int = 0
+
+
+def judge(wait: Wait, seen: Mapping[int, Seen], limit: float, beat: float) -> str | None:
+    """Why waiting is over; None where it is not. `seen` has every rank that was heard of, and this one."""
+    peers = [other for rank, other in sorted(seen.items()) if rank != wait.rank and rank in wait.members]
+    absent = [other for other in peers if other.begun(wait.key) < wait.number]
+    for other in absent:
+        if other.has_left:
+            return _waited(wait, other, f"which has ended its program. {other.last()}. {ADVICE}")
+    for other in peers:
+        if other.silent_seconds >= limit:
+            return _waited(wait, other, describe_silence(other))
+    if wait.seconds >= 2 * beat:
+        circle = _find_circle(wait, seen, beat)
+        if circle:
+            shown = "; ".join(f"rank {rank} in {what}" for rank, what in sorted(circle.items()))
+            return f"the ranks wait for each other: {shown}. {ADVICE}"
+    if not all(other.has_beaten and other.silent_seconds <= 3 * beat for other in peers):
+        return None  # until it is heard from again, or has been silent for long enough
+    return _judge_patience(wait, seen, absent, limit)
+
+
+def describe_silence(other: Seen) -> str:
+    """A rank that no heartbeat comes from."""
+    return (
+        f"which has not been heard from for {other.silent_seconds:.0f} s: its process was stopped or killed, or its "
+        f"machine or the link to it is lost. It was last at {other.where or 'an unknown place'}. {other.last()}."
+    )
+
+
+def _judge_patience(wait: Wait, seen: Mapping[int, Seen], absent: list[Seen], limit: float) -> str | None:
+    if not absent:
+        if wait.seconds < limit + wait.num_bytes / LEAST_BYTES_PER_SECOND:
+            return None
+        fact = f"rank {wait.rank} has been in {wait.what} for {wait.seconds:.0f} s, and so has every other rank"
+        return f"{fact}: a link between them is lost. Look at the network between the machines."
+    if wait.seconds < limit:
+        return None
+    culprit = _follow(absent[0], seen)
+    if culprit.doing == "working":
+        return None
+    elsewhere = (
+        f"which is alive but elsewhere: at {culprit.where or 'an unknown place'}. {culprit.last()}. {ADVICE} Where one "
+        f"rank may take longer than {limit:g} s by itself, raise watchdog_seconds in the plan."
+    )
+    return _waited(wait, culprit, elsewhere)
+
+
+def _waited(wait: Wait, other: Seen, why: str) -> str:
+    return f"rank {wait.rank} waited {wait.seconds:.0f} s in {wait.what} for rank {other.rank}, {why}"
+
+
+def _waits_for(other: Seen, seen: Mapping[int, Seen]) -> dict[int, str]:
+    """The ranks that a waiting rank waits for, and in what."""
+    found: dict[int, str] = {}
+    for key, place in other.places.items():
+        if place.is_inside:
+            late = [peer.rank for peer in seen.values() if key in peer.places and peer.begun(key) < place.begun]
+            found.update(dict.fromkeys(late, place.what))
+    return found
+
+
+def _follow(other: Seen, seen: Mapping[int, Seen]) -> Seen:
+    """The rank at the end of those that wait for others in turn: the one that all wait for."""
+    passed: set[int] = set()
+    while other.doing == "waiting" and other.rank not in passed:
+        passed.add(other.rank)
+        late = [rank for rank in _waits_for(other, seen) if rank not in passed]
+        if not late:
+            break
+        other = seen[min(late)]
+    return other
+
+
+def _find_circle(wait: Wait, seen: Mapping[int, Seen], beat: float) -> dict[int, str]:
+    """What the ranks of a circle are in that wait for each other and do nothing else; empty where there is none."""
+    path: dict[int, str] = {}
+
+    def search(rank: int) -> bool:
+        other = seen[rank]
+        if other.doing != "waiting" or other.waiting_seconds < 2 * beat:
+            return False
+        for late, what in sorted(_waits_for(other, seen).items()):
+            path[rank] = what
+            if late == wait.rank or (late not in path and search(late)):
+                return True
+        path.pop(rank, None)
+        return False
+
+    return dict(path) if wait.rank in seen and search(wait.rank) else {}

@@ -1,0 +1,224 @@
+"""The watchdog: a rank that waits in a collective learns whether those it waits for will come.
+
+A thread that waits for longer than a heartbeat has the heartbeat look at the others, and goes on or raises as `verdict`
+says. Waiting is done in slices, woken as soon as the collective is over, so that one that is not late costs nothing
+more.
+
+    main, lanes   | collective |   | collective ..... slice, slice, slice: verdict -> PeerError |
+    heartbeat     | post |    | post |    | post, look |    | post, look |
+
+A rank whose program ends in an exception says so before its process ends, and its peers raise that message.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+import uuid
+import weakref
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from unbounded.errors import PeerError
+from unbounded.ranks.watchdog import verdict
+from unbounded.ranks.watchdog.device_waits import DeviceWaits
+from unbounded.ranks.watchdog.heartbeat import Heartbeat
+from unbounded.ranks.watchdog.notices import Notices
+from unbounded.ranks.watchdog.post import Post
+from unbounded.ranks.watchdog.verdict import Wait
+
+LIMIT_SECONDS = 60.0
+# How long a rank that fails stays for its peers to read why, and how long it looks for why a connection broke.
+FAREWELL_SECONDS = 3.0
+_TEXT_CHARS = 4000
+
+
+class Work(Protocol):
+    """A collective that torch has launched."""
+
+    def wait(self, timeout: timedelta = ...) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+class Watch:
+    """Watches over the collectives of this rank, on all communicators of the job."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.rank, self.heartbeat = heartbeat.rank, heartbeat
+        self._reason: str | None = None  # why this rank gave up waiting
+        self._device_waits = DeviceWaits()
+        self._device_thread: threading.Thread | None = None
+
+    @property
+    def beat(self) -> float:
+        """Seconds between two heartbeats, and the length of a slice."""
+        return self.heartbeat.seconds
+
+    def quicken(self, limit: float) -> None:
+        """Beats often enough for a limit of so many seconds."""
+        self.heartbeat.seconds = min(self.heartbeat.seconds, limit / 4)
+
+    def check(self, post: Post) -> None:
+        """Raises where the job has failed already: what is about to begin would not end."""
+        if self._reason is not None or self.heartbeat.failure is not None:
+            reason = self._reason or self._told(post.what)
+            if reason is not None:
+                raise PeerError(reason)
+
+    def wait(self, work: Work, group: dist.ProcessGroup, post: Post, limit: float, number: int | None = None) -> None:
+        """Returns when the last collective of `post`, or its `number`th, is over; raises where it will not be."""
+        if not self._is_over(work, post):
+            with self.heartbeat.looking():
+                while not self._is_over(work, post):
+                    reason = self._judge(post.wait(self.rank, number), limit)
+                    if reason is not None:
+                        _keep_for_ever(work, group)
+                        raise self._give_up(reason)
+        post.end(number)
+
+    def follow(self, post: Post, limit: float, start: torch.cuda.Event) -> None:
+        """A collective was launched that a device waits in; `start` was recorded before it, on the same stream."""
+        self._device_waits.follow(post, limit, start)
+        if self._device_thread is None:
+            # Not the heartbeat's: that may be blocked by the store of a rank that was stopped.
+            self._device_thread = threading.Thread(
+                target=self._watch_device, name="unbounded-device-watch", daemon=True
+            )
+            self._device_thread.start()
+
+    def exchange(self, key: str, text: str, ranks: list[int], limit: float) -> dict[int, str]:
+        """The texts that `ranks` say under `key`; those that have come within `limit` seconds."""
+        deadline = time.monotonic() + limit
+        self.heartbeat.ask(lambda notices: notices.say(key, text), limit)
+        heard: dict[int, str] = {self.rank: text}
+        while len(heard) < len(ranks) and time.monotonic() < deadline:
+            heard |= self.heartbeat.ask(lambda notices: notices.hear(key, ranks), limit) or {}
+            time.sleep(0.02)
+        return heard
+
+    def close(self, error: BaseException | None) -> None:
+        """The program ends, in `error` if any. Stays a little for peers that have not read yet what failed."""
+        heartbeat = self.heartbeat
+        if not heartbeat.is_alive():
+            return
+        if error is not None:
+            heartbeat.fail(f"{type(error).__name__}: {error}"[:_TEXT_CHARS], FAREWELL_SECONDS)
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        while heartbeat.failure is not None and time.monotonic() < deadline:
+            if (heartbeat.ask(lambda notices: notices.count("told", 0), FAREWELL_SECONDS) or 0) >= heartbeat.size:
+                break
+            time.sleep(self.beat / 4)
+        heartbeat.end(FAREWELL_SECONDS)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _is_over(self, work: Work, post: Post) -> bool:
+        try:
+            work.wait(timedelta(seconds=self.beat))
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            post.end()
+            raise self._give_up(self._explain(error, post)) from error
+        return True
+
+    def _give_up(self, reason: str) -> PeerError:
+        """This rank goes on no more; whoever comes later, or waits for it, is told."""
+        self._reason = reason
+        self.heartbeat.fail(reason[:_TEXT_CHARS], FAREWELL_SECONDS)
+        return PeerError(reason)
+
+    def _judge(self, wait: Wait, limit: float) -> str | None:
+        reason = self._told(wait.what)
+        if reason is not None:
+            return reason
+        lost = time.monotonic() - self.heartbeat.contact
+        if lost >= limit and wait.seconds >= limit:
+            return (
+                f"rank {self.rank} waited {wait.seconds:.0f} s in {wait.what}, and the job's store, which rank 0 or "
+                f"its launcher holds, has not answered for {lost:.0f} s: that process was stopped or killed, or the "
+                "link to it is lost."
+            )
+        return verdict.judge(wait, self.heartbeat.seen(), limit, self.beat)
+
+    def _told(self, what: str) -> str | None:
+        """What another rank failed of."""
+        failure = self.heartbeat.failure
+        if failure is None or failure[0] == self.rank:
+            return None
+        return f"rank {failure[0]} failed: {failure[1]} (rank {self.rank} was in {what})"
+
+    def _explain(self, error: RuntimeError, post: Post) -> str:
+        """A connection broke: mostly because a rank at its other end failed or was killed."""
+        what, deadline = post.what, time.monotonic() + max(FAREWELL_SECONDS, 6 * self.beat)
+        with self.heartbeat.looking():
+            while time.monotonic() < deadline:
+                reason = self._reason or self._told(what) or self._missing(what)
+                if reason is not None:
+                    return reason
+                time.sleep(self.beat / 4)
+        return f"rank {self.rank} lost the connection to a peer in {what}: {error}"
+
+    def _missing(self, what: str) -> str | None:
+        for seen in self.heartbeat.seen().values():
+            if seen.rank != self.rank and (seen.has_left or seen.silent_seconds >= max(3 * self.beat, 1.0)):
+                why = f"which has ended. {seen.last()}." if seen.has_left else verdict.describe_silence(seen)
+                return f"rank {self.rank} was in {what} with rank {seen.rank}, {why}"
+        return None
+
+    def _watch_device(self) -> None:
+        """A thread that waits for the device cannot be raised in: where the device waits in vain, the process ends."""
+        while self.heartbeat.is_alive():
+            time.sleep(self.beat)
+            late = [(wait, limit) for wait, limit in self._device_waits.waits(self.rank) if wait.seconds >= self.beat]
+            if not late:
+                continue
+            with self.heartbeat.looking():
+                reason = None
+                while late and reason is None:
+                    reason = next(filter(None, (self._judge(wait, limit) for wait, limit in late)), None)
+                    time.sleep(self.beat)
+                    late = [pair for pair in self._device_waits.waits(self.rank) if pair[0].seconds >= self.beat]
+            if late and reason is not None:
+                self._give_up(reason)
+                print(f"unbounded: {reason}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+
+
+def watch_job() -> Watch | None:
+    """All ranks must call this. The watch over the job's process group, started at the first call."""
+    group = dist.group.WORLD
+    if group is None or dist.get_backend(group) == "fake":
+        return None
+    if group not in _watches:
+        run: list[Any] = [uuid.uuid4().hex]
+        dist.broadcast_object_list(run, src=0)
+        store = dist.distributed_c10d._get_default_store()
+        notices = Notices(store, run[0], dist.get_rank(), dist.get_world_size())
+        _watches[group] = Watch(Heartbeat(group, notices))
+    return _watches[group]
+
+
+def _keep_for_ever(*parts: object) -> None:
+    """A group whose threads are in a collective that never ends would wait for them when freed."""
+    for part in parts:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+
+
+def _say_farewell() -> None:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for watch in list(_watches.values()):
+        watch.close(error)
+
+
+atexit.register(_say_farewell)

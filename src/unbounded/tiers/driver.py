@@ -1,0 +1,68 @@
+"""What this process takes of a GPU and of the host as the system counts it, beyond what allocators say.
+
+On a GPU that is the context, loaded kernels and the buffers of collectives: what the device has given out, less what
+torch's allocator has reserved. Another process may be on the device: what was taken before and is more than any
+context is its own. On the host it is what has grown since the model was sharded: libraries, stacks, page tables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+# A context with all of its kernels and collectives takes 0.5 to 1.5 GiB; what is beyond is another process's.
+MOST_CONTEXT_BYTES, USUAL_CONTEXT_BYTES = 3 * 2**30, 768 * 2**20
+
+
+class DriverCount:
+    """The bytes of a device that are taken around the allocator: `read` gives (free, total), `reserved` its own."""
+
+    def __init__(self, read: Callable[[], tuple[int, int]], reserved: Callable[[], int]) -> None:
+        self._read, self._reserved = read, reserved
+        around = self._around()
+        self._foreign_bytes = around - USUAL_CONTEXT_BYTES if around > MOST_CONTEXT_BYTES else 0
+        self._most = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._read()[1]
+
+    def context_bytes(self) -> int:
+        """The most that was seen so far: kernels are loaded when they are first used, and stay."""
+        self._most = max(self._most, min(self._around() - self._foreign_bytes, MOST_CONTEXT_BYTES))
+        return max(0, self._most)
+
+    def taken_bytes(self) -> int:
+        """What the process takes of the device."""
+        return self._reserved() + self.context_bytes()
+
+    def _around(self) -> int:
+        free, total = self._read()
+        return total - free - self._reserved()
+
+
+def count_device(device: torch.device) -> DriverCount:
+    """Reading it makes the context where there is none yet, so that it is counted."""
+    torch.cuda.synchronize(device)
+    return DriverCount(lambda: torch.cuda.mem_get_info(device), lambda: torch.cuda.memory_reserved(device))
+
+
+def resident_bytes() -> int:
+    """What this process takes of the host: the resident set, pinned memory included, and its page tables."""
+    sizes = {"VmRSS": 0, "VmPTE": 0}
+    try:
+        with open("/proc/self/status") as lines:
+            for line in lines:
+                name, _, value = line.partition(":")
+                if name in sizes:
+                    sizes[name] = int(value.split()[0]) * 1024
+    except OSError:
+        return 0
+    return sum(sizes.values())
+
+
+def page_table_bytes(num_bytes: int) -> int:
+    """What the tables of so many bytes in small pages take: an entry a page."""
+    return num_bytes // os.sysconf("SC_PAGE_SIZE") * 8

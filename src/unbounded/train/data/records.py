@@ -1,0 +1,117 @@
+"""Records to documents: which fields of a JSON object or Parquet row hold the text, the turns, or the pair.
+
+| kind | fields | a document is |
+|---|---|---|
+| text | `text` | the text |
+| chat | `messages`: `role`, `content` | the conversation |
+| sharegpt | `conversations`: `from`, `value` | the conversation |
+| alpaca | `instruction`, `input`, `output` | a conversation of one question and one answer |
+| prompt | `prompt`, `completion` | the pair; of lists of messages, the conversation |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from unbounded.planner.spelling import did_you_mean
+from unbounded.train.errors import DataError
+
+TEXT, CHAT, SHAREGPT, ALPACA, PROMPT = "text", "chat", "sharegpt", "alpaca", "prompt"
+Message = dict[str, str]
+
+
+class Prompted(NamedTuple):
+    """A text and how it goes on; the loss is on the completion alone."""
+
+    prompt: str
+    completion: str
+
+
+Document = str | list[Message] | Prompted
+Where = Callable[[], str]
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_SPEAKERS = (("role", "content"), ("from", "value"))
+
+
+@dataclass(frozen=True)
+class RecordKind:
+    """How records are read; `fields` must be there, `optional` may be."""
+
+    name: str
+    fields: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether documents have answers, on which alone the loss is."""
+        return self.name != TEXT
+
+    def check_fields(self, present: Collection[str], where: Where, noun: str) -> None:
+        """Raises where a field is missing, naming what is there."""
+        missing = next((name for name in self.fields if name not in present), None)
+        if missing is not None:
+            known = [str(name) for name in present]
+            raise DataError(
+                f'{where()} has no {noun} "{missing}".{did_you_mean(missing, known)} Its {noun}s are {known}; name the '
+                "right one with --text-field or --messages-field, or the kind of data with --data-format."
+            )
+
+    def read(self, record: Mapping[str, Any], where: Where) -> Document:
+        """The document of one record."""
+        values = [record[name] for name in self.fields]
+        if self.name == TEXT:
+            return _text(values[0], self.fields[0], where)
+        if self.name in (CHAT, SHAREGPT):
+            return _messages(values[0], self.fields[0], where)
+        if self.name == ALPACA:
+            question, answer = (_text(v, n, where) for v, n in zip(values, self.fields, strict=True))
+            more = record.get("input") or ""
+            asked = f"{question}\n\n{_text(more, 'input', where)}" if more else question
+            return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        if all(isinstance(value, list) for value in values):
+            return [m for v, n in zip(values, self.fields, strict=True) for m in _messages(v, n, where)]
+        return Prompted(*(_text(v, n, where) for v, n in zip(values, self.fields, strict=True)))
+
+
+def kind_named(name: str, text_field: str, messages_field: str | None) -> RecordKind:
+    """The kind of a format, with the user's names for its fields."""
+    if name == CHAT:
+        return RecordKind(CHAT, (messages_field or "messages",))
+    if name == SHAREGPT:
+        return RecordKind(SHAREGPT, (messages_field or "conversations",))
+    if name == ALPACA:
+        return RecordKind(ALPACA, ("instruction", "output"), ("input",))
+    if name == PROMPT:
+        return RecordKind(PROMPT, ("prompt", "completion"))
+    return RecordKind(TEXT, (text_field,))
+
+
+def recognise(fields: Collection[str], text_field: str, messages_field: str | None) -> RecordKind:
+    """The first kind all of whose fields a record has; text where none fits."""
+    for name in (CHAT, SHAREGPT, ALPACA, PROMPT):
+        kind = kind_named(name, text_field, messages_field)
+        if all(field in fields for field in kind.fields):
+            return kind
+    return kind_named(TEXT, text_field, messages_field)
+
+
+def _text(value: Any, name: str, where: Where) -> str:
+    if not isinstance(value, str):
+        raise DataError(f'{where()}: "{name}" holds {type(value).__name__}, not text.')
+    return value
+
+
+def _messages(value: Any, name: str, where: Where) -> list[Message]:
+    if isinstance(value, list):
+        for speaker, content in _SPEAKERS:
+            if all(isinstance(turn, dict) and {speaker, content} <= turn.keys() for turn in value):
+                return [
+                    {"role": _ROLES.get(str(turn[speaker]), str(turn[speaker])), "content": str(turn[content] or "")}
+                    for turn in value
+                ]
+    raise DataError(
+        f'{where()}: "{name}" is not a list of messages with "role" and "content", nor with "from" and "value".'
+    )

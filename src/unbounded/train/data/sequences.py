@@ -1,0 +1,229 @@
+"""Packed sequences in one fixed order.
+
+The samples of a run are numbered; sample `s` is sequence `s // S` of stream `s % S`, where the number of streams `S`
+depends on the data alone. In each epoch the blocks are put in an order drawn from the seed and dealt to the streams
+like cards; within a block (for Parquet, within 1,024 rows) the documents are shuffled. Each stream joins its
+documents' tokens and cuts them into sequences, so that which tokens a sample holds does not depend on the batch size
+or the number of ranks, and a rank reads only the streams that its samples come from.
+
+A stream's place is five integers (`StreamPlace`): sequences given so far, and where the first token of the next one
+is. To resume is to read that one block again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbounded.train.data.document import DocumentReader, Split
+from unbounded.train.data.records import Document
+from unbounded.train.data.source import Block
+from unbounded.train.data.tokenizer import IGNORED, Encoded, Tokenizer
+from unbounded.train.errors import DataError
+
+_MAX_STREAMS = 16
+_BLOCKS_PER_STREAM = 4  # fewer, and a stream could draw nothing but empty blocks
+_MAX_EMPTY_EPOCHS = 100
+_ENCODE_CHARACTERS = 8 << 10  # documents are tokenised in groups of about this size: more would come in bursts
+
+
+class StreamPlace(NamedTuple):
+    """Where a stream stands: the next sequence begins `offset` tokens into a document of a block of an epoch."""
+
+    taken: int = 0
+    epoch: int = 0
+    position: int = 0
+    document: int = 0
+    offset: int = 0
+
+
+class Sequence(NamedTuple):
+    """One packed sample: `inputs[i]` is to be followed by `targets[i]`; `starts[i]` marks the first of a document."""
+
+    inputs: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    starts: NDArray[np.bool_]
+
+
+def make_sequence(
+    tokens: NDArray[np.int32], targets: NDArray[np.int32], starts: NDArray[np.bool_], *, separated: bool
+) -> Sequence:
+    """A sample of one token less: separated documents are not asked for the first token of the next one."""
+    wanted = np.where(starts[1:], np.int32(IGNORED), targets[1:]) if separated else targets[1:]
+    return Sequence(tokens[:-1], wanted, starts[:-1])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A dataset as the streams see it: what to read, which part, in which tokens and in which order.
+
+    With `separated` documents of a sequence do not ask for each other's tokens. A sequence that begins within a
+    document repeats the `overlap` tokens before it as context.
+    """
+
+    reader: DocumentReader
+    tokenizer: Tokenizer
+    split: Split
+    sequence_length: int
+    seed: int
+    separated: bool = False
+    overlap: int = 0
+
+    @cached_property
+    def num_streams(self) -> int:
+        """How many streams the samples are dealt over."""
+        count = _MAX_STREAMS
+        while count > 1 and len(self.reader.source.blocks) < count * _BLOCKS_PER_STREAM:
+            count //= 2
+        return count
+
+    def order(self, epoch: int, stream: int) -> NDArray[np.int64]:
+        """The blocks that a stream reads in an epoch."""
+        shuffle = np.random.default_rng([self.seed, epoch])
+        return shuffle.permutation(len(self.reader.source.blocks))[stream :: self.num_streams]
+
+    def documents(self, block: int, epoch: int) -> Iterator[Document]:
+        """The block's documents as shuffled in an epoch, those of the other split too."""
+        return self.reader.read(self.reader.source.blocks[block], np.random.default_rng([self.seed, epoch, block]))
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number that changes whenever the order of samples does."""
+        files = [(str(file.path.name), file.num_bytes) for file in self.reader.source.files]
+        kind = (self.reader.kind, self.tokenizer.name.rsplit("/", 1)[-1], self.split, self.seed, self.overlap)
+        digest = blake2b(repr((files, kind, self.sequence_length)).encode(), digest_size=6).digest()
+        return int.from_bytes(digest, "little")
+
+
+class _Piece:
+    """A tokenised document with the place it came from, of which the first `offset` tokens are used up."""
+
+    __slots__ = ("document", "epoch", "offset", "position", "targets", "tokens")
+
+    def __init__(self, place: StreamPlace, encoded: Encoded) -> None:
+        self.epoch, self.position, self.document, self.offset = place.epoch, place.position, place.document, 0
+        self.tokens, self.targets = encoded
+
+
+class Stream:
+    """One stream of sequences, beginning at `place`."""
+
+    def __init__(self, corpus: Corpus, index: int, place: StreamPlace | None = None) -> None:
+        self._corpus, self._index = corpus, index
+        self._place = place or StreamPlace()
+        self._pieces: deque[_Piece] = deque()
+        self._num_ready = -self._place.offset  # tokens at hand, less those that a resumed stream used before
+        self._source = self._encoded(self._place)
+
+    @property
+    def place(self) -> StreamPlace:
+        """Where the next sequence begins."""
+        if not self._pieces:
+            return self._place
+        first = self._pieces[0]
+        return StreamPlace(self._place.taken, first.epoch, first.position, first.document, first.offset)
+
+    def skip_to(self, taken: int) -> None:
+        """Pass over sequences that others take, until `taken` have gone by."""
+        while self._place.taken < taken:
+            self.next()
+
+    def next(self) -> Sequence:
+        """The next sequence; its last target is also the first input of the one after it."""
+        length = self._corpus.sequence_length
+        while self._num_ready + self._num_repeated <= length:
+            piece = next(self._source)
+            if not self._pieces:
+                piece.offset = -self._num_ready if self._num_ready < 0 else 0
+            self._pieces.append(piece)
+            self._num_ready += len(piece.tokens)
+        self._num_ready -= length - self._num_repeated
+        sequence = self._cut(length, self._num_repeated)
+        self._place = self._place._replace(taken=self._place.taken + 1)
+        return sequence
+
+    @property
+    def _num_repeated(self) -> int:
+        """Tokens of the first document that were used before and are context for what follows."""
+        return min(self._corpus.overlap, self._pieces[0].offset) if self._pieces else 0
+
+    def _cut(self, length: int, repeated: int) -> Sequence:
+        tokens, targets, starts, missing = [], [], [], length + 1
+        self._pieces[0].offset -= repeated
+        while missing:
+            first = self._pieces[0]
+            span = slice(first.offset, first.offset + missing)
+            tokens.append(first.tokens[span])
+            targets.append(first.targets[span])
+            starts.append(np.arange(len(tokens[-1])) == -first.offset)
+            missing -= len(tokens[-1])
+            first.offset += len(tokens[-1])
+            if missing:
+                self._pieces.popleft()
+        self._pieces[0].offset -= 1
+        wanted = np.concatenate(targets)
+        wanted[: repeated + 1] = IGNORED  # asked for before (the first of all is never asked for)
+        return make_sequence(np.concatenate(tokens), wanted, np.concatenate(starts), separated=self._corpus.separated)
+
+    def _encoded(self, start: StreamPlace) -> Iterator[_Piece]:
+        group: list[tuple[StreamPlace, Document]] = []
+        characters = 0
+        for place, document in self._documents(start):
+            group.append((place, document))
+            characters += count_characters(document)
+            if characters >= _ENCODE_CHARACTERS:
+                yield from self._encode(group)
+                group, characters = [], 0
+
+    def _encode(self, group: list[tuple[StreamPlace, Document]]) -> Iterator[_Piece]:
+        encoded = self._corpus.tokenizer.encode([document for _, document in group])
+        for (place, _), one in zip(group, encoded, strict=True):
+            if len(one.tokens):
+                yield _Piece(place, one)
+
+    def _documents(self, start: StreamPlace) -> Iterator[tuple[StreamPlace, Document]]:
+        corpus, epoch, num_empty = self._corpus, start.epoch, 0
+        while num_empty < _MAX_EMPTY_EPOCHS:
+            num_empty += 1
+            order = corpus.order(epoch, self._index)
+            for position in range(start.position if epoch == start.epoch else 0, len(order)):
+                resumed = epoch == start.epoch and position == start.position
+                documents = enumerate(corpus.documents(int(order[position]), epoch))
+                for number, document in islice(documents, start.document if resumed else 0, None):
+                    if document and corpus.split.has(document):
+                        num_empty = 0
+                        yield StreamPlace(0, epoch, position, number), document
+            epoch += 1
+        raise DataError(_no_documents(corpus))
+
+
+def count_characters(document: Document) -> int:
+    """How long a document is, before it is tokenised."""
+    if isinstance(document, str):
+        return len(document)
+    return sum(len(part) if isinstance(part, str) else len(part["content"]) for part in document)
+
+
+def _no_documents(corpus: Corpus) -> str:
+    part = "evaluation" if corpus.split.held_out else "training"
+    return (
+        f"the {part} data is empty: {len(corpus.reader.source.files)} files hold no document for it. "
+        "Give files with text in them, or change --eval-fraction."
+    )
+
+
+def count_tokens(corpus: Corpus, blocks: list[Block]) -> int:
+    """Tokens of the corpus' split in `blocks`, found by tokenising them once."""
+    total = 0
+    for block in blocks:
+        documents = [d for d in corpus.reader.read(block) if d and corpus.split.has(d)]
+        total += sum(len(encoded.tokens) for encoded in corpus.tokenizer.encode(documents))
+    return total

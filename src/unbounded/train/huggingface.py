@@ -1,0 +1,132 @@
+"""Hugging Face models: from a folder with weights, from a configuration alone, or with adapters by peft.
+
+All are built on the meta device, adapters too: `unbounded.shard` streams the weights in and has peft draw the adapters,
+unit by unit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.train.data.tokenizer import FolderTokenizer
+from unbounded.train.errors import InputError
+from unbounded.train.options.settings import Settings
+
+
+def build_pretrained(
+    settings: Settings, dtype: torch.dtype
+) -> tuple[nn.Module, FolderTokenizer, str | None, tuple[int, int]]:
+    """The model, its tokenizer, the folder to stream weights from (None: none), and its layers and width."""
+    path = _find(settings)
+    config = _read_config(path, needs_weights=settings.model is not None)
+    _check_length(settings, config)
+    tokenizer = FolderTokenizer(settings.tokenizer or (path if path.is_dir() else path.parent))
+    model = _build_empty(path, config, dtype)
+    if settings.lora_rank is not None:
+        model = _adapt(settings, settings.lora_rank, model)
+    _check_vocabulary(tokenizer, model)
+    model.train()
+    weights = str(path) if settings.model is not None else None
+    text = config.get_text_config()
+    return model, tokenizer, weights, (int(text.num_hidden_layers), int(text.hidden_size))
+
+
+def _find(settings: Settings) -> Path:
+    path = Path(settings.model or settings.from_config or "")
+    if settings.model is not None and not path.is_dir():
+        raise InputError(f'model folder "{path}" does not exist. Give a folder that from_pretrained can read.')
+    if not path.is_dir() and not path.is_file():
+        raise InputError(f'model configuration "{path}" does not exist. Give a config.json or a folder with one.')
+    return path
+
+
+def _read_config(path: Path, *, needs_weights: bool) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise InputError(f'"{path}" takes transformers. Install it: pip install "unbounded[hf]".') from None
+    if needs_weights and not list(path.glob("*.safetensors")):
+        raise InputError(f'model folder "{path}" has no safetensors file. Save the model there with save_pretrained.')
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises a dozen kinds here; the user needs the one line
+        raise InputError(f'no model configuration can be read from "{path}": {_first_line(error)}') from None
+    _check_shape(path, config)
+    return config
+
+
+def _build_empty(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # a model's code meets whatever the configuration says
+        raise InputError(f'"{path}" is no language model that can be trained here: {_first_line(error)}') from None
+    _read_generation(path, model)
+    return model
+
+
+def _read_generation(path: Path, model: Any) -> None:
+    """The folder's own settings of generation, which go along into checkpoints and exports."""
+    from transformers import GenerationConfig
+
+    if (path / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:
+            raise InputError(f'"{path}/generation_config.json" cannot be read: {_first_line(error)}') from None
+
+
+def _check_shape(path: Path, config: Any) -> None:
+    """Refuse sizes that no model has, before a loop over them begins."""
+    text = config.get_text_config()
+    for key, most in (("num_hidden_layers", 10_000), ("hidden_size", 1 << 20), ("vocab_size", 1 << 28)):
+        value = getattr(text, key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise InputError(f'"{path}" says {key} = {value!r}, but it must be a whole number from 1 to {most}.')
+
+
+def _adapt(settings: Settings, rank: int, model: nn.Module) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise InputError('--lora-rank takes peft. Install it: pip install "unbounded[hf]".') from None
+    adapters = LoraConfig(
+        r=rank,
+        lora_alpha=settings.lora_alpha or 2 * rank,  # type: ignore[arg-type]
+        lora_dropout=settings.lora_dropout,
+        target_modules=list(settings.lora_targets) if settings.lora_targets else "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        # Outside the meta device's context: inside it peft leaves adapters in fp32, not in the dtype of the base model.
+        return get_peft_model(model, adapters, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InputError(f"the adapters do not fit this model: {_first_line(error)}") from None
+
+
+def _check_length(settings: Settings, config: Any) -> None:
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context and settings.sequence_length > context:
+        raise InputError(
+            f"--sequence-length {settings.sequence_length} is more than the {context} positions of the model. "
+            f"Choose at most {context}."
+        )
+
+
+def _check_vocabulary(tokenizer: FolderTokenizer, model: Any) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if tokenizer.vocabulary_size > rows:
+        raise InputError(
+            f'tokenizer "{tokenizer.name}" does not match the model: it has {tokenizer.vocabulary_size} tokens and the '
+            f"model embeds {rows}. Give the model's own tokenizer with --tokenizer."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

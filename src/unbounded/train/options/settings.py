@@ -1,0 +1,177 @@
+"""Closes what the user left open, for the machine and the model at hand: below this nothing meets an open setting.
+
+The default job is small enough for two CPU cores and two minutes, and its budgets are smaller than its states, so that
+all three tiers are at work. A GPU gets a larger one.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from unbounded.native.memory import available_bytes
+from unbounded.planner.sizes import format_bytes
+from unbounded.train.errors import InputError
+from unbounded.train.options.config import Config
+from unbounded.train.options.contradictions import plan_fields
+
+DEFAULT_OUTPUT = "runs/default"
+_SMALL = {"layers": 6, "width": 192, "heads": 6, "sequence_length": 128, "batch_tokens": 1024, "steps": 320, "lr": 1e-3}
+_LARGE = {"layers": 16, "width": 1024, "heads": 16, "sequence_length": 1024, "batch_tokens": 8192, "lr": 6e-4}
+_HF = {"layers": 0, "width": 0, "heads": 0, "sequence_length": 1024, "batch_tokens": 16_384, "lr": 2e-5}
+_LARGE_STEPS = 240
+_LORA_LR = 2e-4
+_PATHS = ("model", "from_config", "tokenizer", "data", "eval_data", "disk_path", "output", "export", "trace")
+_HOST_BYTES_PER_TOKEN = 17 * 6  # inputs, targets and marks of the batch in use and of those made ahead
+_MICRO_TOKENS = 8192  # a rank runs about this many tokens at once unless told
+
+
+@dataclass(frozen=True)
+class Settings(Config):
+    """A `Config` with nothing left open (`steps` is 0 until the data is counted, where epochs were asked for)."""
+
+    layers: int = 0
+    width: int = 0
+    heads: int = 0
+    data: tuple[str, ...] = ()
+    eval_fraction: float = 0.0
+    eval_every: int = 0
+    eval_tokens: int = 0
+    sequence_length: int = 0
+    batch_tokens: int = 0
+    micro_batch: int = 0
+    steps: int = 0
+    lr: float = 0.0
+    warmup: int = 0
+    final_lr: float = 0.0
+    precision: str = ""
+    activations: str = ""
+    device: str = ""
+    output: str = ""
+    checkpoint_every: int = 0
+    sample: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a global batch."""
+        return self.batch_tokens // self.sequence_length
+
+    def length_at(self, step: int) -> int:
+        """Tokens of a sequence at a 0-based step: from `sequence_start` on it doubles until it is `sequence_length`."""
+        start = self.sequence_start or self.sequence_length
+        num_doublings = (self.sequence_length // start).bit_length() - 1
+        return start << min(step * num_doublings // max(self.sequence_steps or 1, 1), num_doublings)
+
+    @property
+    def shard_plan(self) -> dict[str, Any]:
+        """The plan that the settings ask of `unbounded.shard`; what they leave open is left to "auto"."""
+        return plan_fields(self)
+
+
+def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
+    """`config` for a device of `kind` and this many ranks, all closed but what depends on the length of the run."""
+    ours = config.model is None and config.from_config is None
+    defaults: dict[str, Any] = dict((_SMALL if kind == "cpu" else _LARGE) if ours else _HF)
+    if ours and kind != "cpu":
+        defaults["steps"] = _LARGE_STEPS
+    if config.lora_rank is not None:
+        defaults["lr"] = _LORA_LR
+    if config.epochs is not None:
+        defaults["steps"] = 0
+    elif config.steps is None and not ours:
+        defaults |= {"steps": 0, "epochs": 1.0}
+    defaults["precision"] = dict(config.plan).get("precision", "bf16" if kind == "cuda" else "fp32")
+    defaults["activations"] = "host" if ours else "auto"
+    defaults |= {"output": DEFAULT_OUTPUT, "device": kind, "eval_fraction": 0.0}
+    if config.eval_data is None:
+        defaults["eval_fraction"] = 0.05 if config.data is None else 0.01  # of few documents, more
+    defaults["sample"] = ("def " if config.data is None else "The ") if ours else ""
+    defaults["data"] = default_data()
+    given: dict[str, Any] = {one.name: getattr(config, one.name) for one in fields(Config)}
+    closed: dict[str, Any] = {key: defaults.get(key) if value is None else value for key, value in given.items()}
+    settings = Settings(**{key: _expand(value) if key in _PATHS else value for key, value in closed.items()})
+    _check_lengths(settings)
+    return replace(settings, micro_batch=_micro_batch(settings, config.micro_batch, world_size))
+
+
+def close_length(settings: Settings, config: Config, *, tokens_per_epoch: int = 0) -> Settings:
+    """`settings` with its number of steps and all that follows from it, where `config` leaves that open."""
+    steps = settings.steps or max(round((settings.epochs or 1.0) * tokens_per_epoch / settings.batch_tokens), 1)
+    every = max(steps // 5, 1)
+    by_time_only = config.checkpoint_minutes is not None
+    follows = {
+        "warmup": max(steps // 20, 1),
+        "final_lr": settings.lr / 10,
+        "eval_every": every,
+        "eval_tokens": 8 * settings.batch_tokens,
+        "checkpoint_every": 0 if by_time_only else every,
+        "sequence_steps": max(steps // 4, 1),
+    }
+    closed: dict[str, Any] = {key: value for key, value in follows.items() if getattr(config, key) is None}
+    settings = replace(settings, steps=steps, **closed)
+    return replace(settings, warmup=min(settings.warmup, steps))
+
+
+def default_data() -> tuple[str, ...]:
+    """The sources of Python's own standard library: text that every machine has."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return (str(folder / "*.py"), *(str(folder / name / "*.py") for name in ("asyncio", "email", "json", "logging")))
+
+
+def _expand(path: Any) -> Any:
+    """A path, or several, with a leading ~ for the home of a user replaced; of one that is not known it is a name."""
+    if not isinstance(path, str):
+        return path and tuple(_expand(one) for one in path)
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(expanded) if expanded.startswith("~") else expanded
+
+
+def _check_lengths(settings: Settings) -> None:
+    length, start = settings.sequence_length, settings.sequence_start
+    if start is not None and (length % start or (length // start).bit_count() != 1):
+        raise InputError(
+            f"--sequence-start {start} does not double up to --sequence-length {length}. "
+            f"Choose {length} divided by 2, 4, 8 or another power of 2."
+        )
+    if settings.sequence_overlap >= length:
+        raise InputError(
+            f"--sequence-overlap {settings.sequence_overlap} leaves nothing new in a sequence of {length} tokens. "
+            "Choose less than --sequence-length."
+        )
+
+
+def _check_batch(settings: Settings, rows: int) -> None:
+    """Batches are made ahead: as many tokens as the host cannot hold would never be trained on."""
+    needed, free = rows * settings.sequence_length * _HOST_BYTES_PER_TOKEN, available_bytes()
+    if needed > free:
+        raise InputError(
+            f"--batch-tokens {settings.batch_tokens} take {format_bytes(needed)} of host memory on each rank, and "
+            f"{format_bytes(free)} are free. Lower it, or use more ranks."
+        )
+
+
+def _micro_batch(settings: Settings, given: int | None, world_size: int) -> int:
+    length, tokens = settings.sequence_length, settings.batch_tokens
+    if tokens % length:
+        raise InputError(
+            f"--batch-tokens {tokens} is not a multiple of --sequence-length {length}. "
+            f"The nearest that is: {max(round(tokens / length), 1) * length}."
+        )
+    if settings.rows % world_size:
+        raise InputError(
+            f"a global batch of {settings.rows} sequences cannot be split evenly over {world_size} ranks. "
+            f"Choose --batch-tokens so that it holds a multiple of {world_size} sequences."
+        )
+    mine = settings.rows // world_size
+    _check_batch(settings, mine)
+    if given is None:
+        most = min(max(_MICRO_TOKENS // length, 1), mine)
+        return next(count for count in range(most, 0, -1) if mine % count == 0)
+    if mine % given:
+        raise InputError(
+            f"--micro-batch {given} does not divide the {mine} sequences of a rank's batch. Choose one that does."
+        )
+    return given

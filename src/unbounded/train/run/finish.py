@@ -1,0 +1,29 @@
+"""The last acts of a run: a sample of text, and the model exported for others to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+import unbounded
+from unbounded.train.data.tokenizer import Tokenizer
+from unbounded.train.options.settings import Settings
+from unbounded.train.step.sampling import continue_text
+from unbounded.train.world import World
+
+
+def sample_text(model: nn.Module, tokenizer: Tokenizer, settings: Settings, world: World) -> str:
+    """All ranks must call this: the prompt of the settings continued, or nothing where there is none."""
+    if not settings.sample or not settings.sample_tokens:
+        return ""
+    return continue_text(model, tokenizer, settings.sample, settings=settings, device=world.device)
+
+
+def export_model(model: nn.Module, tokenizer: Tokenizer, settings: Settings) -> Path | None:
+    """All ranks must call this: write the model (of adapters, these alone) where the settings ask for it."""
+    if settings.export is None:
+        return None
+    folder = Path(settings.export)
+    unbounded.export(folder, model, tokenizer=getattr(tokenizer, "inner", None))
+    return folder

@@ -1,0 +1,100 @@
+"""What a run needs before its first step: its data, its placement, its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import unbounded
+from unbounded.native.memory import available_bytes
+from unbounded.tiers.budget import HOST_ACTIVATION_PART
+from unbounded.train.data.document import Split, open_reader
+from unbounded.train.data.sequences import Corpus, count_tokens
+from unbounded.train.data.source import open_source
+from unbounded.train.data.tokenizer import Tokenizer
+from unbounded.train.errors import DataError
+from unbounded.train.model import DTYPES, Subject
+from unbounded.train.options.settings import Settings
+from unbounded.train.step.optimizers import make_optimizer
+from unbounded.train.step.schedule import lr_factor, make_scheduler, weight_decay_groups
+from unbounded.train.world import World
+
+_SHOWN_SHARES = {"device_bytes": 0.35, "host_bytes": 0.7, "disk_bytes": 1.0}
+"""Budgets of the job that shows the tiers at work, in parts of its states: neither device nor host holds them all."""
+_LEAST_BUFFERS = 16 << 20
+"""What buffers take of the host's budget however small the model is."""
+
+
+def open_data(settings: Settings, tokenizer: Tokenizer) -> tuple[Corpus, Corpus | None]:
+    """The training data and, where there is to be an evaluation, its data."""
+
+    def corpus(paths: tuple[str, ...], split: Split) -> Corpus:
+        source = open_source(paths, settings.data_format)
+        reader = open_reader(source, settings.data_format, settings.text_field, settings.messages_field)
+        return Corpus(
+            reader,
+            tokenizer,
+            split,
+            settings.sequence_length,
+            settings.seed,
+            separated=settings.packing == "separated",
+            overlap=settings.sequence_overlap,
+        )
+
+    train = corpus(settings.data, Split(settings.eval_fraction))
+    if settings.eval_data is not None:
+        return train, corpus(settings.eval_data, Split())
+    if settings.eval_fraction > 0.0:
+        return train, replace(train, split=Split(settings.eval_fraction, held_out=True))
+    return train, None
+
+
+def count_epoch(corpus: Corpus, world: World) -> int:
+    """All ranks must call this: the tokens of one pass over the data, counted together."""
+    mine = list(corpus.reader.source.blocks)[world.data.rank :: world.data.size]
+    total = int(world.sum([count_tokens(corpus, mine)])[0])
+    if not total:
+        raise DataError("the training data is empty: its files hold no document. Give files with text in them.")
+    return total
+
+
+def shard_subject(subject: Subject, settings: Settings) -> tuple[nn.Module, Any, Any]:
+    """All ranks must call this: the model on its tiers, its optimizer and its scheduler."""
+    optimizer = make_optimizer(weight_decay_groups(subject.model, settings.weight_decay), settings)
+    torch.manual_seed(settings.seed)  # every rank draws the same first weights, however many there are
+    model, sharded = unbounded.shard(subject.model, optimizer, plan_of(subject, settings), weights=subject.weights)
+    factor = lr_factor(
+        steps=settings.steps, warmup=settings.warmup, decay=settings.decay, final=settings.final_lr / settings.lr
+    )
+    return model, sharded, make_scheduler(sharded, factor)
+
+
+def plan_of(subject: Subject, settings: Settings) -> dict[str, Any]:
+    """The plan to ask for. The built-in model without budgets gets some that its states do not fit in."""
+    plan = settings.shard_plan
+    if settings.model is None and settings.from_config is None and set(plan) <= {"precision", "activations"}:
+        states = subject.num_parameters * (16 if settings.precision == "fp32" else 14)
+        if states > available_bytes() // 2:
+            return plan  # no demonstration: budgets are promises, which this machine could not keep
+        plan |= {key: int(share * states) for key, share in _SHOWN_SHARES.items()}
+        plan["host_bytes"] += _LEAST_BUFFERS
+        if settings.activations == "host":  # beside the states, and within the part that a plan keeps for them
+            inputs = _input_bytes(subject, settings)
+            plan["host_bytes"] = max(plan["host_bytes"] + inputs, int(inputs / HOST_ACTIVATION_PART))
+    return plan
+
+
+def _input_bytes(subject: Subject, settings: Settings) -> int:
+    """What the inputs of all blocks take for the sequences that a rank runs at once."""
+    tokens = settings.micro_batch * settings.sequence_length
+    return subject.layers * tokens * subject.width * DTYPES[settings.precision].itemsize
+
+
+def set_schedule(scheduler: Any, optimizer: Any, num_updates: int) -> None:
+    """Put the schedule where it is after `num_updates` updates, as a resumed run needs it."""
+    scheduler.last_epoch = num_updates
+    for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = base * factor(num_updates)

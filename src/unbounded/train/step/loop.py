@@ -1,0 +1,149 @@
+"""One training step after another: batches in, updates, numbers out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from unbounded.observe import trace
+from unbounded.observe.lanes import PASS, STEP
+from unbounded.train.data.heldout import share
+from unbounded.train.data.loader import Batch
+from unbounded.train.data.sequences import Sequence
+from unbounded.train.options.settings import Settings
+from unbounded.train.step.objective import MicroBatch, logits_of, summed_loss
+from unbounded.train.world import World
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did, the same on all ranks: `loss` is the mean over the global batch's targets."""
+
+    loss: float
+    norm: float
+    num_targets: int
+    stepped: bool
+    lr: float
+    sequence_length: int
+    seconds: float
+    votes: tuple[float, ...]
+
+
+class Trainer:
+    """Runs steps of a sharded model. All ranks must call its methods together."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, settings: Settings, world: World) -> None:
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.settings, self.world = settings, world
+        self.broken_units: list[str] = []  # units whose gradient was not finite in the last step that was left out
+
+    def step(self, number: int, batch: Batch, vote: Callable[[], tuple[float, ...]] = tuple) -> Outcome:
+        """Train on a global batch; what `vote` gives after the backward pass is summed over ranks with the loss.
+
+        Loss and gradient are means over the targets of the whole batch, on however many ranks and in however many
+        parts it is run: each rank's sum is divided by the global count, times the ranks over which the engine averages.
+        """
+        with trace.mark(STEP, f"step {number + 1}"):
+            return self._step(number, batch, vote)
+
+    def _step(self, number: int, batch: Batch, vote: Callable[[], tuple[float, ...]]) -> Outcome:
+        start = time.perf_counter()
+        self._seed(number)
+        num_targets = max(int(self.world.sum([batch.num_targets])[0]), 1)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        length = self.settings.length_at(number)
+        for part in self._parts(batch, length):
+            with trace.mark(PASS, "forward"):
+                loss = summed_loss(self.model, part)
+            with trace.mark(PASS, "backward"):
+                self.optimizer.scale(loss * (self.world.data.size / num_targets)).backward()
+            total = total + loss.detach().double()
+        norm = float(self.optimizer.clip_grad_norm_(math.inf))
+        if self.settings.clip and math.isfinite(norm):  # otherwise a NaN would spread to the units that have none
+            self.optimizer.clip_grad_norm_(self.settings.clip)
+        summed, *votes = self.world.sum([float(total), *vote()])
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        stepped = self._update(summed / num_targets, norm)
+        seconds = time.perf_counter() - start
+        return Outcome(summed / num_targets, norm, num_targets, stepped, lr, length, seconds, tuple(votes))
+
+    def _update(self, loss: float, norm: float) -> bool:
+        """Step, unless the loss or gradient is not finite. (In fp16 the optimizer itself judges the gradient.)"""
+        judged = loss if self.settings.precision == "fp16" else loss + norm
+        stepped = math.isfinite(judged)
+        if stepped:
+            self.optimizer.step()
+            self.scheduler.step()
+        else:
+            self.broken_units = self.optimizer.nonfinite_units()
+        self.optimizer.zero_grad()
+        return stepped
+
+    def evaluate(self, sequences: list[Sequence]) -> float:
+        """The mean loss over the held-out targets."""
+        self.model.eval()
+        summed, count = 0.0, 0
+        rows = self.settings.micro_batch
+        with torch.no_grad():
+            for batch in share(sequences, rows=rows, rank=self.world.data.rank, world_size=self.world.data.size):
+                (part,) = self._parts(batch, self.settings.sequence_length)
+                summed += float(summed_loss(self.model, part))
+                count += batch.num_targets
+        self.model.train()
+        total, targets_seen = self.world.sum([summed, count])
+        return total / max(targets_seen, 1.0)
+
+    def _parts(self, batch: Batch, length: int) -> Iterator[MicroBatch]:
+        """The batch in parts of about as many tokens, its rows cut to `length`."""
+        inputs, targets = batch.inputs.reshape(-1, length), batch.targets.reshape(-1, length)
+        starts = batch.starts.reshape(-1, length)
+        size = self.settings.micro_batch * self.settings.sequence_length // length
+        separated = self.settings.packing == "separated"
+        for at in range(0, len(inputs), size):
+            span = slice(at, at + size)
+            yield MicroBatch(
+                self._move(inputs[span]),
+                self._move(targets[span]),
+                self._move(count_positions(starts[span])) if separated else None,
+            )
+
+    def _move(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.world.device)
+
+    def _seed(self, number: int) -> None:
+        """Dropout's randomness depends on seed, step and data rank alone, so that a resumed run repeats it."""
+        torch.manual_seed(((self.settings.seed * 1_000_003 + number) * 65_537 + self.world.data.rank) % 2**63)
+
+
+def count_positions(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Positions that begin at 0 with every row and with every document."""
+    index = np.broadcast_to(np.arange(starts.shape[1]), starts.shape)
+    return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+
+
+def find_culprit(model: nn.Module, inputs: Tensor) -> str | None:
+    """All ranks must call this: the first module whose output on `inputs` is not finite, by name."""
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if not found and isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
+            found.append(names[module])
+
+    hooks = [module.register_forward_hook(look) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            logits_of(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None

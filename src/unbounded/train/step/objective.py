@@ -1,0 +1,62 @@
+"""The loss: summed over tokens, so that the mean over a global batch does not depend on how it is split."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from unbounded.train.data.tokenizer import IGNORED
+
+_TILE_LOGITS = 1 << 24  # logits turned to fp32 at once: 64 MiB
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a model runs at once. `positions` count from each document's beginning; None: documents are joined."""
+
+    inputs: Tensor
+    targets: Tensor
+    positions: Tensor | None = None
+
+
+def logits_of(model: nn.Module, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The model's logits, from a plain tensor or a Hugging Face output.
+
+    With `positions` attention stays within documents: models of transformers read that off positions that begin
+    again at 0, as the built-in GPT does.
+    """
+    options: dict[str, Any] = {} if positions is None else {"position_ids": positions}
+    if _takes_cache(model):
+        options["use_cache"] = False  # asked for here and not set in its configuration, which is exported as it was
+    output = model(input_ids=inputs, **options)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def _takes_cache(model: Any) -> bool:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "use_cache" in inspect.signature(inner.forward).parameters
+
+
+def summed_loss(model: nn.Module, part: MicroBatch) -> Tensor:
+    """Cross entropy in fp32, summed over the targets that are not ignored.
+
+    Logits are turned to fp32 a tile of rows at a time, and again in the backward pass: the fp32 copy of all of them
+    would be the largest tensor of a step.
+    """
+    logits = logits_of(model, part.inputs, part.positions).flatten(0, 1)
+    wanted = part.targets.flatten()
+    rows = max(_TILE_LOGITS // logits.shape[-1], 1)
+    if len(logits) <= rows:
+        return _tile_loss(logits, wanted)
+    tiles = zip(logits.split(rows), wanted.split(rows), strict=True)
+    return torch.stack([checkpoint(_tile_loss, *tile, use_reentrant=False) for tile in tiles]).sum()
+
+
+def _tile_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")

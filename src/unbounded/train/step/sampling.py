@@ -1,0 +1,29 @@
+"""Text from the model in training: a sample at the end of a run, so that one can see what it learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from unbounded.train.data.tokenizer import Tokenizer
+from unbounded.train.options.settings import Settings
+from unbounded.train.step.objective import logits_of
+
+_TEMPERATURE, _TOP = 0.8, 40
+
+
+@torch.no_grad()
+def continue_text(
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, settings: Settings, device: torch.device
+) -> str:
+    """All ranks must call this: `prompt` continued by tokens drawn from the settings' seed, the same on every rank."""
+    draw = torch.Generator().manual_seed(settings.seed)
+    tokens = tokenizer.encode_prompt(prompt)
+    model.eval()
+    for _ in range(settings.sample_tokens):
+        inputs = torch.tensor([tokens[-settings.sequence_length :]], device=device)
+        best = logits_of(model, inputs)[0, -1].float().cpu().topk(min(_TOP, tokenizer.vocabulary_size))
+        odds = torch.softmax(best.values / _TEMPERATURE, 0)
+        tokens.append(int(best.indices[torch.multinomial(odds, 1, generator=draw)]))
+    model.train()
+    return tokenizer.decode(tokens)

@@ -1,0 +1,97 @@
+"""A folder of safetensors as a source of named tensors. Nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unbounded.errors import CheckpointError, MissingCheckpointError
+from unbounded.ranks.cut import Cut
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MAX_INDEX_BYTES = 1 << 30
+
+
+class WeightFolder:
+    """The tensors of a folder of safetensors, by name."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, only: str | None = None) -> None:
+        self.folder = Path(folder).expanduser()
+        self._files: dict[str, Any] = {}
+        self.places = self._find() if only is None else self._list([only])
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._open(self.places[key]).get_slice(key).get_shape())
+
+    def read(self, key: str) -> torch.Tensor:
+        return self._open(self.places[key]).get_tensor(key)
+
+    def read_part(self, key: str, cut: Cut) -> torch.Tensor:
+        """What a rank of the tensor axis holds of a tensor; nothing else of it is read."""
+        stored = self._open(self.places[key]).get_slice(key)
+        before = (slice(None),) * cut.dim
+        places = [before + (slice(start, stop),) for start, stop in cut.intervals]
+        return torch.cat([stored[place] for place in places], cut.dim)
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def _find(self) -> dict[str, str]:
+        """Which file holds each tensor; every file that is named must be there."""
+        if not self.folder.is_dir():
+            raise MissingCheckpointError(f"the weights folder {self.folder} does not exist. Check the path.")
+        if (self.folder / SINGLE).is_file():  # before the index, as transformers has it
+            return self._list([SINGLE])
+        if (self.folder / INDEX).is_file():
+            return self._read_index(self.folder / INDEX)
+        found = sorted(path.name for path in self._all())
+        if not found:
+            raise MissingCheckpointError(
+                f"{self.folder} has no .safetensors files. Give one written by save_pretrained or unbounded.export."
+            )
+        return self._list(found)
+
+    def _read_index(self, index: Path) -> dict[str, str]:
+        """The files that an index names for each tensor, which lie beside it: it may not lead anywhere else."""
+        try:
+            if index.stat().st_size > MAX_INDEX_BYTES:
+                raise ValueError(f"it has more than {MAX_INDEX_BYTES:,} bytes")
+            places = json.loads(index.read_text())["weight_map"]
+            if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+                raise ValueError("its weight_map does not name files")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{index} cannot be read ({error}). Download it again.") from None
+        outside = sorted({name for name in places.values() if Path(name).name != name or name in (".", "..")})
+        if outside:
+            raise CheckpointError(
+                f"{index} names files outside its folder: {', '.join(outside[:4])}. Files must lie beside their index."
+            )
+        missing = sorted({name for name in places.values() if not (self.folder / name).is_file()})
+        if missing:
+            raise MissingCheckpointError(
+                f"{index} names files that are not there: {', '.join(missing[:8])}. Download them too."
+            )
+        return places
+
+    def _list(self, names: Iterable[str]) -> dict[str, str]:
+        return {key: name for name in names for key in self._open(name).keys()}  # noqa: SIM118
+
+    def _all(self) -> Iterable[Path]:
+        found = self.folder.glob("*.safetensors")
+        return (path for path in found if path.name != ADAPTER_WEIGHTS and path.is_file())
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                self._files[name] = safe_open(self.folder / name, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.folder / name} cannot be read ({error}). Download it again.") from None
+        return self._files[name]

@@ -1,0 +1,73 @@
+"""Whole values for the user: full parameters to read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from unbounded.ranks.axis import Axis
+from unbounded.ranks.cut import Cut, join_cut
+from unbounded.zero.engine import Engine
+from unbounded.zero.unit import Unit
+
+
+@contextmanager
+def full_values(engine: Engine) -> Iterator[None]:
+    """All ranks of the axis must call this. Every parameter holds its full value; writes are kept. It may be nested."""
+    engine.check_process()
+    if engine.is_shown:
+        yield
+        return
+    engine.settle()
+    with engine.phases.during("unbounded.full_params()"):
+        for unit in engine.units:
+            engine.gathering.request(unit)
+    for unit in engine.units:
+        engine.gathering.wait(unit)
+        with engine.failures.noting():
+            if unit.states_written is not None:
+                unit.states_written.synchronize()
+    engine.raise_failures()
+    before = {unit: _open(unit, engine.axes.tensor) for unit in engine.units}
+    engine.is_shown = engine.gathering.holding = True
+    try:
+        yield
+    finally:
+        engine.is_shown = engine.gathering.holding = False
+        for unit, values in before.items():
+            with engine.failures.noting():
+                _close(engine, unit, values)
+        if engine.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        engine.settle()
+    engine.raise_failures()
+
+
+def _open(unit: Unit, tensor: Axis) -> torch.Tensor:
+    """Shows a gathered unit's values in its parameters, whole; returns a copy of the owned ones."""
+    unit.views.show()
+    for parameter, cut, view in _cut_parameters(unit):
+        parameter.data = join_cut(cut, view, tensor)
+    return unit.owned_part().clone()
+
+
+def _cut_parameters(unit: Unit) -> Iterator[tuple[nn.Parameter, Cut, torch.Tensor]]:
+    """The parameters that the tensor axis cuts, with their part of the gathered buffer."""
+    views = unit.slot_views(unit.buffer)
+    for parameter, slot, view in zip(unit.views.parameters, unit.layout.slots, views, strict=True):
+        if slot.cut is not None:
+            yield parameter, slot.cut, view
+
+
+def _close(engine: Engine, unit: Unit, before: torch.Tensor) -> None:
+    with torch.no_grad():
+        for parameter, cut, view in _cut_parameters(unit):
+            view.copy_(cut.take(parameter.data))
+            parameter.data = view
+        unit.views.hide()
+        engine.writes.store(unit, unit.owned_part(), before)
+    unit.views.place_data()
+    unit.note_change()

@@ -1,0 +1,37 @@
+"""Gradients of parameters that several stages of a pipeline hold: summed before they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unbounded.zero.parameters.parameter import ManagedParameter
+
+
+def sum_copies(parameters: Sequence[torch.nn.Parameter], add_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Every rank that holds copies of `parameters` must call this, before gradients are reduced.
+
+    `add_up` sums a tensor over these ranks. A rank that did not use one counts as zero; one that nobody used keeps no
+    gradient.
+    """
+    held = [p for p in parameters if isinstance(p, ManagedParameter) and p._unit.trainable]
+    if not held:
+        return
+    views = [_local(parameter) for parameter in held]
+    flags = torch.tensor([float(p._unit.gradient.used[p._index]) for p in held], device=views[0].device)
+    total = add_up(torch.cat([flags, *(view.reshape(-1).float() for view in views)]))
+    used, position = total[: len(held)].tolist(), len(held)
+    for parameter, view, is_used in zip(held, views, used, strict=True):
+        if is_used:
+            view.copy_(total[position : position + view.numel()].view(view.shape))
+            parameter._unit.gradient.used[parameter._index] = True
+        position += view.numel()
+
+
+def _local(parameter: ManagedParameter) -> torch.Tensor:
+    """This rank's gradient of a parameter that waits for its reduction, to be written to."""
+    unit, gradient = parameter._unit, parameter._unit.gradient
+    if gradient.local is None:
+        gradient.local = torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device)
+    return unit.slot_views(gradient.local)[parameter._index]

@@ -1,0 +1,176 @@
+"""The bytes of a gradient on its tier: stored, added to, scaled, measured.
+
+The first backward after a step stores what came out of the reduction as it is; nothing is lost by that. From
+the second on gradients are added up in the plan's accumulation dtype (fp32 unless said), and the store stays
+that wide, so a job that accumulates pays for it and one that does not keeps half the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from unbounded.native import kernels
+from unbounded.tiers.array import PAGE, Array, MemoryArray
+from unbounded.tiers.pool import BufferPool
+
+Factor = float | torch.Tensor
+
+
+class Allocate(Protocol):
+    """Makes an array on the gradient's tier."""
+
+    def __call__(self, dtype: torch.dtype, numel: int, *, unplanned_bytes: int = 0) -> Array: ...
+
+
+class GradientArray:
+    """One flat array of `numel`, narrow (`wire`) or wide (`sum_dtype`). `array` is None while it has no memory."""
+
+    def __init__(self, tier: str, numel: int, *, wire: torch.dtype, sum_dtype: torch.dtype) -> None:
+        self.tier, self.numel, self.wire = tier, numel, wire
+        self.sum_dtype = torch.promote_types(sum_dtype, wire) if sum_dtype != wire else wire
+        self.array: Array | None = None
+        self.is_wide = tier == "disk"  # there a second copy, to widen from, has no room
+        self._allocate_on: Allocate
+        self._bounce: BufferPool
+
+    def connect(self, allocate: Allocate, bounce: BufferPool) -> None:
+        """Says where its memory comes from, and the buffers through which the host reaches what it cannot address."""
+        self._allocate_on, self._bounce = allocate, bounce
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wire if self.array is None else self.array.dtype
+
+    def free(self) -> None:
+        """Gives memory of the device back; other tiers keep theirs for the next backward."""
+        if self.tier == "device":
+            self.array = None
+
+    def store(self, part: torch.Tensor) -> None:
+        self.is_wide = self.is_wide or part.dtype != self.wire
+        dtype = self.sum_dtype if self.is_wide else self.wire
+        if self.tier == "device":
+            self.array = MemoryArray(part.to(dtype), "device")
+            return
+        if self.array is None or self.array.dtype != dtype:
+            if self.array is not None:
+                self.array.free()
+            self.array = self._allocate(dtype)
+        self.array.evict(part.to(dtype)).wait()
+
+    def accumulate(self, part: torch.Tensor) -> None:
+        assert self.array is not None
+        if not self.is_wide and self.sum_dtype != self.wire:
+            self._widen()
+        self.is_wide = True
+        if self.tier == "device":
+            self.array.direct.add_(part)  # type: ignore[union-attr]
+            return
+        for start, held in self._parts(0, self.numel, write_back=True):
+            fresh = MemoryArray(part[start : start + held.numel()], "device")
+            with _on_host(fresh, 0, held.numel(), self._bounce, write_back=False) as added:
+                _add_up(held, added)
+
+    def squares(self, start: int, stop: int) -> torch.Tensor | float:
+        """The sum of squares of a stretch: a float, or a scalar tensor where the device has it."""
+        if self.array is None or start == stop:
+            return 0.0
+        if self.array.direct is not None:
+            return sum_squares(self.array.direct[start:stop])
+        return sum(float(sum_squares(part)) for _, part in self._parts(start, stop))
+
+    def multiply(self, start: int, stop: int, factor: Factor) -> None:
+        """Zero is written, so that it clears what is not finite too."""
+        for part in self._within(start, stop):
+            if isinstance(factor, float) and factor == 0.0:
+                part.zero_()
+            else:
+                part.mul_(factor if part.device.type == "cuda" else float(factor))
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        position = 0
+        for part in self._within(start, start + values.numel()):
+            part.copy_(values[position : position + part.numel()])
+            position += part.numel()
+
+    def copy(self, start: int, stop: int) -> torch.Tensor:
+        """A stretch of it in memory of its own, on the host where it is not on the device."""
+        assert self.array is not None
+        if self.array.direct is not None:
+            return self.array.direct[start:stop].clone()
+        value = torch.empty(stop - start, dtype=self.array.dtype)
+        for position, part in self._parts(start, stop):
+            value[position : position + part.numel()].copy_(part)
+        return value
+
+    def _within(self, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """[start, stop) to change in place, in parts that go back to their tier."""
+        if self.array is None or start == stop:
+            return
+        if self.array.direct is not None:
+            yield self.array.direct[start:stop]
+        else:
+            for _, part in self._parts(start, stop, write_back=True):
+                yield part
+
+    def _parts(self, start: int, stop: int, *, write_back: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """[start, stop) as the host can address it, each part with its place: they begin on a page of the disk."""
+        assert self.array is not None
+        step = self._bounce.buffer_bytes // 4 // PAGE * PAGE  # elements, so that they fit in fp32
+        for first in range(start // PAGE * PAGE, stop, step):
+            last = min(first + step, self.numel)
+            with _on_host(self.array, first, last, self._bounce, write_back=write_back) as held:
+                low, high = max(start, first), min(stop, last)
+                yield low - start, held[low - first : high - first]
+
+    def _widen(self) -> None:
+        """In memory: on disk it is wide from the start."""
+        assert self.array is not None
+        narrow = self.array
+        if self.tier == "device":
+            self.array = MemoryArray(narrow.direct.to(self.sum_dtype), "device")  # type: ignore[union-attr]
+            return
+        self.array = self._allocate(self.sum_dtype)
+        kernels.convert(narrow.direct, self.array.direct)  # type: ignore[arg-type]
+        narrow.free()
+
+    def _allocate(self, dtype: torch.dtype) -> Array:
+        """Placements count a gradient as it comes out of the reduction: whoever adds up takes more."""
+        return self._allocate_on(dtype, self.numel, unplanned_bytes=self.numel * (dtype.itemsize - self.wire.itemsize))
+
+
+def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
+    """In float64; on CUDA the root of it in float32 first, and as a tensor, so that nothing waits for it."""
+    if part.dtype == torch.float64:
+        return torch.linalg.vector_norm(part).square_()
+    if part.device.type == "cpu":
+        return kernels.sum_squares(part)
+    return torch.linalg.vector_norm(part, dtype=torch.float32).double().square_()
+
+
+def _add_up(held: torch.Tensor, fresh: torch.Tensor) -> None:
+    if held.dtype == torch.float64:
+        held.add_(fresh)
+    else:
+        kernels.accumulate(held, fresh)
+
+
+@contextmanager
+def _on_host(array: Array, start: int, stop: int, bounce: BufferPool, *, write_back: bool) -> Iterator[torch.Tensor]:
+    """A stretch of an array as the host can address it: itself, or a pinned copy that goes back at the end."""
+    if array.direct is not None and array.direct.device.type == "cpu":
+        yield array.direct[start:stop]
+        return
+    lease = bounce.lease()
+    try:
+        part = lease.tensor(array.dtype, stop - start)
+        array.fetch(part, start).wait()
+        yield part
+        if write_back:
+            array.evict(part, start).wait()
+    finally:
+        lease.release()

@@ -1,0 +1,223 @@
+"""`.grad` of a managed parameter: a tensor by shape, dtype and device, whose values stay where the engine keeps them.
+
+Looking at it costs nothing, so `model.zero_grad()` and `p.grad is not None` are free. Norms and multiplications by a
+number, which is what clipping and unscaling do, work wherever the gradient is: `torch.nn.utils.clip_grad_norm_` and
+`torch.amp.GradScaler` therefore go over all ranks and tiers. Any other computation takes the values, where this rank
+holds them whole, and is refused where it does not. One that outlives its gradient keeps its values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from unbounded.errors import StateError
+from unbounded.zero.gradients.gradient import Gradient, GradientState
+
+_Tensor = torch.Tensor
+
+
+class Owner(Protocol):
+    """The unit as its gradients see it."""
+
+    name: str
+    device: torch.device
+    gradient: Gradient
+
+    @property
+    def is_whole(self) -> bool: ...
+
+
+class ManagedGrad(torch.Tensor):
+    """The gradient of one parameter. Made by `grad_of`."""
+
+    _unit: Owner
+    _index: int
+    _own: torch.Tensor | None  # its values, once the engine has let go of them
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, ManagedGrad) and name in ("requires_grad_", "detach_"):
+            return first  # it never has a graph
+        if isinstance(first, ManagedGrad) and first._own is None and (answer := _answer(name, first, args, kwargs)):
+            return answer[0]
+        if isinstance(first, (list, tuple)) and name in _LISTS:
+            return _LISTS[name](*args, **kwargs)
+        values, filled = _open_all((args, kwargs))
+        result = func(*filled[0], **filled[1])
+        return next((grad for grad, value in values if result is value), result)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.open()
+
+    @property
+    def grad_fn(self) -> None:  # type: ignore[override]
+        return None
+
+    def open(self) -> torch.Tensor:
+        """The values themselves; what is written to them counts."""
+        if self._own is not None:
+            return self._own
+        gradient = self._unit.gradient
+        gradient.wait()
+        if not self._unit.is_whole or gradient.local is not None or gradient.state is GradientState.SPENT:
+            raise StateError(
+                f"the gradient of {gradient.layout.slots[self._index].name!r} is not held whole by this rank "
+                f"(partitioned, kept on {gradient.tier}, not reduced yet, or already used), so it cannot be read "
+                "here. Use optimizer.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip and "
+                "optimizer.zero_grad to clear."
+            )
+        return gradient.open_slot(self._index)
+
+    def let_go(self) -> None:
+        """The engine drops the gradient: this keeps the values that it had."""
+        value = self.open()
+        self._own = value.clone() if self._unit.gradient.tier == "device" else value
+        self._unit.gradient.leave_aside(self._index)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.open()) if self._own is not None or self._unit.is_whole else f"<gradient of {self._unit.name}>"
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.open().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.open().clone().__reduce_ex__(protocol)
+
+
+_alive: weakref.WeakKeyDictionary[Gradient, dict[int, weakref.ref[ManagedGrad]]] = weakref.WeakKeyDictionary()
+
+
+def grad_of(unit: Any, index: int) -> ManagedGrad | None:
+    """`.grad` of the parameter at `index`, the same object while anybody holds it."""
+    gradient: Gradient = unit.gradient
+    if not unit.trainable or not gradient.used[index]:
+        return None
+    alive = _alive.setdefault(gradient, {})
+    reference = alive.get(index)
+    grad = reference() if reference is not None else None
+    dtype = gradient.store.dtype
+    if grad is None or grad._own is not None or grad.dtype != dtype:
+        shape = gradient.layout.slots[index].shape
+        grad = torch.Tensor._make_subclass(ManagedGrad, torch.zeros((), dtype=dtype, device=unit.device).expand(shape))
+        grad._unit, grad._index, grad._own = unit, index, None
+        alive[index] = weakref.ref(grad)
+    return grad
+
+
+def keep_alive(gradient: Gradient, indices: Iterable[int] | None = None) -> None:
+    """Before gradients are dropped or replaced: what users still hold of them keeps its values."""
+    alive = _alive.get(gradient, {})
+    for index in list(alive) if indices is None else indices:
+        reference = alive.pop(index, None)
+        grad = reference() if reference is not None else None
+        if grad is not None and grad._own is None and gradient.used[index]:
+            grad.let_go()
+
+
+def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+    """What is done to a gradient where it is kept: cleared, multiplied by a number, measured."""
+    gradient, index = grad._unit.gradient, grad._index
+    if name == "zero_" or (name == "mul_" and _is_number(args[1], 0.0)):
+        gradient.wait()
+        gradient.zero_slot(index)
+        return (grad,)
+    if name in ("mul_", "div_", "__imul__", "__itruediv__") and len(args) == 2 and _is_number(args[1]):
+        factor = args[1] if isinstance(args[1], torch.Tensor) else float(args[1])
+        gradient.wait()
+        gradient.scale_slot(index, factor if "mul" in name else 1.0 / factor)
+        return (grad,)
+    order = _norm_order(name, args, kwargs)
+    if order is not None and order == 2.0:
+        return (_norm(grad),)
+    return None
+
+
+def _norm_order(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """The order of a norm over the whole tensor, or None where it is another one."""
+    if name not in ("norm", "vector_norm", "linalg_vector_norm") or set(kwargs) - {"p", "ord", "dtype"}:
+        return None
+    order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
+    return float(order) if len(args) <= 2 and isinstance(order, (int, float)) else 2.0 if order == "fro" else None
+
+
+def _is_number(value: Any, equal: float | None = None) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and equal is None and not isinstance(value, ManagedGrad)
+    return isinstance(value, (int, float)) and (equal is None or value == equal)
+
+
+def _norm(grad: ManagedGrad) -> torch.Tensor:
+    """All ranks of the axis must call this where the gradient is partitioned."""
+    norms = grad._unit.keeper.slot_norms(grad._unit)  # type: ignore[attr-defined]
+    return norms[grad._index]  # type: ignore[no-any-return]
+
+
+def _foreach_norm(grads: Any, order: float = 2.0, *, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(grad, order) for grad in grads]
+
+
+def _foreach_mul(grads: Any, factor: Any) -> None:
+    for index, grad in enumerate(grads):
+        grad.mul_(factor[index] if isinstance(factor, (list, tuple)) else factor)
+
+
+def _foreach_zero(grads: Any) -> None:
+    for grad in grads:
+        grad.zero_()
+
+
+def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """What `GradScaler.unscale_` does to a list of gradients; it hears of an overflow on any rank."""
+    for grad in grads:
+        is_lost = ~torch.isfinite(torch.linalg.vector_norm(grad))
+        found_inf.copy_(torch.maximum(found_inf, is_lost.to(found_inf)))
+        grad.mul_(inv_scale)
+
+
+_LISTS: dict[str, Callable[..., Any]] = {
+    "_foreach_norm": _foreach_norm,
+    "_foreach_mul_": _foreach_mul,
+    "_foreach_zero_": _foreach_zero,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}
+
+
+def _open_all(arguments: Any) -> tuple[list[tuple[ManagedGrad, torch.Tensor]], Any]:
+    values: list[tuple[ManagedGrad, torch.Tensor]] = []
+
+    def open_one(grad: ManagedGrad) -> torch.Tensor:
+        values.append((grad, grad.open()))
+        return values[-1][1]
+
+    return values, pytree.tree_map_only(ManagedGrad, open_one, arguments)
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
+
+
+# What a stand-in answers truly without its values.
+METADATA = _getters(
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "itemsize", "nbytes", "names",
+    "_backward_hooks", "_version", "output_nr", "retains_grad", "is_sparse_csr",
+) | {
+    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.element_size,
+    _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.__len__, _Tensor.__hash__,
+    _Tensor.get_device, _Tensor.is_contiguous, _Tensor.is_inference, torch.is_floating_point,
+    torch.is_complex, torch.numel, torch.is_tensor, _Tensor.is_same_size,
+}  # fmt: skip

@@ -1,0 +1,203 @@
+"""From the gradients of one unit's backward to the owned part of their mean, on its tier.
+
+    backward   | u3 |    | u2 |    | u1 |
+    reduce          | u3 |    | u2 |    | u1 |     reduce-scatter, then to the gradient's tier
+
+With several ranks a unit is reduced once a backward, when its last use has fired or at the end, and units are
+reduced in one agreed order, with zeros where a rank has nothing and in a dtype that follows from what all ranks
+know: no difference between the ranks' own passes can make them meet in different reductions. With `defer` (stage 1,
+and inside `no_sync`) whole local gradients are added up instead and reduced later, in fp32.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from unbounded.errors import StateError
+from unbounded.ranks.axis import Axis
+from unbounded.ranks.phases import Phases, Ticket
+from unbounded.tiers.lane import Handle, Lane
+from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.unit import Unit
+
+_is_there = partial(operator.is_not, None)
+# Whole gradients on their way at once: more would be the full set that partitioning and offloading avoid.
+IN_FLIGHT = 4
+
+
+class Reduction:
+    """The reduce lane. `replicate` gives every rank the whole mean (stage 0)."""
+
+    def __init__(self, ranks: Axis, phases: Phases, lane: Lane, *, replicate: bool) -> None:
+        self._phases = phases
+        self.ranks, self.lane, self.replicate = ranks, lane, replicate
+        self.measure = False  # take the norm as gradients pass: set once somebody has asked for it
+        self._in_flight: deque[Handle] = deque()
+        self._waiting: list[Unit] = []
+        self._ready: set[Unit] = set()
+        self._fresh: dict[Unit, torch.Tensor] = {}  # of this backward alone, for hooks of users
+        self._is_deferred = False  # a backward has been deferred and not reduced yet
+
+    def begin(self, order: Sequence[Unit]) -> None:
+        """A backward starts; its reductions will be launched in `order`."""
+        self._waiting = [unit for unit in order if unit.trainable] if self.ranks.size > 1 else []
+        self._ready.clear()
+
+    def defer(self) -> None:
+        """A backward starts whose gradients are reduced later."""
+        self._is_deferred = True
+
+    def collect(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, defer: bool) -> None:
+        """Takes the gradients of one use of `unit`, on the thread and stream of the backward."""
+        gradient = unit.gradient
+        if gradient.state is GradientState.SPENT:
+            raise StateError(
+                f"the gradient of unit {unit.name!r} was used up by an update inside last_backward(), so this backward "
+                "cannot add to it. Announce the last backward of a step alone, and call optimizer.zero_grad() after "
+                "each step."
+            )
+        if unit.views.frozen:
+            gradients = [None if i in unit.views.frozen else part for i, part in enumerate(gradients)]
+        full = self._flatten(unit, gradients)
+        if unit.views.hooks:  # they see what a whole backward made of it
+            self._fresh[unit] = _add(self._fresh.get(unit), full)
+        else:
+            self._take(unit, full, defer=defer)
+
+    def complete(self, unit: Unit, *, defer: bool) -> None:
+        """The backward has no more uses of `unit`: its hooks run, and its gradient may be reduced."""
+        if unit in self._fresh:
+            full = self._fresh.pop(unit)
+            _call_hooks(unit, full)
+            self._take(unit, full, defer=defer)
+        if self.ranks.size > 1 and not defer:
+            self._ready.add(unit)
+            self._launch()
+
+    def _take(self, unit: Unit, full: torch.Tensor, *, defer: bool) -> None:
+        full = _add(unit.gradient.local, full)
+        if self.ranks.size == 1 and not defer:
+            unit.gradient.local = None
+            self._submit(unit, full)
+        else:
+            unit.gradient.local, unit.gradient.is_new = full, True
+
+    def end(self, *, defer: bool) -> None:
+        """The backward is over: whatever was not launched is, with zeros where this rank has nothing."""
+        for unit in list(self._fresh):
+            self.complete(unit, defer=defer)
+        if defer:
+            return
+        self._ready.update(self._waiting)
+        self._launch()
+        self._is_deferred = False
+
+    def abandon(self) -> None:
+        """The backward broke off: what was collected stays, as in plain PyTorch, for the next reduction."""
+        self._waiting = []
+        self._fresh.clear()
+
+    def flush(self, unit: Unit, *, wide: bool) -> None:
+        """All ranks of the axis must call this, alike. Reduces what was collected; zeros where this rank has nothing.
+
+        `wide` says whether any rank may have a sum of several backwards; uses in one are rounded once, like one.
+        """
+        dtype = torch.promote_types(unit.dtype, torch.float32) if wide else unit.dtype
+        full, unit.gradient.local = unit.gradient.local, None
+        if full is None:
+            full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
+        self._submit(unit, full.to(dtype))
+
+    def forget(self) -> None:
+        """Nothing waits for a reduction any more."""
+        self._is_deferred = False
+
+    def restore(
+        self, unit: Unit, reduced: torch.Tensor | None, unreduced: torch.Tensor | None, used: Sequence[bool]
+    ) -> None:
+        """Puts back what a backward had left when a checkpoint was saved, and no step had used yet.
+
+        `reduced` is this rank's part of the mean, `unreduced` its own gradients that wait for a reduction.
+        """
+        if reduced is not None:
+            unit.gradient.add(reduced.to(unit.device), measure=self.measure)
+        if unreduced is not None:
+            unit.gradient.local = unreduced.to(unit.device)
+        unit.gradient.used, unit.gradient.is_new = bytearray(used), True
+
+    def _launch(self) -> None:
+        while self._waiting and self._waiting[0] in self._ready:
+            self.flush(self._waiting.pop(0), wide=self._is_deferred)
+
+    def _submit(self, unit: Unit, full: torch.Tensor) -> None:
+        if self.ranks.size == 1 and unit.gradient.tier == "device":
+            unit.gradient.add(full, measure=self.measure)
+            return
+        ready = None
+        if full.device.type == "cuda" and self.lane.stream is not None:
+            ready = torch.cuda.Event()
+            ready.record()
+            full.record_stream(self.lane.stream)
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().finish()
+        ticket = self._phases.ticket(f"the reduction of unit {unit.name!r}")
+        unit.gradient.adding = self.lane.submit(self._reduce, unit, full, ready, unit.gradient.adding, ticket)
+        self._in_flight.append(unit.gradient.adding)
+
+    def _reduce(
+        self,
+        unit: Unit,
+        full: torch.Tensor,
+        ready: torch.cuda.Event | None,
+        before: Handle | None,
+        ticket: Ticket | None,
+    ) -> None:
+        if ticket is not None:
+            ticket.wait()
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
+        if self.ranks.size > 1:
+            shard = torch.empty(unit.layout.shard_numel, dtype=full.dtype, device=full.device)
+            self.ranks.reduce(shard, full, unit.name)
+            if self.replicate:
+                self.ranks.gather(full, shard, unit.name)
+            else:
+                full = shard
+        if before is not None:
+            before.wait()  # a gradient of which a part was lost stays failed
+        unit.gradient.add(full, measure=self.measure)
+
+    def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        whole = all(map(_is_there, gradients))
+        make = torch.zeros if unit.layout.numel != unit.numel or not whole else torch.empty
+        full = make(unit.layout.numel, dtype=unit.dtype, device=unit.device)
+        views, used = unit.slot_views(full), unit.gradient.used
+        if whole:
+            unit.gradient.used = bytearray(b"\x01") * len(used)
+            torch._foreach_copy_(views, list(gradients))  # type: ignore[arg-type]
+            return full
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                used[index] = True
+                views[index].copy_(gradient)
+        return full
+
+
+def _add(held: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:
+    """The sum of several uses or backwards, in fp32 or wider; one alone stays as it is."""
+    return fresh if held is None else held.to(torch.promote_types(fresh.dtype, torch.float32)).add_(fresh)
+
+
+def _call_hooks(unit: Unit, full: torch.Tensor) -> None:
+    """Hands users' hooks the gradient that this backward made of a parameter, in the parameter's dtype."""
+    for index, part in enumerate(unit.slot_views(full)):
+        hooks = unit.views.hooks.get(index)
+        for hook in list(hooks.values()) if hooks and unit.gradient.used[index] else ():
+            value = part.to(unit.dtype, copy=True)
+            changed = hook(value)
+            part.copy_(value if changed is None else changed)

@@ -1,0 +1,351 @@
+"""What the user can reach between forwards: the same Parameter objects, managed by their unit.
+
+A managed parameter keeps its identity, name, shape, dtype and place in the optimizer. While its unit is
+partitioned or offloaded its data is one element of NaN spread over the true shape, so no tensor over freed
+memory exists; every computation on it comes through `__torch_function__`, which puts the gathered value in its
+place where that is safe and refuses with a remedy where it is not. Whether a computation has written to the value is
+read off its version counter, whatever the operation is called; what was written goes to the tier that keeps the
+parameter. Inside forwards the modules hold plain tensors instead, so none of this is on the hot path.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from unbounded.errors import StateError
+from unbounded.zero.gradients.managed_grad import METADATA, ManagedGrad, grad_of, keep_alive
+from unbounded.zero.passes.hooks import called_from
+
+if TYPE_CHECKING:
+    from unbounded.zero.unit import Unit
+
+_Tensor = torch.Tensor
+_FULL = "`with unbounded.full_params(model):`"
+_SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
+_MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
+_REFUSED = {"__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "resize_as_", "retain_grad", "backward"}
+_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
+_SET_REQUIRES_GRAD = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+class ManagedParameter(nn.Parameter):
+    """A parameter whose value and gradient are kept by its unit. Made from a Parameter by `manage`."""
+
+    _unit_ref: weakref.ref[Unit]
+    _index: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA or func in _AUTOGRAD:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        owner = args[0] if args and isinstance(args[0], ManagedParameter) else None
+        if owner is not None:
+            if name == "requires_grad_" or func == _SET_REQUIRES_GRAD:
+                return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
+            if name in _REFUSED or (name == "__set__" and func != _SET_REQUIRES_GRAD):
+                raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
+            if name == "detach" and called_from(nn.Module.state_dict):
+                return owner._unit.keeper.snapshot(owner._unit, owner._index)
+            if name == "copy_":
+                return owner._overwrite(args[1])
+            if name in _MOVES and _changes_nothing(func, owner, args, kwargs):
+                return owner
+            if name in _MOVES and called_from(nn.Module._apply):
+                raise StateError(
+                    f"{name}() would move or cast the parameter {owner.name!r}, which is sharded as {owner.dtype} for "
+                    f"{owner.device}. Move and cast the model before `shard`; a plan's `precision` chooses the dtype."
+                )
+        return _compute(func, args, kwargs)
+
+    @property
+    def _unit(self) -> Unit:
+        unit = self._unit_ref()
+        if unit is None:
+            raise StateError("the sharded model that this parameter belonged to is gone, and its value with it.")
+        return unit
+
+    def _train(self, is_trained: bool) -> ManagedParameter:
+        """Takes the parameter's gradient in from the next backward on, or leaves it out."""
+        unit = self._unit
+        if is_trained and not unit.trainable:
+            unit.keeper.thaw(unit)
+        with torch._C.DisableTorchFunctionSubclass():
+            _SET_REQUIRES_GRAD(self, is_trained)
+        (unit.views.frozen.discard if is_trained else unit.views.frozen.add)(self._index)
+        return self
+
+    def _overwrite(self, source: Any) -> ManagedParameter:
+        """Takes a new value without reading the old one. All ranks load a state dict."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        unit, source = self._unit, source.data if isinstance(source, ManagedParameter) else source
+        value = torch.empty(self.shape, dtype=unit.dtype, device=unit.device).copy_(source)
+        unit.keeper.keep_written(unit, self._index, value, from_all=called_from(nn.Module.load_state_dict))
+        return self
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The full name in the model."""
+        return self._unit.layout.slots[self._index].name
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient; None before there is one. Where this rank does not hold it whole, it can be measured alone."""
+        return grad_of(self._unit, self._index)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        put_grad(self._unit, self._index, value)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The value; what is written to it is kept."""
+        with torch.no_grad():
+            return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise StateError(
+                f"the parameter {self.name!r} is sharded as {tuple(self.shape)} of {self.dtype} on {self.device} and "
+                f"cannot become {tuple(value.shape)} of {value.dtype} on {value.device}. Move, cast or resize the "
+                "model before `shard`; a plan's `precision` chooses the dtype."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
+        """`hook` is called with this rank's gradient of a backward, before ranks add theirs up, and may replace it."""
+        hooks = self._unit.views.hooks.setdefault(self._index, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
+        refuse_accumulate_hook(self.name)
+        raise AssertionError
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {self._unit.describe()})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """All ranks of the axis must call this where the parameter is partitioned. A plain one with the value."""
+        if id(self) not in memo:
+            value = self._unit.keeper.borrow_value(self._unit, self._index, from_all=True)
+            memo[id(self)] = nn.Parameter(value.detach().clone(), requires_grad=self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(f"the parameter {self.name!r} is sharded and cannot be pickled. {_SAVE}")
+
+
+class ShownParameter(nn.Parameter):
+    """A managed parameter whose own data is its full value for a while."""
+
+    _unit_ref: weakref.ref[Unit]
+    _index: int
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return grad_of(self._unit_ref(), self._index)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        unit = self._unit_ref()
+        assert unit is not None
+        put_grad(unit, self._index, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+
+class KeptValue(torch.Tensor):
+    """A view of a parameter's value outside forwards. What is written to it goes to where the parameter is kept."""
+
+    _parameter: ManagedParameter
+    _value: torch.Tensor  # the whole value, of whose memory this is a view
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        lent: list[tuple[KeptValue, int]] = []
+        pytree.tree_map_only(KeptValue, lambda kept: lent.append((kept, _version(kept))), (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in ("numpy", "__array__"):
+            result.setflags(write=False)  # a write to it could not be seen
+        written = [kept for kept, version in lent if _version(kept) != version]
+        for kept in written:
+            kept._parameter._unit.keeper.keep_written(kept._parameter._unit, kept._parameter._index, kept._value)
+        return _follow(result, [(kept._parameter, kept._value) for kept, _ in lent])
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def manage(parameter: nn.Parameter, unit: Unit, index: int) -> ManagedParameter:
+    """Turns `parameter` into a managed one, keeping the object."""
+    parameter.grad = None
+    if parameter.is_meta:  # a tensor cannot take data of a real device while it is on meta
+        stand_in = torch.zeros((), dtype=parameter.dtype, device=unit.device).expand(parameter.shape)
+        torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
+    parameter.__class__ = ManagedParameter
+    assert isinstance(parameter, ManagedParameter)
+    parameter._unit_ref, parameter._index = weakref.ref(unit), index
+    return parameter
+
+
+def take_hooks(parameter: nn.Parameter) -> OrderedDict[int, Callable[..., Any]] | None:
+    """The hooks that users have registered, away from autograd, which no longer sees the parameter's gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks, parameter._backward_hooks = parameter._backward_hooks, None
+    return hooks  # type: ignore[return-value]
+
+
+def refuse_accumulate_hook(name: str) -> None:
+    raise StateError(
+        f"the parameter {name!r} has a post-accumulate-grad hook, but its gradient is reduced and offloaded in the "
+        "background, so there is no moment at which the hook could see it. Use `with optimizer.last_backward():` to "
+        "update parameters inside the backward, and register_hook to change gradients."
+    )
+
+
+def unmanage(parameter: ManagedParameter | ShownParameter, value: torch.Tensor) -> nn.Parameter:
+    """Turns a managed parameter back into a plain one that holds `value`."""
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    del parameter._unit_ref, parameter._index
+    parameter.data = value
+    return parameter
+
+
+def show(parameter: ManagedParameter, value: torch.Tensor) -> None:
+    """Lets the parameter's own data be `value`, without any of this module in the way."""
+    set_data(parameter, value)
+    parameter.__class__ = ShownParameter  # type: ignore[assignment]
+
+
+def hide(parameter: ManagedParameter | ShownParameter) -> None:
+    """Puts the engine in the way again."""
+    parameter.__class__ = ManagedParameter
+
+
+def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+
+
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One NaN (one 0 for integers) spread over a shape."""
+    filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), filler, dtype=dtype, device=device).expand(shape)
+
+
+def put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:
+    """`p.grad = value` for one parameter."""
+    gradient = unit.gradient
+    if isinstance(value, ManagedGrad) and value is grad_of(unit, index):
+        return
+    keep_alive(gradient, [index])
+    if value is None:
+        gradient.drop_slot(index)
+        return
+    slot = gradient.layout.slots[index]
+    if not unit.trainable or not unit.is_whole or gradient.local is not None:
+        raise StateError(
+            f"the gradient of {slot.name!r} is not held whole by this rank (partitioned, frozen, or not reduced yet), "
+            "so it cannot be replaced here. Scale the loss, register a hook on the parameter, or clip with "
+            "`optimizer.clip_grad_norm_(max_norm)`."
+        )
+    if tuple(value.shape) != slot.shape:
+        raise RuntimeError(f"the gradient of {slot.name!r} must be {slot.shape}, but has shape {tuple(value.shape)}.")
+    gradient.wait()
+    gradient.put_slot(index, value.detach())
+
+
+def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs `func` on the values of parameters, and keeps what it has written to them."""
+    lent: dict[ManagedParameter, tuple[torch.Tensor, int]] = {}
+
+    def lend(parameter: ManagedParameter) -> torch.Tensor:
+        if parameter not in lent:
+            value = parameter._unit.keeper.borrow_value(parameter._unit, parameter._index)
+            lent[parameter] = (value, _version(value))
+        return lent[parameter][0]
+
+    args, kwargs = pytree.tree_map_only(ManagedParameter, lend, (args, kwargs))
+    result = func(*args, **kwargs)
+    for parameter, (value, version) in lent.items():
+        if _version(value) != version:
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+            parameter._unit.keeper.keep_written(parameter._unit, parameter._index, value)
+            if result is value:
+                return parameter
+    return _follow(result, [(parameter, value) for parameter, (value, _) in lent.items()])
+
+
+def _follow(result: Any, lent: list[tuple[ManagedParameter, torch.Tensor]]) -> Any:
+    """`result`, where tensors in it that share memory with a value say what is written to them."""
+
+    def follow(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad or isinstance(tensor, (nn.Parameter, ManagedGrad)):
+            return tensor
+        for parameter, value in lent:
+            if _shares(tensor, value):
+                with torch._C.DisableTorchFunctionSubclass():
+                    kept = tensor.as_subclass(KeptValue)
+                kept._parameter, kept._value = parameter, value
+                return kept
+        return tensor
+
+    if isinstance(result, torch.Tensor):
+        return follow(result)
+    return pytree.tree_map_only(torch.Tensor, follow, result) if isinstance(result, (list, tuple)) else result
+
+
+def _shares(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage()._cdata == value.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):
+            return False
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if tensor.is_inference() else tensor._version
+
+
+def _changes_nothing(func: Callable[..., Any], owner: ManagedParameter, args: Any, kwargs: Any) -> bool:
+    """Whether a move or cast would give the parameter itself, tried on an empty tensor like it."""
+    like = torch.empty(0, dtype=owner.dtype, device=owner.device)
+    rest = pytree.tree_map_only(ManagedParameter, lambda p: torch.empty(0, dtype=p.dtype, device=p.device), args[1:])
+    try:
+        return func(like, *rest, **kwargs) is like
+    except (RuntimeError, TypeError):
+        return False

@@ -1,0 +1,63 @@
+"""What `state_dict()` hands out: copies in host memory, which the engine still knows.
+
+A plain model's state dict aliases its weights, so that writing to it changes the model. A copy cannot; what is written
+to one is therefore noticed before the model is next used, and kept where the weights are still those that it shows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from unbounded.errors import StateError
+from unbounded.zero.parameters.writes import Writes
+from unbounded.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    unit: Unit
+    index: int
+    generation: int
+
+
+class Snapshots:
+    """The copies that somebody still holds."""
+
+    def __init__(self, writes: Writes) -> None:
+        self._writes = writes
+        self._taken: list[_Snapshot] = []
+
+    def take(self, unit: Unit, index: int, value: torch.Tensor) -> torch.Tensor:
+        copy = value.detach().to("cpu", copy=True)
+        self._taken.append(_Snapshot(weakref.ref(copy), copy._version, unit, index, unit.generation))
+        return copy
+
+    def settle(self) -> None:
+        """The model is about to be used: keeps what was written to copies, and forgets those that are gone."""
+        alive = []
+        for snapshot in self._taken:
+            tensor = snapshot.tensor()
+            if tensor is None:
+                continue
+            if tensor._version != snapshot.version:
+                self._keep(snapshot, tensor)
+            else:
+                alive.append(snapshot)
+        self._taken = alive
+
+    def _keep(self, snapshot: _Snapshot, tensor: torch.Tensor) -> None:
+        unit, name = snapshot.unit, snapshot.unit.layout.slots[snapshot.index].name
+        if unit.generation != snapshot.generation or not unit.is_whole:
+            self._taken.clear()
+            why = "of before the last step" if unit.is_whole else "of a partitioned parameter"
+            raise StateError(
+                f"the value of {name!r} that state_dict() gave was changed in place, but it is a copy {why}, so the "
+                "change would be lost. Clone a state dict before changing it, or write inside "
+                "`with unbounded.full_params(model):`."
+            )
+        unit.keeper.keep_written(unit, snapshot.index, tensor.to(unit.device))

@@ -1,0 +1,214 @@
+"""The weight of a tiled layer as the user knows it: one parameter with its name, shape and place in the optimizer.
+
+Its values are its tiles'. Reading gives them joined; what is written to it goes to the tiles, which keep it as any
+sharded parameter does; its gradient is the tiles' gradients. What tiles refuse, it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from unbounded.errors import StateError
+from unbounded.zero.gradients.managed_grad import _LISTS, METADATA, ManagedGrad, _norm_order
+from unbounded.zero.parameters.parameter import _SET_REQUIRES_GRAD
+
+
+class Rows(Protocol):
+    """What a tiled parameter is made of."""
+
+    bounds: list[tuple[int, int]]
+
+    @property
+    def tiles(self) -> Sequence[Any]: ...
+
+
+class TiledParameter(nn.Parameter):
+    """See the module's docstring. Made from a Parameter by `adopt`."""
+
+    _tiled: Rows
+
+    @staticmethod
+    def adopt(parameter: nn.Parameter, tiled: Rows, dtype: torch.dtype, device: torch.device) -> None:
+        """Lets `parameter`, which keeps its identity, stand for its tiles."""
+        parameter.grad = None
+        stand_in = torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
+        if parameter.is_meta:  # a tensor cannot take data of a real device while it is on meta
+            torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
+        else:
+            parameter.data = stand_in
+        parameter.__class__ = TiledParameter
+        parameter._tiled = tiled  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        owner = args[0] if args and isinstance(args[0], TiledParameter) else None
+        if owner is not None and (getattr(func, "__name__", "") == "requires_grad_" or func == _SET_REQUIRES_GRAD):
+            return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
+        if owner is not None and getattr(func, "__name__", "") == "detach":
+            return torch.cat([part.detach() for part in owner._parts()])
+        lent: dict[TiledParameter, tuple[torch.Tensor, int]] = {}
+
+        def lend(parameter: TiledParameter) -> torch.Tensor:
+            if parameter not in lent:
+                whole = parameter._joined()
+                lent[parameter] = whole, whole._version
+            return lent[parameter][0]
+
+        args, kwargs = pytree.tree_map_only(TiledParameter, lend, (args, kwargs))
+        result = func(*args, **kwargs)
+        for parameter, (whole, version) in lent.items():
+            if whole._version != version:
+                parameter._keep(whole)
+                result = parameter if result is whole else result
+        return result
+
+    def _parts(self) -> list[nn.Parameter]:
+        return [tile.weight for tile in self._tiled.tiles]
+
+    def _joined(self) -> torch.Tensor:
+        is_wanted = self.requires_grad and torch.is_grad_enabled()
+        return torch.cat([part.mul(1) if is_wanted else part.detach() for part in self._parts()])
+
+    def _keep(self, whole: torch.Tensor) -> None:
+        """Gives every tile its rows of what was written."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        with torch.no_grad():
+            for (start, stop), part in zip(self._tiled.bounds, self._parts(), strict=True):
+                part.copy_(whole[start:stop])
+
+    def _train(self, is_trained: bool) -> TiledParameter:
+        for part in self._parts():
+            part.requires_grad_(is_trained)
+        with torch._C.DisableTorchFunctionSubclass():
+            _SET_REQUIRES_GRAD(self, is_trained)
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradients of the tiles as one; None where none has one."""
+        grads = [part.grad for part in self._parts()]
+        if any(grad is None for grad in grads):  # a pass uses all tiles of a layer
+            return None
+        return TiledGrad.of(self.shape, grads)  # type: ignore[arg-type]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        for (start, stop), part in zip(self._tiled.bounds, self._parts(), strict=True):
+            part.grad = None if value is None else value[start:stop]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same tiles, without gradients: what is written to it reaches them."""
+        view = nn.Parameter(torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape), False)
+        view.__class__ = TiledParameter
+        view._tiled = self._tiled  # type: ignore[attr-defined]
+        return view
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise StateError(
+                f"a tiled weight is sharded as {tuple(self.shape)} of {self.dtype} and cannot become "
+                f"{tuple(value.shape)} of {value.dtype}. Cast or resize the model before `shard`."
+            )
+        self._keep_data(value)
+
+    def _keep_data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._keep(value)
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:  # type: ignore[override]
+        refuse_hooks("a tiled weight")
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:  # type: ignore[override]
+        refuse_hooks("a tiled weight")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, in {len(self._tiled.tiles)} tiles)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with torch.no_grad():
+                memo[id(self)] = nn.Parameter(self._joined(), requires_grad=self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "a tiled weight is sharded and cannot be pickled. Use `unbounded.save` or `model.state_dict()`."
+        )
+
+
+def refuse_hooks(name: str) -> None:
+    raise StateError(
+        f"{name} has a gradient hook, but its gradient comes in parts, of which no one is the whole that the hook "
+        "expects. Hook the layer's output, or leave the layer untiled."
+    )
+
+
+class TiledGrad(ManagedGrad):
+    """The gradient of a tiled weight: measured and scaled part by part, joined where somebody reads it."""
+
+    _parts: list[torch.Tensor]
+
+    @staticmethod
+    def of(shape: torch.Size, parts: list[torch.Tensor]) -> TiledGrad:
+        filler = torch.zeros((), dtype=parts[0].dtype, device=parts[0].device).expand(shape)
+        grad = torch.Tensor._make_subclass(TiledGrad, filler)
+        grad._parts, grad._own = parts, None
+        return grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first, name = args[0] if args else None, getattr(func, "__name__", "")
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if isinstance(first, (list, tuple)) and name in _LISTS:
+            return _LISTS[name](*args, **kwargs)
+        if isinstance(first, TiledGrad) and (answer := first._answer_by_parts(func, args, kwargs)) is not None:
+            return answer
+        opened: list[tuple[torch.Tensor, int]] = []
+
+        def join(grad: TiledGrad) -> torch.Tensor:
+            whole = grad.open()
+            opened.append((whole, whole._version))
+            return whole
+
+        args, kwargs = pytree.tree_map_only(TiledGrad, join, (args, kwargs))
+        result = func(*args, **kwargs)
+        if any(whole._version != version for whole, version in opened):
+            raise StateError(f"{name}() would write to a copy of the gradient of a tiled weight, and be lost.")
+        return result
+
+    def _answer_by_parts(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What can be done where the parts are: clearing, multiplying by a number, measuring. Otherwise None."""
+        name = getattr(func, "__name__", "")
+        if name in ("zero_", "mul_", "div_", "__imul__", "__itruediv__"):
+            for part in self._parts:
+                func(part, *args[1:], **kwargs)
+            return self
+        if _norm_order(name, args, kwargs) == 2.0:
+            return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in self._parts]))
+        return None
+
+    def open(self) -> torch.Tensor:
+        """A copy: what is written to it would be lost."""
+        return torch.cat([part.detach() for part in self._parts])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.open())

@@ -1,0 +1,241 @@
+"""What modules hold: views of the gathered buffer inside a forward, the user's own Parameter objects outside.
+
+The views of one forward come out of one autograd node a unit (`_Views`), whose inputs are the parameters themselves.
+Its backward gets every gradient of the unit in one call. In `backward()` the engine takes them; `torch.autograd.grad`
+and `backward(inputs=...)` get from it exactly what they ask for, since autograd sees the parameters as the leaves of
+the graph that they are. The first parameter's accumulator says when the last use of the unit in a backward is over.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.errors import StateError
+from unbounded.zero.parameters.parameter import (
+    ManagedParameter,
+    hide,
+    manage,
+    set_data,
+    show,
+    stand_in,
+    take_hooks,
+)
+from unbounded.zero.sites import Member
+from unbounded.zero.unit import Unit
+
+_OWN = {"_unit_ref", "_index"}
+_version = operator.attrgetter("_version")
+_will_execute = torch._C._will_engine_execute_node
+_first = operator.itemgetter(0)
+_is_there = partial(operator.is_not, None)
+
+
+class ModuleViews:
+    """The places of one unit's parameters in the modules, and what stands there."""
+
+    def __init__(self, unit: Unit, members: Sequence[Member]) -> None:
+        self._unit_ref = weakref.ref(unit)  # which has this
+        by_name = {member.names[0]: member for member in members}
+        ordered = [by_name[slot.name] for slot in unit.layout.slots]
+        places = [(m._parameters, attribute, i) for i, member in enumerate(ordered) for m, attribute in member.holders]
+        self.first_gradients = [member.parameter.grad for member in ordered]  # from before `shard`
+        self.parameters = [manage(member.parameter, unit, i) for i, member in enumerate(ordered)]
+        self._dicts = [place[0] for place in places]
+        self._attributes = [place[1] for place in places]
+        self._pick = [unit.picks[place[2]] for place in places]
+        self._placeholders = [self.parameters[place[2]] for place in places]
+        # What users keep on their parameters is there inside forwards too.
+        self._kept_on = [(unit.picks[i], vars(p)) for i, p in enumerate(self.parameters) if vars(p).keys() - _OWN]
+        found = {index: take_hooks(parameter) for index, parameter in enumerate(self.parameters)}
+        self.hooks = {index: hooks for index, hooks in found.items() if hooks}  # what users have registered
+        self.frozen: set[int] = set()  # parameters that were frozen after `shard`: their gradients are left out
+        self.is_swapped = False  # the modules hold views now
+        self._held: Sequence[torch.Tensor] = ()  # what they hold in the forward under way
+        self._lent: list[Sequence[torch.Tensor]] = []  # views that a graph outside the forwards may hold
+        self.accumulator: Any = None
+
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit_ref()
+        assert unit is not None
+        return unit
+
+    def make(self) -> Sequence[torch.Tensor]:
+        """Views of the gathered buffer: in the graph where gradients are wanted, otherwise plain ones."""
+        if self.unit.trainable and torch.is_grad_enabled():
+            views = _Views.apply(self.unit, *self.parameters)
+            if views[0].requires_grad:
+                return views  # type: ignore[no-any-return]
+        return self.unit.lasting_views()
+
+    def lend(self) -> Sequence[torch.Tensor]:
+        """The same for a computation outside the unit's site, whose graph may hold them as they are."""
+        views = self.make()
+        if self.unit.resident and views[0].requires_grad:
+            self._lent.append(views)
+        return views
+
+    def note_change(self) -> None:
+        """The weights change: a graph that holds views of them is refused, as plain PyTorch does."""
+        for views in self._lent:
+            torch.autograd.graph.increment_version(list(views))
+        self._lent.clear()
+
+    def swap_in(self) -> None:
+        """Puts views of the gathered buffer into the modules."""
+        if not self.is_swapped and not all(map(operator.is_, self._standing(), self._placeholders)):
+            self._report_replaced()
+        self.is_swapped = True
+        views = self._held = self.make()
+        for index, kept in self._kept_on:
+            vars(views[index]).update({name: value for name, value in kept.items() if name not in _OWN})
+        _put(self._dicts, self._attributes, map(views.__getitem__, self._pick))
+
+    def swap_out(self) -> None:
+        """Puts the managed parameters back into the modules."""
+        if self.is_swapped:
+            self.is_swapped = False
+            _put(self._dicts, self._attributes, self._placeholders)
+
+    def end_forward(self, *, check: bool) -> list[int]:
+        """The parameters that the forward has written to in place, or, where asked, has given other data."""
+        views, self._held = self._held, ()
+        rebound = self._take_rebound(views) if check and views else []
+        if torch.is_inference_mode_enabled() or not any(map(_version, views)):
+            return rebound
+        self.unit.renew_lasting_views()
+        return rebound + [index for index, place in enumerate(self.unit.picks) if views[place]._version]
+
+    def _take_rebound(self, views: Sequence[torch.Tensor]) -> list[int]:
+        """The parameters whose view has other data now, which the buffer takes."""
+        parts, rebound = self.unit.slot_views(self.unit.buffer), []
+        for index, (place, part) in enumerate(zip(self.unit.picks, parts, strict=True)):
+            if views[place].data_ptr() != part.data_ptr() and views[place].shape == part.shape:
+                part.copy_(views[place].detach())
+                rebound.append(index)
+        return rebound
+
+    def show(self) -> None:
+        """Lets every parameter be a plain one whose data is its part of the gathered buffer."""
+        for parameter, view in zip(self.parameters, self.unit.slot_views(self.unit.buffer), strict=True):
+            show(parameter, view)
+
+    def hide(self) -> None:
+        """Takes over what users did to the shown parameters, and hides them again."""
+        unit = self.unit
+        for parameter, view in zip(self.parameters, unit.slot_views(unit.buffer), strict=True):
+            if parameter.data_ptr() != view.data_ptr() or parameter.shape != view.shape:
+                self._take_data(parameter, view)
+            hide(parameter)
+        for held, parameter, places, attribute in zip(
+            self._standing(), self._placeholders, self._dicts, self._attributes, strict=True
+        ):
+            if held is not parameter and isinstance(held, torch.Tensor):  # a new Parameter was put in its place
+                self._take_data(held, unit.slot_views(unit.buffer)[parameter._index])
+                places[attribute] = parameter
+
+    def place_data(self) -> None:
+        """The own data of hidden parameters: their part of a resident buffer, otherwise a stand-in."""
+        unit = self.unit
+        values = unit.slot_views(unit.buffer) if unit.resident else None
+        for index, (parameter, slot) in enumerate(zip(self.parameters, unit.layout.slots, strict=True)):
+            set_data(parameter, values[index] if values else stand_in(slot.shape, unit.dtype, unit.device))
+        if unit.trainable and self.accumulator is None:
+            self.accumulator = _watch_first(self.parameters, unit)
+
+    def _take_data(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """`p.data = x` inside full_params: x is the new value."""
+        if parameter.shape != view.shape:
+            raise StateError(
+                f"a parameter of unit {self.unit.name!r} was given the shape {tuple(parameter.shape)} inside "
+                f"full_params, but is sharded as {tuple(view.shape)}. Resize the model before `shard`."
+            )
+        view.copy_(parameter.detach())
+
+    def _standing(self) -> Iterator[Any]:
+        return map(dict.get, self._dicts, self._attributes)
+
+    def _report_replaced(self) -> None:
+        for held, parameter in zip(self._standing(), self._placeholders, strict=True):
+            if held is not parameter:
+                raise StateError(
+                    f"the parameter {parameter.name!r} was replaced or removed after `shard`, so the engine would "
+                    "train one that the model no longer has. Change the model before `shard`, or write values inside "
+                    "`with unbounded.full_params(model):`."
+                )
+
+
+def takes_gradients(units: Iterable[Unit]) -> bool:
+    """Whether the backward that runs gives any of the units its gradients, which `torch.autograd.grad` does not."""
+    nodes = [unit.views.accumulator for unit in units if unit.views.accumulator is not None]
+    try:
+        return any(map(_will_execute, nodes))
+    except RuntimeError:  # raised for leaves inside `torch.autograd.grad`, and only there
+        return False
+
+
+class _Views(torch.autograd.Function):
+    """The gathered buffer as tensors of the graph; its backward is one call with every gradient of the unit."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *parameters: nn.Parameter) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return tuple(unit.cut())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        unit: Unit = ctx.unit
+        found = list(map(gradients.__getitem__, unit.picks))
+        taken = _taken_by_leaves(ctx, found)
+        if taken is None:
+            return (None, *found)
+        if any(map(_is_there, taken)):
+            unit.keeper.gradients_ready(unit, taken)
+        return (None,) * (1 + len(found))
+
+
+def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+    """The gradients that leaves accumulate in this backward; None where the caller of `torch.autograd.grad` gets them.
+
+    All of them in `backward()`, and those asked for in `backward(inputs=...)`.
+    """
+    nodes = list(map(_first, ctx.next_functions))
+    try:
+        if None not in nodes and all(map(_will_execute, nodes)):
+            return found
+        executed = [node is not None and _will_execute(node) for node in nodes]
+    except RuntimeError:  # raised for leaves inside `torch.autograd.grad`, and only there
+        return None
+    return [part if is_taken else None for part, is_taken in zip(found, executed, strict=True)]
+
+
+def _watch_first(parameters: Sequence[ManagedParameter], unit: Unit) -> Any:
+    """The accumulator of the first parameter; it runs once a backward, when every use of the unit has."""
+    first = next((parameter for parameter in parameters if parameter.requires_grad), None)
+    if first is None:
+        return None
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        node: Any = first.expand_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    reference = weakref.ref(unit)
+
+    def complete(*_: Any) -> None:
+        held = reference()
+        if held is not None:
+            held.keeper.gradients_complete(held)
+
+    node.register_hook(complete)
+    return node
+
+
+def _put(dicts: list[dict[str, Any]], names: list[str], values: Any) -> None:
+    # A loop in C: this runs twice a unit and pass, with as many places as the unit has parameters.
+    deque(map(operator.setitem, dicts, names, values), maxlen=0)

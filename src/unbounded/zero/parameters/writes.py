@@ -1,0 +1,132 @@
+"""Values that users write to weights, kept: brought to the tier of a unit and to whatever completes its weights.
+
+Between passes a write is seen by the version counter of what was written to (`parameter`). Inside a forward modules
+hold plain tensors: an operation in place is seen by their version counters, but one on `weight.data`, or new `.data`,
+is not. So the first training forwards of a unit are checked against a fingerprint of its bytes, and a unit that was
+written to so once is checked in every forward from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from unbounded.errors import StateError
+from unbounded.optim import formats
+from unbounded.optim.rules import UpdateRule
+from unbounded.tiers.array import PAGE
+from unbounded.zero.layout import round_up
+from unbounded.zero.unit import Unit
+
+CHECKED_FORWARDS, ALWAYS = 2, 1 << 30
+_COMPLETING = ("low", "master")
+
+
+class Writes:
+    """Watches forwards for writes, and keeps what was written."""
+
+    def __init__(self, rules: Mapping[torch.dtype, UpdateRule]) -> None:
+        self._rules = rules
+        self._checks_left: dict[Unit, int] = {}
+        self._before: dict[Unit, torch.Tensor] = {}
+
+    def watch(self, unit: Unit) -> None:
+        """A forward of `unit` begins."""
+        left = self._checks_left.setdefault(unit, CHECKED_FORWARDS)
+        if left and torch.is_grad_enabled():
+            is_copied = unit.resident and unit.is_completed
+            self._before[unit] = unit.owned_part().clone() if is_copied else _fingerprint(unit.buffer)
+        else:
+            self._before.pop(unit, None)
+
+    def find(self, unit: Unit) -> list[int]:
+        """The parameters that the forward that is over may have written to; new data is in the buffer already."""
+        before = self._before.pop(unit, None)
+        slots = unit.views.end_forward(check=before is not None)
+        if before is None:
+            return slots
+        now = unit.owned_part() if before.numel() > 1 else _fingerprint(unit.buffer)
+        if not slots and torch.equal(_bits(before), _bits(now)):
+            if self._checks_left[unit] <= CHECKED_FORWARDS:
+                self._checks_left[unit] -= 1
+            return []
+        self._checks_left[unit] = ALWAYS
+        self._before[unit] = before
+        return slots or list(range(len(unit.layout.slots)))
+
+    def keep_from_forward(self, unit: Unit, slots: list[int]) -> None:
+        """Keeps what a forward has written to the gathered buffer of `unit`."""
+        now, before = unit.owned_part(), self._before.pop(unit, None)
+        if before is None or before.numel() != now.numel():
+            before = now if unit.resident else fetch_owned(unit)
+        if not unit.resident and torch.equal(_bits(before), _bits(now)):
+            return
+        if not unit.is_whole:
+            raise StateError(
+                f"the forward has changed the parameter {unit.layout.slots[slots[0]].name!r} in place, which cannot be "
+                f"kept: it is partitioned over ranks and gathered anew for every pass. Change it between steps, "
+                "inside `with unbounded.full_params(model):`."
+            )
+        self.store(unit, now, before)
+
+    def keep(self, unit: Unit, index: int, value: torch.Tensor) -> None:
+        """Keeps a new value of one parameter, outside a forward: what this rank owns of it goes to its tier."""
+        for handle in (unit.weights_ready, unit.states_written):
+            if handle is not None:
+                handle.synchronize()
+        slot, (low, high) = unit.layout.slots[index], unit.owned
+        start, stop = max(slot.start, low), min(slot.stop, high)
+        if start < stop:
+            # On disk a stretch begins and ends on a page.
+            first, last = (start - low) // PAGE * PAGE, min(round_up(stop - low, PAGE), high - low)
+            before = fetch_owned(unit, first, last)
+            now = before.clone()
+            part = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
+            now[start - low - first : stop - low - first].copy_(part)
+            if unit.resident:
+                unit.owned_part()[first:last].copy_(now)
+            self.store(unit, now, before, first)
+        unit.note_change()
+
+    def store(self, unit: Unit, now: torch.Tensor, before: torch.Tensor, start: int = 0) -> None:
+        """Brings what changed of a stretch to the unit's owned weights and whatever completes them."""
+        changed = (_bits(now) != _bits(before)).view(now.numel(), -1).any(dim=1)
+        if not bool(changed.any()):
+            return
+        if unit.reader is not None:
+            unit.reader.make_way()
+            unit.reader = None
+        if not unit.resident:
+            unit.weights.evict(now, start).wait()
+        rule = self._rules.get(unit.dtype) if unit.trainable else None
+        if rule is None:
+            return
+        fresh = formats.encode_weight(now.float(), unit.dtype, rule)
+        for name in _COMPLETING:
+            if name in unit.states:
+                array = unit.states[name]
+                held = torch.empty(now.numel(), dtype=array.dtype)
+                array.fetch(held, start).wait()
+                held = torch.where(changed.cpu(), fresh[name].cpu(), held)
+                array.evict(held, start).wait()
+
+
+def fetch_owned(unit: Unit, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    """A copy of a stretch of this rank's part of the weights, as their tier has it."""
+    stop = unit.owned[1] - unit.owned[0] if stop is None else stop
+    if unit.resident:
+        return unit.owned_part()[start:stop].clone()
+    held = torch.empty(stop - start, dtype=unit.dtype, device=unit.device)
+    unit.weights.fetch(held, start).wait()
+    return held
+
+
+def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:
+    """One number that another content almost surely does not have."""
+    return buffer.view(torch.int32).sum(dtype=torch.int64).reshape(1)  # layouts are padded to whole words
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of `tensor`, so that a NaN equals itself; complex numbers of 16 bytes have two."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64))

@@ -1,0 +1,108 @@
+"""A pass over the sites of a model: what it has visited, what it expects next, and which weights that keeps gathered.
+
+    IDLE --begin--> RUNNING --end--> IDLE
+                       |--abandon--> IDLE       (an exception broke it off)
+
+A model has two of them, one that goes forward and one that goes backward; a backward may run inside a forward. Neither
+leaves anything open when it ends: what a backward reads again it names by tokens (see `saved`), so any number of
+forwards may wait for their backwards, in any order, as pipeline schedules have it.
+
+Each visit claims the site's units and those that the recorded order expects next, and waits for its own. With several
+ranks the order is also an agreement (see `order`): sites that others run and this rank does not are gathered all the
+same, and a few are kept in case they come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from unbounded.zero.passes.gathering import Gathering
+from unbounded.zero.passes.order import Order
+from unbounded.zero.unit import Unit
+
+# Sites that a rank may keep gathered for later in the pass because others ran them before it did.
+KEPT_SITES = 8
+
+
+class PassState(Enum):
+    IDLE = "idle"
+    RUNNING = "running"
+
+
+@dataclass(eq=False)
+class RunningSite:
+    """A site at run time: where a pass stops to have its units gathered. `is_outer`: other sites lie inside it."""
+
+    index: int
+    name: str
+    is_outer: bool
+    units: Sequence[Unit]
+
+
+class Pass:
+    """One direction of a model. `current` is the innermost site that it is in, as far as it is known."""
+
+    def __init__(
+        self, sites: Sequence[RunningSite], order: Order, gathering: Gathering, *, num_ranks: int, num_ahead: int
+    ) -> None:
+        self.order, self.state = order, PassState.IDLE
+        self.current: RunningSite | None = None
+        self._sites, self._gathering = sites, gathering
+        self._num_ranks, self._num_ahead = num_ranks, num_ahead
+        self._passed: list[RunningSite] = []  # claimed for this rank but not visited when they were expected
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is PassState.RUNNING
+
+    def begin(self) -> None:
+        self.state, self.current = PassState.RUNNING, None
+        self._passed.clear()
+        self.order.begin()
+
+    def end(self) -> None:
+        """Takes part in what the agreed order still holds for other ranks, and keeps nothing for later."""
+        self.state, self.current = PassState.IDLE, None
+        ahead, rest = self.order.end()
+        for index in ahead:
+            self._gathering.drop(self._sites[index].units)
+        if self._num_ranks > 1:
+            for index in rest:
+                self._gathering.claim(self._sites[index].units)
+                self._gathering.drop(self._sites[index].units)
+        for site in self._passed:
+            self._gathering.drop(site.units)
+        self._passed.clear()
+
+    def abandon(self) -> None:
+        """It will not go on; whatever it holds is released by whoever calls this."""
+        self.state, self.current = PassState.IDLE, None
+        self.order.end()
+        self._passed.clear()
+
+    def visit(self, site: RunningSite) -> None:
+        """Claims a site's units and those expected next, and waits for the site's own."""
+        num_ahead, passed = self.order.num_ahead, self.order.visit(site.index)
+        if passed is None and site in self._passed:
+            self._passed.remove(site)  # late by the agreed order, and kept for this
+        elif passed is None:
+            self._gathering.claim_alone(site.units)
+        elif self._num_ranks == 1:
+            self._forget(passed[:num_ahead])
+            self.order.skip()
+        else:
+            self._passed += [self._sites[index] for index in passed]
+        for index in self.order.issue(self._num_ahead):
+            self._gathering.claim(self._sites[index].units)
+        for early in self._passed[:-KEPT_SITES]:
+            self._gathering.drop(early.units)
+        self._passed = self._passed[-KEPT_SITES:]
+        self._gathering.gather(site.units)
+
+    def _forget(self, passed: Sequence[int]) -> None:
+        for index in passed:
+            for unit in self._sites[index].units:
+                if unit.claims:
+                    self._gathering.drop([unit])

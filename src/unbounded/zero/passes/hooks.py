@@ -1,0 +1,146 @@
+"""When things happen: the hooks on sites that tell the engine where a forward is.
+
+Two hooks a site are all that is attached to modules, besides those for state dicts (`state_dict`). A block compiled
+with `module.compile()` before `shard` gets its two calls around the compiled code instead of inside it, where each
+would break the graph. Copies of a module come without them: a hook that is copied does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from unbounded.errors import StateError
+from unbounded.zero.passes.inputs import Inputs
+
+_MAX_ANNOUNCED = 8
+
+
+class Visitor(Protocol):
+    """The engine as the hooks see it; a site is known by its index."""
+
+    inputs: Inputs
+
+    def before_forward(self, index: int) -> None: ...
+
+    def after_forward(self, index: int, outputs: Any) -> None: ...
+
+
+class _Hook:
+    """A hook of ours. A deep copy of the module has a plain one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = torch._dynamo.disable(call)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _do_nothing
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "this model is sharded and cannot be pickled whole. Use `unbounded.save`, `unbounded.export` or "
+            "`torch.save(model.state_dict(), path)`."
+        )
+
+
+def _do_nothing(*_: Any) -> None:
+    """Stands in a copy of a sharded module where a hook was."""
+
+
+def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> Callable[[], None]:
+    """Attaches the hooks of one site; the returned function detaches them."""
+    if module._compiled_call_impl is not None:
+        return _attach_around(module, site, visitor, is_root=is_root)
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        visitor.before_forward(site)
+        return visitor.inputs.adapt(args, kwargs) if is_root else None
+
+    def after(_: nn.Module, args: Any, outputs: Any) -> None:
+        if is_root:
+            visitor.inputs.restore()
+        visitor.after_forward(site, outputs)
+
+    handles = [
+        module.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True),
+        module.register_forward_hook(_Hook(after), always_call=True),
+    ]
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return detach
+
+
+def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> Callable[[], None]:
+    compiled, reference = module._compiled_call_impl, weakref.ref(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outputs = None
+        try:
+            visitor.before_forward(site)
+            if is_root:
+                args, kwargs = visitor.inputs.adapt(args, kwargs)
+            outputs = compiled(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if is_root:
+                visitor.inputs.restore()
+            visitor.after_forward(site, outputs)
+        return outputs
+
+    call.compiled = compiled  # type: ignore[attr-defined]
+    module._compiled_call_impl = call  # type: ignore[assignment]
+
+    def detach() -> None:  # whoever keeps this must not keep the model, which the compiled code does
+        if (held := reference()) is not None:
+            held._compiled_call_impl = held._compiled_call_impl.compiled  # type: ignore[union-attr]
+
+    return detach
+
+
+def announce(outputs: Any, begin: Callable[[], None]) -> None:
+    """Has the first gradient of what the model returned call `begin`, so that weights are on their way early.
+
+    It looks at the first few tensors only: a backward that begins elsewhere fetches its first weights when it reads
+    them.
+    """
+    for tensor in islice(_shallow(outputs), _MAX_ANNOUNCED):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(lambda _: begin())
+
+
+def _shallow(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        items = value.values() if isinstance(value, Mapping) else value
+        yield from (item for item in islice(items, _MAX_ANNOUNCED) if isinstance(item, torch.Tensor))
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread: a forward seen then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_module_call() -> bool:
+    """Whether this thread is inside the call of some module."""
+    return called_from(nn.Module._call_impl)
+
+
+def called_from(function: Any) -> bool:
+    """Whether a call of `function` is under way on this thread. Walks the stack, so not for the hot path."""
+    frame, code = sys._getframe(), function.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,70 @@
+"""What the caller passes to the model, brought to where and how it computes, in the caller's own containers.
+
+A list, dict or object that the model fills must be the caller's. So containers are handed on as they are; a tensor in
+a mutable one that has to be moved or cast is replaced for the length of the forward and put back afterwards, and only
+immutable containers around one are made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+
+_DEPTH = 8
+
+
+class Inputs:
+    """Moves tensors to `device`, and casts fp32 ones to `dtype` where the plan lowered the model's."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self._device, self._dtype = device, dtype
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []  # container, key, what the caller had, what stands there
+
+    def adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward."""
+        if self._device.type == "cpu" and self._dtype is None:
+            return args, kwargs
+        return tuple(self._walk(arg, _DEPTH) for arg in args), {k: self._walk(v, _DEPTH) for k, v in kwargs.items()}
+
+    def restore(self) -> None:
+        """The forward is over: the caller's containers hold the caller's tensors again, and what the model put in."""
+        replaced, self._replaced = self._replaced, []
+        for container, key, given, placed in reversed(replaced):
+            try:
+                if container[key] is placed:
+                    container[key] = given
+            except (KeyError, IndexError):  # the model took it out
+                continue
+
+    def _walk(self, value: Any, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._adapt(value)
+        if depth == 0:
+            return value
+        if isinstance(value, list):
+            return self._replace(value, enumerate(value), depth)
+        if isinstance(value, MutableMapping):
+            return self._replace(value, list(value.items()), depth)
+        if isinstance(value, tuple):
+            items = [self._walk(item, depth - 1) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    def _replace(self, container: Any, items: Iterable[tuple[Any, Any]], depth: int) -> Any:
+        for key, item in list(items):
+            adapted = self._walk(item, depth - 1)
+            if adapted is not item:
+                container[key] = adapted
+                self._replaced.append((container, key, item, adapted))
+        return container
+
+    def _adapt(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device != self._device and tensor.device.type != "meta":
+            tensor = tensor.to(self._device, non_blocking=True)
+        if self._dtype is not None and tensor.dtype == torch.float32:
+            tensor = tensor.to(self._dtype)
+        return tensor

@@ -1,0 +1,133 @@
+"""What autograd saves of a forward: weights by name, everything else as it is.
+
+A weight that a backward will read again is saved as a *token*: which unit, which part of its buffer, and which
+generation of its values. Nothing in a graph therefore holds the bytes of a gathered unit, which may go as soon as the
+modules are done with them, and a backward that nobody announced (a penalty, an auxiliary loss kept in a list, a second
+walk through the same graph) fetches what it reads. A token of an earlier generation raises, as plain PyTorch does by
+its version counters, where an optimizer step or a write came between the forward and its backward.
+
+Whatever reaches a weight past these hooks (another's saved-tensor hooks, a user's own reference) holds the storage
+itself. The unit sees that by the storage's count of owners and leaves it to them (`Unit.deallocate`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from unbounded.zero.unit import Unit
+
+_homes: dict[int, weakref.ref[Unit]] = {}  # units by the address of their storage
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class SavedWeight(NamedTuple):
+    """A part of a unit's gathered buffer, to be read in a backward."""
+
+    unit: Unit
+    generation: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def read(self) -> torch.Tensor:
+        unit = self.unit
+        if self.generation != unit.generation:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"weights of unit {unit.name!r} were updated {unit.generation - self.generation} times since this "
+                "graph was built, by optimizer.step() or by a write. Run the backward before the step, or the forward "
+                "again after it."
+            )
+        unit.keeper.before_reading(unit)
+        return unit.part(self.shape, self.stride, self.offset)
+
+
+class SavedTensor(NamedTuple):
+    """Any other tensor, with the version that it must still have."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def read(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {self.tensor.type()} of shape {list(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"expected version {self.version} instead. Hint: torch.autograd.set_detect_anomaly(True) finds the "
+                "operation whose gradient failed."
+            )
+        return self.tensor
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    try:
+        home = _homes.get(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage of its own
+        home = None
+    unit = home() if home is not None else None
+    if unit is not None and tensor.dtype == unit.dtype and not tensor.is_conj():
+        return SavedWeight(unit, unit.generation, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    # Not the tensor itself: an output that its own node saved would keep itself alive.
+    return SavedTensor(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+
+
+def _unpack(saved: SavedWeight | SavedTensor) -> torch.Tensor:
+    return saved.read()
+
+
+def settle_in(unit: Unit) -> None:
+    """`unit` has a new storage: what is saved from it is saved by name."""
+    _homes[unit.storage._cdata] = weakref.ref(unit)
+
+
+def move_out(unit: Unit) -> None:
+    """The storage of `unit` goes, or is left to whoever holds it."""
+    _homes.pop(unit.storage._cdata, None)
+
+
+class Saving:
+    """Saved-tensor hooks around the outermost forward of one thread's pass. Inside somebody else's they stay away."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_pushed = False
+
+    def enter(self) -> None:
+        """A site's forward begins."""
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled() and _is_free():
+            try:
+                _push(_pack, _unpack)
+                self._is_pushed = True
+            except RuntimeError:  # somebody has disabled such hooks, as torch.func does
+                self._is_pushed = False
+
+    def leave(self) -> None:
+        """A site's forward is over."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._is_pushed:
+            self._is_pushed = False
+            if _top_hooks is None or _is_ours():
+                _pop()
+
+    def reset(self) -> None:
+        """Forwards were broken off by what no hook sees."""
+        if self._depth:
+            self._depth = 1
+            self.leave()
+
+
+def _is_free() -> bool:
+    """Whether nobody has hooks here already. Those of another model of ours do for this one too."""
+    return _top_hooks is None or _top_hooks(True) is None
+
+
+def _is_ours() -> bool:
+    hooks = _top_hooks(True) if _top_hooks is not None else None
+    return hooks is not None and hooks[0] is _pack

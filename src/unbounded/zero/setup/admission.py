@@ -1,0 +1,225 @@
+"""What may be sharded: everything that `shard` was given is checked before anything is touched.
+
+Every rank checks what it was given, tells the others, and all of them go on or all of them raise: one that found a
+fault alone would leave its peers waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from unbounded.errors import PlanError
+from unbounded.planner.plan import Plan, read_plan
+from unbounded.ranks import launch
+from unbounded.ranks.mesh import Axes, make_axes, world_axis
+from unbounded.ranks.phases import describe_groups
+from unbounded.zero.parameters.parameter import ManagedParameter, refuse_accumulate_hook
+from unbounded.zero.setup.blueprint import DTYPES
+from unbounded.zero.sites import Member, find_members
+from unbounded.zero.step.optimizer import ShardedOptimizer
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What `shard` was given, checked and the same on every rank. `groups` is every trained parameter's, by its id."""
+
+    members: list[Member]
+    plan: Plan
+    groups: dict[int, int]
+    device: torch.device
+    axes: Axes
+
+
+def admit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: str | Plan | Mapping[str, Any],
+    *,
+    mesh: DeviceMesh | None,
+    is_known: bool,
+) -> Admitted:
+    """All ranks must call this. Joins the job, and checks that every rank can shard the same thing."""
+    launch.join(_own_device(model))
+    world, error, admitted, marks = world_axis(), None, None, {}
+    try:
+        members = check_model(model, is_known=is_known)
+        read = read_plan(plan)
+        groups = check_optimizer(optimizer, members)
+        admitted = members, read, groups, compute_device(members)
+        marks = {
+            "model": _mark_model(model, members),
+            "plan": repr(replace(read, disk_path=None)),
+            "optimizer": None
+            if optimizer is None
+            else describe_groups(type(optimizer).__name__, optimizer.param_groups),
+        }
+    except Exception as caught:
+        error = caught
+    told = world.agree(error, marks)
+    assert admitted is not None
+    _compare(told)
+    members, read, groups, device = admitted
+    axes = make_axes(mesh, device, tensor=read.tensor, pipeline=read.pipeline, context=read.context)
+    axes.limit(read.watchdog_seconds)
+    return Admitted(members, _own_paths(read, world.rank), groups, device, axes)
+
+
+def _own_device(model: nn.Module) -> torch.device:
+    """Where this rank will run, as far as that picks the backend: its own GPU where the model has no place yet."""
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    if first is not None and first.device.type == "cuda":
+        return first.device
+    return launch.local_device("cuda" if torch.cuda.is_available() else "cpu") if launch.is_due() else _CPU
+
+
+def _mark_model(model: nn.Module, members: list[Member]) -> int:
+    names = [f"{m.names} {tuple(m.parameter.shape)} {m.parameter.requires_grad}" for m in members]
+    names += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    return zlib.crc32("\n".join(names).encode())
+
+
+def _compare(told: list[dict[str, Any]]) -> None:
+    """Raises on every rank where one was given something else than the first."""
+    for rank, marks in enumerate(told):
+        for what, mark in marks.items():
+            if mark != told[0][what]:
+                shown = "" if isinstance(mark, int) else f": {mark} instead of {told[0][what]}"
+                raise PlanError(
+                    f"rank {rank} has another {what} than rank 0{shown}. "
+                    f"Build the same {what} on every rank, in the same order."
+                )
+
+
+def _own_paths(plan: Plan, rank: int) -> Plan:
+    """The plan with this rank's numbers in its disk paths, which may differ between ranks."""
+    if plan.disk_path is None:
+        return plan
+    numbers = {"{rank}": str(rank), "{local_rank}": os.environ.get("LOCAL_RANK", str(rank))}
+    paths = []
+    for path in plan.disk_path:
+        for key, number in numbers.items():
+            path = path.replace(key, number)
+        paths.append(path)
+    return replace(plan, disk_path=tuple(paths))
+
+
+def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
+    """The parameters of a model that can be sharded. One that `is_known` to be sharded cannot."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"shard was given a {type(model).__name__} as the model. Give an nn.Module.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PlanError("the model was made by torch.jit.script, which runs no hooks. Shard the module it came from.")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise PlanError(
+                f"the parameter {name!r} of a lazy module has no shape yet. Run a batch through the model, make the "
+                "optimizer, and call `shard` then."
+            )
+    members = find_members(model)
+    managed = [member.names[0] for member in members if isinstance(member.parameter, ManagedParameter)]
+    if is_known or managed:
+        whose = f" (its parameter {managed[0]!r})" if managed else ""
+        raise PlanError(f"this model is already sharded{whose}. Call shard once, and keep the model it returns.")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise PlanError(
+                f"the embedding {name!r} has sparse gradients, which cannot be reduced over flat buffers. "
+                "Make it with sparse=False."
+            )
+    for member in members:
+        if getattr(member.parameter, "_post_accumulate_grad_hooks", None):
+            refuse_accumulate_hook(member.names[0])
+    _check_memory(members)
+    first: dict[str, str] = {}
+    for member in members:
+        first.setdefault(str(member.parameter.device), member.names[0])
+    if len(first) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise PlanError(
+            f"the model's parameters are on different devices: {places}. Move the whole model to one of them first."
+        )
+    return members
+
+
+def _check_memory(members: list[Member]) -> None:
+    """Raises where two Parameters are two names of one memory: as units they would become two."""
+    places = []
+    for member in members:
+        parameter: Any = member.parameter
+        if hasattr(parameter, "to_local"):  # a DTensor has no memory of its own
+            parameter = parameter.to_local()
+        if not parameter.is_meta and parameter.layout == torch.strided:
+            start = parameter.data_ptr()
+            spread = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            places.append((start, start + (spread + 1) * parameter.element_size(), member.names[0]))
+    places.sort()
+    for (_, stop, name), (start, _, other) in itertools.pairwise(places):
+        if start < stop:
+            raise PlanError(
+                f"the parameters {name!r} and {other!r} are two Parameters over the same memory, which sharding would "
+                "untie. Tie them by giving both modules the same Parameter object."
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, members: list[Member]) -> dict[int, int]:
+    """The group of every parameter the optimizer trains, by the parameter's id."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(f"shard was given a {type(optimizer).__name__} as the optimizer. Give a torch.optim optimizer.")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise PlanError("this optimizer is already sharded. Give the torch.optim optimizer it was made from.")
+    names = {id(member.parameter): member.names[0] for member in members}
+    groups: dict[int, int] = {}
+    foreign = 0
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) in groups:
+                raise PlanError(
+                    f"the optimizer has the parameter {names.get(id(parameter))!r} twice. List it in one group."
+                )
+            if parameter.numel() == 0:
+                continue
+            foreign += id(parameter) not in names
+            groups[id(parameter)] = index
+    if foreign:
+        raise PlanError(
+            f"the optimizer has {foreign} parameters that the model does not. "
+            "Make it from model.parameters() of this model."
+        )
+    missing = [m.names[0] for m in members if m.parameter.requires_grad and id(m.parameter) not in groups]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise PlanError(f"the optimizer misses the trainable parameters {shown}. Give them to it, or freeze them.")
+    return groups
+
+
+def compute_device(members: list[Member]) -> torch.device:
+    """Where a model with these parameters will run."""
+    device = members[0].parameter.device if members else torch.device("cpu")
+    if device.type == "cuda":
+        return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+    if device.type not in ("cpu", "meta"):
+        raise PlanError(f"the model is on {device}, which is not supported. Use CPU, CUDA or the meta device.")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def common_precision(model: nn.Module) -> str:
+    """The precision that most of a model's parameters have."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    known = [dtype for dtype in counts if dtype in names]
+    return names[max(known, key=lambda dtype: counts[dtype])] if known else "fp32"

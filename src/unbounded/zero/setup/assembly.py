@@ -1,0 +1,192 @@
+"""From a blueprint to a running engine: units, first values, lanes, the optimizer, hooks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from unbounded.optim.rules import UpdateRule
+from unbounded.planner.plan import Plan
+from unbounded.ranks.failures import Failures
+from unbounded.ranks.mesh import Axes
+from unbounded.ranks.phases import Phases
+from unbounded.tiers.budget import BOUNCE_BUFFERS, host_threads
+from unbounded.tiers.lane import Lane
+from unbounded.tiers.memory import Tiers
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.engine import Engine
+from unbounded.zero.gradients.gradient import Gradient
+from unbounded.zero.gradients.gradient_array import GradientArray
+from unbounded.zero.gradients.reduction import Reduction
+from unbounded.zero.layout import counted_ranges
+from unbounded.zero.parameters.views import ModuleViews
+from unbounded.zero.parameters.writes import Writes
+from unbounded.zero.passes import hooks
+from unbounded.zero.passes.direction import RunningSite
+from unbounded.zero.passes.gathering import Gathering
+from unbounded.zero.passes.inputs import Inputs
+from unbounded.zero.setup.blueprint import DTYPES, Blueprint
+from unbounded.zero.setup.initial import Installer, Places
+from unbounded.zero.sites import Member, Site
+from unbounded.zero.step.optimizer import ShardedOptimizer
+from unbounded.zero.step.updates import Lanes, Updates
+from unbounded.zero.unit import Unit
+
+Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
+# Puts the first values of all units on their tiers.
+Fill = Callable[[Entries, Installer], None]
+
+
+@dataclass(eq=False)
+class Sharded:
+    """Everything that runs behind one sharded model."""
+
+    engine: Engine
+    rules: dict[torch.dtype, UpdateRule]
+    tiers: Tiers
+    plan: Plan
+    optimizer: ShardedOptimizer | None
+    detach: Callable[[], None]
+
+    def add_detach(self, remove: Callable[[], None]) -> None:
+        """Has `remove` called with the hooks' own."""
+        detach = self.detach
+
+        def both() -> None:
+            remove()
+            detach()
+
+        self.detach = both
+
+
+class Assembly:
+    """The parts of one sharded model, made in order by `build`."""
+
+    def __init__(
+        self, model: nn.Module, sites: Sequence[Site], blueprint: Blueprint, axes: Axes, device: torch.device
+    ) -> None:
+        self.model, self.sites, self.blueprint, self.axes, self.device = model, sites, blueprint, axes, device
+        self.ranks = axes.data
+        self.plan = blueprint.plan
+        self.threads = host_threads(self.plan, axes.world.size)
+        self.rules = {spec.dtype: spec.rule for spec in blueprint.specs if spec.rule is not None}
+        # Without overlap every lane works at once where it is asked to: for measuring what overlap is worth.
+        self.inline = os.environ.get("UNBOUNDED_OVERLAP", "1") == "0"
+
+    def build(self, optimizer: torch.optim.Optimizer | None, fill: Fill, cast_inputs: torch.dtype | None) -> Sharded:
+        """All ranks must call this."""
+        plan, buffers = self.plan, self.blueprint.buffers
+        tiers = Tiers(
+            self.device,
+            budgets={"device": plan.device_bytes, "host": plan.host_bytes, "disk": plan.disk_bytes},
+            disk_bytes=self.blueprint.disk_bytes,
+            disk_path=plan.disk_path,
+            disk_checksums=plan.disk_checksums,
+            num_threads=self.threads,
+        )
+        tiers.planned_host_bytes = self.blueprint.host_bytes
+        bounce = tiers.pool(BOUNCE_BUFFERS, buffers.bounce_bytes)
+        entries = self._entries()
+        fill(entries, Installer(tiers, self.ranks, bounce, self.rules))
+        for unit, _, _ in entries:
+            unit.views.place_data()
+        self._move_buffers(cast_inputs)
+        self._share_buffers()
+        engine = self._engine([unit for unit, _, _ in entries], tiers, bounce, cast_inputs)
+        sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
+        engine.adopt_gradients()
+        return Sharded(engine, self.rules, tiers, plan, sharded_optimizer, self._attach(engine))
+
+    def _entries(self) -> Entries:
+        places, entries = self.blueprint.places, []
+        for spec, where, is_streamed in zip(self.blueprint.specs, places, self.blueprint.streamed, strict=True):
+            unit = Unit(spec.name, spec.layout, dtype=spec.dtype, device=self.device, trainable=spec.trainable)
+            unit.views = ModuleViews(unit, spec.members)
+            partitioned = self.ranks.size > 1
+            if partitioned and self.plan.stage > 0 and (spec.trainable or self.plan.stage == 3):
+                unit.owned = spec.layout.shard_range(self.ranks.rank)
+            unit.resident = where.weights == "device" and (not partitioned or self.plan.stage < 3)
+            unit.streamed = is_streamed
+            owned_numel = unit.owned[1] - unit.owned[0]
+            store = GradientArray(
+                where.gradients, owned_numel, wire=spec.dtype, sum_dtype=DTYPES[self.plan.accumulate_dtype]
+            )
+            unit.gradient = Gradient(spec.layout, unit.owned, store, self.device)
+            unit.gradient.counted = counted_ranges(spec.layout, unit.owned)
+            tiers = {"weights": where.weights, "optimizer": where.optimizer, "low": where.completion}
+            entries.append((unit, spec.members, tiers))
+        return entries
+
+    def _move_buffers(self, lowered: torch.dtype | None) -> None:
+        """To the device. They keep their dtype, except the statistics of batch norms, which must have the weights'."""
+        for module in self.model.modules():
+            follows = lowered is not None and isinstance(module, nn.modules.batchnorm._NormBase)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    casts = follows and buffer.dtype == torch.float32
+                    module._buffers[name] = buffer.to(self.device, lowered if casts else buffer.dtype)
+
+    def _share_buffers(self) -> None:
+        """Every rank begins with the first one's buffers, as with its parameters. Later each keeps its own."""
+        for buffer in self.model.buffers():
+            whole = buffer.detach().contiguous()
+            self.ranks.broadcast(whole.view(-1).view(torch.uint8), "the broadcast of buffers")
+            if whole.data_ptr() != buffer.data_ptr():
+                buffer.detach().copy_(whole)
+
+    def _engine(
+        self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool, cast_inputs: torch.dtype | None
+    ) -> Engine:
+        ranks, phases = self.ranks, Phases(self.ranks)
+        reduction = Reduction(ranks.lane("reduce"), phases, self._lane("reduce"), replicate=self.plan.stage == 0)
+        for unit in units:
+            unit.gradient.store.connect(partial(tiers.allocate, unit.gradient.tier, bounce=bounce), bounce)
+        by_site: dict[str, list[Unit]] = {site.name: [] for site in self.sites}
+        for spec, unit in zip(self.blueprint.specs, units, strict=True):
+            by_site[spec.site.name].append(unit)
+        # Stages of a pipeline are not in step with each other; everywhere else all ranks meet at the same places.
+        meeting = self.axes.world if self.axes.pipeline.size == 1 else self.ranks
+        failures = Failures(meeting, shared=self.blueprint.disk_bytes > 0)
+        return Engine(
+            [
+                RunningSite(index, site.name or "root", site.is_outer or index == 0, by_site[site.name])
+                for index, site in enumerate(self.sites)
+            ],
+            axes=self.axes,
+            device=self.device,
+            phases=phases,
+            gathering=Gathering(
+                ranks, phases, self.device, self._lane("fetch"), failures, partial(tiers.count, "device")
+            ),
+            reduction=reduction,
+            prefetch_units=self.plan.prefetch_units,
+            defer_reduction=self.plan.stage == 1 and ranks.size > 1,
+            inputs=Inputs(self.device, cast_inputs),
+            failures=failures,
+            writes=Writes(self.rules),
+        )
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:
+        buffers = self.blueprint.buffers
+        leased = tiers.pool(buffers.num_update, buffers.update_bytes)
+        streams = [self._lane(f"stream-{index}") for index in range(2)]
+        lanes = Lanes(self._lane("update"), self._lane("buffered"), streams)
+        updates = Updates(engine, self.rules, lanes, self.threads, leased, buffers.depth)
+        return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
+
+    def _attach(self, engine: Engine) -> Callable[[], None]:
+        detaches = [hooks.attach(site.module, i, engine, is_root=i == 0) for i, site in enumerate(self.sites)]
+
+        def detach() -> None:
+            for remove in detaches:
+                remove()
+
+        return detach
+
+    def _lane(self, name: str) -> Lane:
+        return Lane(name, self.device, inline=self.inline)

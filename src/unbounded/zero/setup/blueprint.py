@@ -1,0 +1,221 @@
+"""What will be built, before anything is: the units of a model with their sizes and places.
+
+Nothing here allocates. A `Blueprint` comes from the module tree, the optimizer's rules and the budgets; `assembly`
+makes it real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from unbounded.errors import BudgetError, PlanError
+from unbounded.optim.rules import NativeRule, UpdateRule
+from unbounded.planner.machine import Machine
+from unbounded.planner.plan import Plan
+from unbounded.planner.sizes import format_bytes
+from unbounded.planner.solve import Shortage, solve
+from unbounded.planner.states import UnitBytes, UnitPlace, check_patterns, sum_bytes
+from unbounded.planner.step.streaming import choose_streamed, streamed_part
+from unbounded.ranks.axis import Axis
+from unbounded.ranks.cut import Cut
+from unbounded.tiers import budget as budgets
+from unbounded.tiers.memory import disk_size
+from unbounded.zero.layout import Layout, lay_out
+from unbounded.zero.sites import Member, Site, split_members
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(eq=False)
+class UnitSpec:
+    """One unit before it runs."""
+
+    site: Site
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    members: list[Member]
+    layout: Layout
+    rule: UpdateRule | None = None
+
+    def owned_numel(self, stage: int) -> int:
+        return self.layout.numel if stage == 0 else self.layout.shard_numel
+
+    def sizes(self, stage: int, sum_dtype: torch.dtype) -> UnitBytes:
+        owned = self.owned_numel(stage)
+        weights = (self.layout.shard_numel if stage == 3 else self.layout.numel) * self.dtype.itemsize
+        if self.rule is None:
+            return UnitBytes(self.name, weights, 0, 0)
+        states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in self.rule.specs}
+        low = states.pop("low", 0)
+        summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
+        deferred = self.layout.numel * self.dtype.itemsize if stage == 1 and owned < self.layout.numel else 0
+        return UnitBytes(
+            self.name,
+            weights,
+            owned * self.dtype.itemsize,
+            sum(states.values()),
+            completion=low,
+            summed_gradients=summed,
+            deferred=deferred,
+            owned=owned * self.dtype.itemsize,
+        )
+
+    def disk_bytes(self, where: UnitPlace, sizes: UnitBytes, stage: int) -> int:
+        """What the unit takes of the disk store, each array rounded up as the store does."""
+        owned, arrays = self.owned_numel(stage), []
+        if where.weights == "disk":
+            arrays.append(sizes.weights)
+        if self.rule is not None:
+            for spec in self.rule.specs:
+                if (where.completion if spec.name == "low" else where.optimizer) == "disk":
+                    arrays.append(spec.numel(owned) * spec.dtype.itemsize)
+            if where.gradients == "disk":
+                arrays.append(sizes.size("gradients", "disk"))
+        return sum(disk_size(num_bytes) for num_bytes in arrays)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The units, where each lives, the plan with every field closed, and what to allocate for them."""
+
+    specs: tuple[UnitSpec, ...]
+    places: tuple[UnitPlace, ...]
+    streamed: tuple[bool, ...]  # which host states the GPU updates
+    plan: Plan
+    disk_bytes: int
+    host_bytes: int
+    buffers: budgets.Buffers
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a rank holds of parameters that other axes cut or repeat, by the parameter's id."""
+
+    cuts: Mapping[int, Cut] = field(default_factory=dict)
+    uncounted: frozenset[int] = frozenset()  # another rank counts them in sums over the whole model
+
+
+def find_specs(
+    sites: Sequence[Site],
+    groups: Mapping[int, int],
+    num_shards: int,
+    lowered: torch.dtype | None,
+    holdings: Holdings | None = None,
+) -> list[UnitSpec]:
+    """The units of the sites, in order; `lowered` is the dtype that the plan asks of float parameters."""
+    held = holdings or Holdings()
+    return [_spec(site, kind, groups, num_shards, lowered, held) for site in sites for kind in split_members(site)]
+
+
+def _spec(
+    site: Site,
+    kind: tuple[torch.dtype, bool, list[Member]],
+    groups: Mapping[int, int],
+    num_shards: int,
+    lowered: torch.dtype | None,
+    held: Holdings,
+) -> UnitSpec:
+    dtype, trainable, members = kind
+    entries = [
+        (m.names[0], tuple(m.parameter.shape), groups.get(id(m.parameter if m.whole is None else m.whole), -1))
+        for m in members
+    ]
+    name = site.name or "root"
+    if len(list(split_members(site))) > 1:
+        name += f"[{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
+    target = lowered if lowered is not None and dtype.is_floating_point else dtype
+    cuts = {m.names[0]: held.cuts[id(m.parameter)] for m in members if id(m.parameter) in held.cuts}
+    uncounted = frozenset(m.names[0] for m in members if id(m.parameter) in held.uncounted)
+    layout = _with_wholes(lay_out(entries, num_shards, cuts, uncounted), members)
+    return UnitSpec(site, name, target, trainable, members, layout)
+
+
+def _with_wholes(layout: Layout, members: Sequence[Member]) -> Layout:
+    """The layout with what tiles are tiles of."""
+    wholes = {m.names[0]: (m.first, tuple(m.whole.shape)) for m in members if m.whole is not None}
+    slots = (
+        replace(slot, first=wholes[slot.name][0], whole=wholes[slot.name][1]) if slot.name in wholes else slot
+        for slot in layout.slots
+    )
+    return replace(layout, slots=tuple(slots))
+
+
+def plan_units(
+    specs: Sequence[UnitSpec], plan: Plan, ranks: Axis, device: torch.device, *, world_size: int
+) -> Blueprint:
+    """All ranks of the axis must call this. Places the units within what the poorest rank has.
+
+    `world_size` counts the ranks of all axes: those of one machine share its memory, its disk and its cores.
+    """
+    _check(specs, plan, ranks.size)
+    sizes = [spec.sizes(plan.stage, DTYPES[plan.accumulate_dtype]) for spec in specs]
+    ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
+    own = budgets.measure(plan, device, budgets.local_size(world_size))
+    everyone = ranks.objects((own, budgets.this_machine(plan, device, world_size)))
+    on_device, host, disk = (min(column) for column in zip(*(sizes for sizes, _ in everyone), strict=True))
+    machine = everyone[0][1]  # all ranks decide by one
+    arrays = 2 + max((len(spec.rule.specs) for spec in specs if spec.rule is not None), default=0)
+    buffers = budgets.size_buffers(host, arrays)
+    budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers)
+    solved = solve(sizes, budget, plan, machine)
+    if isinstance(solved, Shortage):
+        raise solved.error()
+    places = solved.places
+    _check_gathered(specs, places, plan, on_device)
+    ranks.check_same(repr(places), "placement")
+    named = {
+        kind: tuple((spec.name, getattr(where, kind)) for spec, where in zip(specs, places, strict=True))
+        for kind in ("weights", "gradients", "optimizer")
+    }
+    threads = budgets.host_threads(plan, world_size)
+    given = plan.device_bytes if plan.device_bytes is not None else on_device
+    closed = replace(plan, device_bytes=given, host_bytes=host, disk_bytes=disk, host_threads=threads, **named)  # type: ignore[arg-type]
+    rows = zip(specs, places, sizes, strict=True)
+    disk_bytes = sum(spec.disk_bytes(where, unit_bytes, plan.stage) for spec, where, unit_bytes in rows)
+    host_bytes = sum_bytes(sizes, places, "host") + buffers.num_bytes
+    if disk_bytes and host_bytes > host:
+        raise BudgetError(
+            f"host_bytes is {format_bytes(host)}, but with states on disk the buffers take "
+            f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
+            f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
+        )
+    streamed = _stream(specs, places, machine)
+    return Blueprint(tuple(specs), places, streamed, closed, disk_bytes, host_bytes, buffers)
+
+
+def _stream(specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: Machine) -> tuple[bool, ...]:
+    """Which of the units with states on the host are updated by the GPU."""
+    is_native = all(isinstance(spec.rule, NativeRule) for spec in specs if spec.rule is not None)
+    candidates = [where.optimizer == "host" for where in places]
+    return tuple(choose_streamed(candidates, streamed_part(machine) if is_native else 0.0))
+
+
+def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
+    if plan.stage < 3 and num_ranks > 1 and plan.weights not in (None, "device"):
+        raise PlanError(
+            f"stage {plan.stage} keeps whole weights on every device, but the plan puts them on {plan.weights!r}. "
+            "Use stage 3 to keep weights elsewhere."
+        )
+    names = [spec.name for spec in specs]
+    for kind in ("weights", "gradients", "optimizer"):
+        check_patterns(getattr(plan, kind), kind, names)
+
+
+def _check_gathered(specs: Sequence[UnitSpec], places: Sequence[UnitPlace], plan: Plan, device_bytes: int) -> None:
+    """What runs must be on the device, whole, for as long as it runs."""
+    rows = [
+        (spec.layout.numel * spec.dtype.itemsize, spec.name)
+        for spec, where in zip(specs, places, strict=True)
+        if where.weights != "device"
+    ]
+    largest, name = max(rows, default=(0, ""))
+    if plan.device_bytes is not None and largest > device_bytes:
+        raise BudgetError(
+            f"device_bytes leaves {format_bytes(device_bytes)} for the model, but the unit {name!r} takes "
+            f"{format_bytes(largest)} of the device while it runs. Raise device_bytes, or split the unit's layers with "
+            "`unbounded.tile(model, max_bytes=...)` before `shard`."
+        )

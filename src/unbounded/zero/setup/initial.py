@@ -1,0 +1,119 @@
+"""First values: each unit is filled, broadcast and put on its tiers before the next one is touched.
+
+A model with real parameters gives its own values, by `install_model`; one on the meta device gets its own from
+`zero/setup/meta.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from unbounded.optim import formats
+from unbounded.optim.rules import UpdateRule
+from unbounded.ranks.axis import Axis
+from unbounded.tiers.array import MemoryArray
+from unbounded.tiers.memory import Tiers
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.sites import Member
+from unbounded.zero.unit import Unit, WeightState
+
+Places = Mapping[str, str]  # "weights", "optimizer", "low" -> tier
+Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
+# What a parameter's optimizer state held before `shard`: state name -> values
+Carried = Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
+
+
+class Installer:
+    """Puts the first values of units on their tiers."""
+
+    def __init__(self, tiers: Tiers, ranks: Axis, bounce: BufferPool, rules: Mapping[torch.dtype, UpdateRule]) -> None:
+        self.tiers, self.ranks, self.bounce, self.rules = tiers, ranks, bounce, rules
+
+    def install(self, unit: Unit, values: torch.Tensor, places: Places, moments: Mapping[str, torch.Tensor]) -> None:
+        """All ranks of the axis must call this. `values` is the whole unit, flat; the first rank's are taken."""
+        self.ranks.broadcast(values)
+        rule = self.rules.get(unit.dtype) if unit.trainable else None
+        low, high = unit.owned
+        owned = values[low:high]
+        narrowed = unit.dtype != values.dtype
+        arrays = (
+            formats.encode_weight(owned.float(), unit.dtype, rule)
+            if narrowed or (rule is not None and values.dtype != torch.float64)
+            else {"weight": owned}
+        )
+        if unit.resident:
+            unit.allocate()
+            self.tiers.count("device", unit.num_bytes)
+            unit.buffer.copy_(values)
+            unit.owned_part().copy_(arrays["weight"])
+            if narrowed and not unit.is_whole:
+                self.ranks.gather(unit.buffer, unit.owned_part().clone(), unit.name)
+            unit.weights = MemoryArray(unit.owned_part(), "device")
+            unit.state = WeightState.GATHERED
+        else:
+            unit.weights = self.tiers.allocate(places["weights"], unit.dtype, high - low, self.bounce)
+            unit.weights.evict(arrays["weight"].contiguous()).wait()
+        if rule is not None:
+            self._install_states(unit, rule, places, arrays, moments)
+
+    def _install_states(
+        self,
+        unit: Unit,
+        rule: UpdateRule,
+        places: Places,
+        arrays: Mapping[str, torch.Tensor],
+        moments: Mapping[str, torch.Tensor],
+    ) -> None:
+        low, high = unit.owned
+        given = {name: value for name, value in arrays.items() if name != "weight"}
+        for name, values in moments.items():
+            given |= formats.encode_moment(values[low:high].contiguous(), name, rule)
+        for spec in rule.specs:
+            tier = places["low"] if spec.name == "low" else places["optimizer"]
+            # States that only the host's kernel touches need no pinning.
+            array = self.tiers.allocate(
+                tier, spec.dtype, spec.numel(high - low), self.bounce, initial=spec.initial, pin=unit.streamed
+            )
+            value = given.get(spec.name)
+            if value is not None and bool(value.any()):
+                array.evict(value.contiguous()).wait()
+            unit.states[spec.name] = array
+
+
+def install_model(units: Entries, installer: Installer, carried: Carried | None) -> None:
+    """All ranks of the axis must call this. Takes the values of a model with real parameters."""
+    for unit, members, places in units:
+        values = gather_values(
+            unit, {member.names[0]: member.parameter for member in members}, members[0].parameter.dtype
+        )
+        installer.install(unit, values, places, carry_over(unit, carried))
+
+
+def gather_values(unit: Unit, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
+    for slot, view in zip(unit.layout.slots, unit.slot_views(values), strict=True):
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            view.copy_(parameters[slot.name])
+    return values
+
+
+def carry_over(unit: Unit, carried: Carried | None) -> dict[str, torch.Tensor]:
+    """The moments of an optimizer that has already stepped; its step counts are the unit's from now on."""
+    moments: dict[str, torch.Tensor] = {}
+    for index, parameter in enumerate(unit.views.parameters if carried is not None and unit.trainable else ()):
+        assert carried is not None
+        tensors = {name: value for name, value in carried(parameter).items() if isinstance(value, torch.Tensor)}
+        # States on meta are what an optimizer is made with, as Adagrad's first sums: the rule fills them itself.
+        held = {name: value for name, value in tensors.items() if not value.is_meta}
+        # Only SGD keeps no count. Once it has a buffer its next update is not the first one, which would fill it.
+        unit.steps[index] = int(held.pop("step", "momentum_buffer" in held))
+        for name, value in held.items():
+            if value.shape == parameter.shape and name != "mu_product":
+                flat = moments.setdefault(name, torch.zeros(unit.layout.numel, device=unit.device))
+                unit.slot_views(flat)[index].copy_(value)
+            elif value.numel() == 1:
+                unit.scalars[index][name] = float(value)
+    return moments

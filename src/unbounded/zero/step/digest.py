@@ -1,0 +1,65 @@
+"""What is small of an optimizer, as a state dict that frameworks save and give back: groups, counters, loss scale.
+
+The states themselves (moments, masters) stay on their tiers and go through `unbounded.save` and `unbounded.load`. So
+that nobody takes one for the other, the state dict says so, and carries the step count that the states were at: given
+back to an optimizer whose states are of another moment, it is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from unbounded.errors import StateError
+from unbounded.zero.step.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from unbounded.zero.step.optimizer import ShardedOptimizer
+
+KEY = "unbounded"
+_WHERE = "moments and masters are not in here: unbounded.save(folder, model, optimizer) saves them"
+
+
+def describe(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """Counters and the loss scale, and where everything else is."""
+    scale = optimizer.loss_scale
+    return {
+        "states": _WHERE,
+        "kind": optimizer.kind,
+        "steps": _steps(optimizer),
+        "skipped_steps": optimizer.skipped_steps,
+        "loss_scale": None if scale is None else asdict(scale),
+    }
+
+
+def restore(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
+    """Takes groups, counters and scale from `state_dict`; raises before anything is changed where they do not fit."""
+    groups, ours = state_dict.get("param_groups"), state_dict.get(KEY)
+    if not isinstance(groups, list):
+        raise StateError("this is not an optimizer's state_dict: it has no param_groups.")
+    if state_dict.get("state") or not isinstance(ours, dict):
+        raise StateError(
+            "this state_dict comes from an optimizer that was not sharded and holds its states whole. Load it into "
+            "the torch.optim optimizer before `shard`, which takes the states over."
+        )
+    here, there = ([len(group["params"]) for group in held] for held in (optimizer.param_groups, groups))
+    if here != there or ours["kind"] != optimizer.kind:
+        raise StateError(
+            f"the state_dict is of {ours['kind']} with groups of {there} parameters, and this is {optimizer.kind} with "
+            f"groups of {here}. Build the optimizer that it was saved from."
+        )
+    if ours["steps"] != _steps(optimizer):
+        raise StateError(
+            f"the state_dict was taken after step {ours['steps']}, but the states here are those after step "
+            f"{_steps(optimizer)}, and it does not hold any. Load them first: unbounded.load(folder, model, optimizer)."
+        )
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})
+    if optimizer.loss_scale is not None and ours["loss_scale"] is not None:
+        optimizer.loss_scale = LossScale(**ours["loss_scale"])
+    optimizer.skipped_steps = ours["skipped_steps"]
+
+
+def _steps(optimizer: ShardedOptimizer) -> int:
+    """How often the parameter that was updated most was."""
+    return max((int(unit.steps.max()) for unit in optimizer.engine.units if len(unit.steps)), default=0)

@@ -1,0 +1,280 @@
+"""The optimizer that `shard` returns: a torch.optim.Optimizer whose states live with the engine.
+
+Its param groups are the user's own, so schedulers and changes of the learning rate work as ever. `step` is
+exact and returns early: what it started is waited for by whoever needs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from unbounded.errors import PlanError, StateError
+from unbounded.optim.recognition import kind_of
+from unbounded.planner.plan import Plan
+from unbounded.ranks.phases import describe_groups
+from unbounded.tiers.memory import Tiers, TierUse
+from unbounded.zero.engine import Engine
+from unbounded.zero.gradients.managed_grad import keep_alive
+from unbounded.zero.step import digest
+from unbounded.zero.step.loss_scale import LossScale
+from unbounded.zero.step.progress import StepProgress
+from unbounded.zero.step.updates import Updates
+from unbounded.zero.unit import Unit
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Drives the updates of one sharded model. All methods but `scale` and `memory` must be called on all ranks."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, updates: Updates, tiers: Tiers, plan: Plan
+    ) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self.engine, self.updates, self.tiers, self.plan = engine, updates, tiers, plan
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers made before ask whether a step was
+        self.kind = kind_of(optimizer)
+        self.loss_scale = LossScale.of_plan(plan)
+        self.skipped_steps = 0
+        self.step_was_skipped = False
+        self._scaled = False
+        self._members = self._membership()
+        self._updated: set[Unit] = set()  # inside last_backward
+
+    # -- the training loop -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates every parameter that has a gradient. Overflow in fp16 skips the step on all ranks."""
+        self.engine.check_process()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.engine.refuse_inside_full_params("optimizer.step")
+        self.engine.snapshots.settle()
+        units = self._collect("optimizer.step()")
+        self._refuse_unscaled(units)
+        self.step_was_skipped = False
+        if self.loss_scale is not None:
+            overflow = not math.isfinite(float(self._total_norm(units)))
+            if self._scaled:
+                for unit in units:
+                    unit.gradient.scale(1.0 / self.loss_scale.value)
+            self.loss_scale = self.loss_scale.after_step(overflow=overflow)
+            self.step_was_skipped = overflow
+            self.skipped_steps += overflow
+            units = [] if overflow else units
+        else:
+            self.engine.failures.meet()
+        self.updates.run([unit for unit in units if unit not in self._updated], self.param_groups)
+        self._scaled = False
+        self._updated.clear()
+        for unit in self.engine.units:
+            unit.gradient.is_new = False
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, or makes them zeros. An update under way keeps what it reads."""
+        self.engine.check_process()
+        for unit in self.engine.units:
+            if unit.trainable:
+                keep_alive(unit.gradient)
+                if set_to_none:
+                    unit.gradient.drop()
+                else:
+                    unit.gradient.zero()
+        self.engine.reduction.forget()
+        self._updated.clear()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm over every rank and tier is at most `max_norm`; returns the norm.
+
+        The factor is applied by the next `step` as it reads the gradients, which saves a pass over them.
+        """
+        if norm_type != 2.0:
+            raise PlanError(f"norm_type is {norm_type}, but only the 2-norm is supported. Leave it at 2.0.")
+        if self._updated:
+            raise StateError(
+                f"{len(self._updated)} units were updated inside last_backward(), before anything could be clipped. "
+                f"Announce the clipping there: `with optimizer.last_backward(max_norm={max_norm}):`."
+            )
+        units = self._collect("optimizer.clip_grad_norm_()")
+        norm = self._total_norm(units)
+        if self.loss_scale is not None and self._scaled:
+            norm = norm / self.loss_scale.value
+        if math.isfinite(max_norm):
+            factor = self._clip_factor(norm, float(max_norm))
+            for unit in units:
+                unit.gradient.scale(factor)
+        return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm)
+
+    @contextmanager
+    def last_backward(self, max_norm: float | None = None) -> Iterator[None]:
+        """A hint around the last backward before `step`: units may be updated inside it. Results are the same.
+
+        `max_norm` says that `clip_grad_norm_` will follow: its norm is only known at the end, so updates wait for it.
+        """
+        engine = self.engine
+        if max_norm is None and self.loss_scale is None and engine.ranks.size == 1:
+            engine.on_complete = self._update_early
+        try:
+            yield
+        finally:
+            engine.on_complete = None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients are added up on each rank and reduced by the first backward outside: less traffic."""
+        return self.engine.no_sync()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the dynamic loss scale in fp16; as it is in other precisions."""
+        if self.loss_scale is None:
+            return loss
+        self._scaled = True
+        return loss * self.loss_scale.value
+
+    # -- what is held ----------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, TierUse]:
+        """What each tier holds on this rank, against its budget."""
+        return self.tiers.use()
+
+    def nonfinite_units(self) -> list[str]:
+        """The units whose gradient has an infinity or a NaN on any rank."""
+        units = self._collect("optimizer.nonfinite_units()")
+        flags = [not math.isfinite(float(part)) for part in self._squares(units)]
+        votes = self.engine.ranks.max(torch.tensor(flags, dtype=torch.int32, device=self.engine.device))
+        return [unit.name for unit, flag in zip(units, votes.tolist(), strict=True) if flag]
+
+    def wait(self) -> None:
+        """Returns when every update of the last step has been applied; raises what went wrong in one.
+
+        After it weights that stages 1 and 2 keep whole are so again, and a rank may evaluate by itself.
+        """
+        self.engine.check_process()
+        for unit in self.engine.units:
+            with self.engine.failures.noting():
+                for handle in (unit.weights_ready, unit.states_written):
+                    if handle is not None:
+                        handle.synchronize()
+        self.engine.failures.meet()
+        with self.engine.phases.during("optimizer.wait()"):
+            self.engine.gathering.complete(self.engine.units)
+        self.engine.raise_failures()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Param groups and counters, in torch's form. The states are where the plan put them: `unbounded.save`."""
+        return {**super().state_dict(), digest.KEY: digest.describe(self)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; nothing is changed where it does not fit.
+
+        The states must already be those of that moment: `unbounded.load` brings them.
+        """
+        digest.restore(self, state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "engine"):
+            raise StateError(
+                f"a group of {len(list(param_group.get('params', ())))} parameters cannot be added to a sharded "
+                "optimizer: their states have no place yet. Add the group before `shard`; parameters that are trained "
+                "later may be frozen until then."
+            )
+        super().add_param_group(param_group)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning and Fabric wrap an optimizer in a subclass of its class: what is set there is meant for it."""
+        inner = self.__dict__.get("_optimizer")
+        if isinstance(inner, ShardedOptimizer) and name in vars(inner):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    # -- what checkpoints keep ---------------------------------------------------------------------------------------
+
+    def progress(self) -> StepProgress:
+        """Where between two steps the optimizer is."""
+        return StepProgress(self.loss_scale, self.skipped_steps, self._scaled)
+
+    def resume(self, progress: StepProgress) -> None:
+        """Goes on from there, on all ranks. A loss scale is taken where this precision has one."""
+        if self.loss_scale is not None and progress.loss_scale is not None:
+            self.loss_scale = progress.loss_scale
+        self.skipped_steps, self._scaled = progress.skipped_steps, progress.scaled
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _collect(self, call: str) -> list[Unit]:
+        """The trainable units with a gradient on any rank, in the order of the next forward, reduced, for `call`."""
+        self.engine.check_process()
+        if self._membership() != self._members:
+            raise StateError(
+                "parameters were added to, taken out of or moved between groups of a sharded optimizer, whose states "
+                "are laid out by group. Change the groups before `shard`; their options may change at any time."
+            )
+        self.engine.phases.begin(call, describe_groups(self.kind, self.param_groups))
+        self.engine.finish_gradients()
+        self.engine.phases.leave()
+        for unit in self.engine.units:
+            with self.engine.failures.noting():
+                if unit.states_written is not None and unit.states_written.launched():
+                    unit.states_written.wait()  # raises where the last step's states could not be written
+        units = [unit for unit in self.engine.forward_order() if unit.trainable]
+        return [unit for unit in units if unit.gradient.is_present or unit in self._updated]
+
+    def _refuse_unscaled(self, units: list[Unit]) -> None:
+        if units and not self._scaled and self.loss_scale is not None and not self.loss_scale.is_plain:
+            raise StateError(
+                "the gradients in fp16 come from a loss that was not scaled, so small ones were lost. Call "
+                "`optimizer.scale(loss).backward()`; where the loss needs no scaling, say so in the plan: "
+                "loss_scale=1, loss_scale_window=0."
+            )
+
+    def _membership(self) -> list[list[int]]:
+        """Which parameter is in which group."""
+        return [list(map(id, group["params"])) for group in self.param_groups]
+
+    def _total_norm(self, units: list[Unit]) -> float | torch.Tensor:
+        engine = self.engine
+        engine.reduction.measure = True
+        squares = self._squares(units)
+        tensors = [part for part in squares if isinstance(part, torch.Tensor)]
+        total: float | torch.Tensor = float(sum(part for part in squares if not isinstance(part, torch.Tensor)))
+        if tensors:
+            total = torch.stack(tensors).double().sum() + total
+        over = (engine.axes.data, *engine.axes.model) if self.plan.stage > 0 else engine.axes.model
+        if any(axis.size > 1 for axis in over):
+            held = total if isinstance(total, torch.Tensor) else torch.tensor(total, dtype=torch.float64)
+            held = held.to(engine.device)
+            for axis in over:
+                held = axis.sum(held)
+            total = held if tensors else float(held)
+        if isinstance(total, torch.Tensor):
+            return total.sqrt().float()
+        return float(torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32))
+
+    def _squares(self, units: list[Unit]) -> list[float | torch.Tensor]:
+        """The sum of squares of every unit's gradient on this rank. Gradients on disk are read for it."""
+        squares: list[float | torch.Tensor] = []
+        with self.engine.failures.noting():
+            squares += [unit.gradient.squares() for unit in units]
+        self.engine.failures.meet()
+        return squares
+
+    @staticmethod
+    def _clip_factor(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
+        if isinstance(norm, torch.Tensor):
+            return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
+        return float(factor.clamp(max=1.0))
+
+    def _update_early(self, unit: Unit) -> None:
+        self._updated.add(unit)
+        self.updates.run([unit], self.param_groups)
+        unit.gradient.spend()

@@ -1,0 +1,190 @@
+"""The optimizer step over all units: what is updated, in which order, and who waits for it.
+
+States on the GPU are updated on the compute stream at once. Everything else goes through lanes during the next
+forward, each in the order in which that forward needs its units: the update lane runs the host's kernel over states
+in host memory; the buffered lane brings those on disk through buffers, beside it, so that the disk does not wait for
+the host; two stream lanes carry host states through the GPU and back, one's way up beside the other's way down. Each
+unit carries a handle that whoever needs its new weights waits on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unbounded.native import kernels
+from unbounded.optim.rules import UpdateRule
+from unbounded.tiers.lane import Handle, Lane
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.engine import Engine
+from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.step.update_pass import (
+    Piece,
+    UpdatePass,
+    cut_pieces,
+    kernel_device,
+    needs_buffers,
+    plan_jobs,
+    steps_after,
+    touches_disk,
+)
+from unbounded.zero.unit import Unit
+
+# Through a GPU go pieces that many times as large, so many at a time: each takes Python's time from launching kernels.
+STREAMED_TIMES, STREAMED_DEPTH = 2, 2
+
+
+@dataclass(eq=False)
+class Work:
+    """One unit's part of a step in a lane, and what waits for it."""
+
+    unit: Unit
+    pieces: list[Piece]
+    home: Handle  # the new weights are where they live
+    written: Handle  # the new states are
+    before: Handle | None  # `states_written` of the step before: states that were not written must not be read
+
+    def fail(self, error: BaseException) -> None:
+        for handle in (self.home, self.written):
+            if not handle.launched():
+                handle.fail(error)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Where updates run: on host memory as it is, through buffers, or through the GPU."""
+
+    direct: Lane
+    buffered: Lane
+    streams: Sequence[Lane]
+
+    @property
+    def all(self) -> list[Lane]:
+        """In the order in which they are started: the slowest first."""
+        return [self.buffered, *self.streams, self.direct]
+
+    def lane_for(self, unit: Unit, num_streamed: int) -> Lane:
+        """Everything that takes buffers is in one lane: two that wait for each other's would wait for ever."""
+        if unit.streamed:
+            return self.streams[num_streamed % len(self.streams)]
+        return self.buffered if needs_buffers(unit) else self.direct
+
+
+class Updates:
+    """Runs the rule over units; one pass a step, or one a unit inside `last_backward`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rules: dict[torch.dtype, UpdateRule],
+        lanes: Lanes,
+        num_threads: int,
+        buffers: BufferPool,
+        depth: int,
+    ) -> None:
+        self.engine, self.rules, self.lanes = engine, rules, lanes
+        self._piece_numel = buffers.buffer_bytes // 4
+        # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
+        few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
+        kinds = {"disk": (few, depth), "host": (many, depth), "device": (many, STREAMED_DEPTH)}
+        self._passes = {
+            (kind, dtype): UpdatePass(rule, pool, buffers, in_flight)
+            for kind, (pool, in_flight) in kinds.items()
+            for dtype, rule in rules.items()
+        }
+
+    def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]]) -> None:
+        """Updates `units` in order; returns before the lanes have done their part."""
+        planned = [(unit, self._plan(unit, groups)) for unit in units]  # what fails here has changed nothing
+        queued: dict[Lane, list[Work]] = {lane: [] for lane in self.lanes.all}
+        try:
+            self._begin(planned, queued)
+        except BaseException as error:
+            for part in itertools.chain(*queued.values()):
+                part.fail(error)
+            raise
+        ready = None
+        if self.lanes.direct.stream is not None:
+            ready = torch.cuda.Event()
+            ready.record()
+        for lane, work in queued.items():
+            if work:
+                lane.submit(self._run_in, lane, work, ready)
+
+    def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
+        gradient = unit.gradient
+        gradient.wait()
+        gradient.apply_changes()
+        if gradient.state is GradientState.ZERO:
+            gradient.apply_factor()
+        piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
+        return cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), piece_numel)
+
+    def _begin(self, planned: Sequence[tuple[Unit, list[Piece]]], queued: dict[Lane, list[Work]]) -> None:
+        """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
+        num_streamed = 0
+        for unit, pieces in planned:
+            unit.steps = steps_after(unit)
+            unit.note_change()
+            if pieces and kernel_device(unit).type == "cuda" and not unit.streamed:
+                self._run_now(unit, pieces)
+            elif pieces:
+                lane = self.lanes.lane_for(unit, num_streamed)
+                num_streamed += unit.streamed
+                work = Work(unit, pieces, Handle(), Handle(), unit.states_written)
+                queued[lane].append(work)
+                unit.weights_ready, unit.states_written = work.home, work.written
+                unit.gradient.reading = work.written
+                self.engine.gathering.invalidate(unit)
+            elif not unit.is_whole:  # all that is used of it is a peer's, which will gather it anew
+                self.engine.gathering.invalidate(unit)
+
+    def _run_now(self, unit: Unit, pieces: list[Piece]) -> None:
+        self._passes["device", unit.dtype].run(pieces, on_home=_ignore, on_written=_ignore)
+        if not unit.is_whole or not unit.resident:
+            self.engine.gathering.invalidate(unit)
+
+    def _run_in(self, lane: Lane, work: list[Work], ready: torch.cuda.Event | None) -> None:
+        """Runs in `lane`."""
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
+        by_unit = {id(part.unit): part for part in work}
+        is_disk_bound = all(touches_disk(part.unit) for part in work)
+        kind = "device" if lane in self.lanes.streams else "disk" if is_disk_bound else "host"
+        try:
+            _read_factors(work)
+            for dtype in self.rules:
+                self._passes[kind, dtype].run(
+                    _pieces(part for part in work if part.unit.dtype == dtype),
+                    on_home=lambda unit: by_unit[id(unit)].home.complete(event=lane.mark()),
+                    on_written=lambda unit: by_unit[id(unit)].written.complete(event=lane.mark()),
+                )
+        except BaseException as error:
+            for part in work:
+                part.fail(error)
+            raise
+
+
+def _read_factors(work: Iterable[Work]) -> None:
+    """Factors that the device has computed become numbers, each waited for once: mostly one is everybody's."""
+    numbers: dict[int, float] = {}
+    for piece in (piece for part in work for piece in part.pieces):
+        if isinstance(piece.factor, torch.Tensor):
+            if id(piece.factor) not in numbers:
+                numbers[id(piece.factor)] = float(piece.factor)
+            piece.factor = numbers[id(piece.factor)]
+
+
+def _pieces(work: Iterable[Work]) -> Iterator[Piece]:
+    for part in work:
+        if part.before is not None:
+            part.before.wait()
+        yield from part.pieces
+
+
+def _ignore(unit: Unit) -> None:
+    """The compute stream orders what follows."""

@@ -1,0 +1,408 @@
+"""What blocks keep under "auto": decided from the device's memory, here one that the test counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.activations.models import Stack, WithDropout, WithMask, losses_of, make, tokens
+from tests.activations.test_sharded import Zoo, shard_stack
+from tests.zero.training import Run, assert_identical_weights, train_ours
+from unbounded import sharding
+from unbounded.activations.checkpointed import Checkpointed, attached_to
+from unbounded.activations.headroom import FIRST_RATIO, LIMIT_PART, Headroom, Tails, choose_policy
+from unbounded.errors import PlanError
+
+GIB = 2**30
+
+
+class Device:
+    """A device with a memory: blocks and what comes behind them take so much of it, and a backward frees it."""
+
+    def __init__(self, states: int = 0) -> None:
+        self.now = self.peak = states
+        self.num_forgotten = 0
+
+    def allocated_bytes(self) -> int:
+        return self.now
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+    def forget_peak(self) -> None:
+        self.peak, self.num_forgotten = self.now, self.num_forgotten + 1
+
+    def take(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+
+class Training:
+    """A model of blocks on such a device, driven as `Checkpointed` drives a headroom."""
+
+    def __init__(self, *, states: int, limit: int, num_blocks: int, kept: int, tail: int, host: int = 0) -> None:
+        self.device = Device(states)
+        self.states, self.num_blocks, self.kept, self.tail, self.host = states, num_blocks, kept, tail, host
+        self.num_trimmed = 0
+        self.headroom = Headroom(
+            self.device, limit, num_blocks, has_host_room=lambda num_bytes: num_bytes <= self.host, trim_host=self.trim
+        )
+
+    def trim(self) -> None:
+        self.num_trimmed += 1
+
+    def step(self, size: int = 1) -> Counter[str]:
+        """One forward and backward with inputs `size` times as large as usual; the policies of its blocks."""
+        inputs = torch.empty(size * 2**20, dtype=torch.uint8, device="meta")
+        policies: Counter[str] = Counter()
+        self.headroom.begin()
+        watched: list[torch.Tensor] = []
+        for _ in range(self.num_blocks):
+            policy = self.headroom.choose((inputs,))
+            policies[policy] += 1
+            self.device.take(size * {"keep": self.kept, "recompute": 2**20, "host": 0}[policy])
+            output = torch.zeros(1, requires_grad=True) * 1
+            self.headroom.note(output, kept=policy == "keep")
+            watched.append(output)
+        again = 0 if policies["keep"] == self.num_blocks else self.kept
+        self.device.take(size * max(self.tail, again))
+        watched[0].sum().backward()
+        self.device.now = self.states
+        return policies
+
+
+def test_a_device_with_room_keeps_all_and_from_the_start_what_an_eighth_of_it_takes() -> None:
+    run = Training(states=40 * GIB, limit=125 * GIB, num_blocks=26, kept=24 * 2**20, tail=GIB)
+    assert run.step() == {"keep": 26}
+    run = Training(states=40 * GIB, limit=125 * GIB, num_blocks=26, kept=GIB, tail=6 * GIB)
+    first = run.step()
+    assert 0 < first["keep"] < 26
+    assert run.device.peak < 125 * GIB
+    assert run.step() == {"keep": 26}
+
+
+def test_a_tight_budget_is_kept_from_the_first_step_on() -> None:
+    """Inputs and the tail take nearly all that the states leave: what one block keeps would not fit beside."""
+    run = Training(states=5 * GIB, limit=14 * GIB, num_blocks=26, kept=14 * 2**20, tail=60 * 2**20)
+    for _ in range(4):
+        assert run.step(100)["recompute"] == 26
+        assert run.device.peak <= 14 * GIB
+
+
+@pytest.mark.parametrize("room", range(8, 40))
+def test_as_many_blocks_keep_as_fit(room: int) -> None:
+    """`room` times what a block keeps: all but what two blocks keep is used in the end, and never too much."""
+    kept, tail, num_blocks = 20 * 2**20, 100 * 2**20, 16
+    limit = GIB + room * kept + tail + num_blocks * 2**20
+    run = Training(states=GIB, limit=limit, num_blocks=num_blocks, kept=kept, tail=tail)
+    steps = [run.step() for _ in range(12)]
+    assert run.device.peak <= limit
+    assert steps[-1]["keep"] >= min(num_blocks, room - 2)
+
+
+def test_an_input_that_even_recomputing_has_no_room_for_goes_to_the_host_while_that_has_any() -> None:
+    kinds: dict[str, Any] = {"states": GIB, "num_blocks": 100, "kept": 14 * 2**20, "tail": 100 * 2**20}
+    for host, expected in ((2**20, "host"), (0, "recompute")):
+        run = Training(limit=GIB + 150 * 2**20, host=host, **kinds)
+        run.step()
+        last = run.step()
+        assert last[expected] > 0
+        assert last["keep"] == 0
+    run = Training(limit=GIB + 150 * 2**20, host=2**20, **kinds)
+    run.step()
+    before = run.device.peak
+    run.device.peak = 0
+    run.step()
+    assert run.device.peak < before
+
+
+@pytest.mark.parametrize("others", [0, 12 * GIB, 2**40])
+def test_a_peak_that_something_else_left_is_forgotten(others: int) -> None:
+    """A model's construction, or an evaluation before and between."""
+    kinds: dict[str, Any] = {"states": GIB, "num_blocks": 10, "kept": 100 * 2**20, "tail": GIB, "host": 2**40}
+    run, other = Training(limit=10 * GIB, **kinds), Training(limit=10 * GIB, **kinds)
+    for _ in range(3):
+        run.headroom.begin()  # an evaluation, whose blocks choose nothing
+        run.device.peak = max(others, run.device.peak)
+        run.step(5), other.step(5)
+    for size in (5, 5, 3, 5):
+        policies = run.step(size)
+        assert policies == other.step(size)
+        assert policies["host"] == 0
+    assert run.device.num_forgotten == run.num_trimmed == (others > 0)  # which left no room even for inputs
+
+
+def test_what_caution_had_on_the_host_is_given_back_when_the_tail_is_known() -> None:
+    run = Training(states=GIB, limit=3 * GIB, num_blocks=10, kept=40 * 2**20, tail=100 * 2**20, host=2**40)
+    for _ in range(3):
+        assert run.step(1)["host"] == 0
+    assert run.step(8)["host"] == 10  # it might be 64 times as much
+    assert run.num_trimmed == 0
+    for size in (8, 8, 1, 8):
+        assert run.step(size)["host"] == 0
+    assert run.num_trimmed == 1
+    run = Training(states=GIB, limit=GIB + 150 * 2**20, num_blocks=100, kept=14 * 2**20, tail=100 * 2**20, host=2**40)
+    run.step()
+    assert all(run.step()["host"] > 0 for _ in range(3))
+    assert run.num_trimmed == 0  # what every step needs stays
+
+
+def test_a_batch_of_another_size_is_foreseen_by_those_that_were_seen() -> None:
+    run = Training(states=GIB, limit=11 * GIB, num_blocks=10, kept=160 * 2**20, tail=GIB)
+    for _ in range(3):
+        assert run.step(4)["keep"] < 10
+    assert run.step(1) == {"keep": 10}
+    run.step(6)
+    assert run.device.peak <= 11 * GIB
+    for size in (1, 3, 5, 2, 4, 6, 1):
+        run.step(size)
+        assert run.device.peak <= 11 * GIB
+
+
+def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
+    """Where it can be: the limit is what recomputing takes, or more. A first step may go beyond by a few percent, for
+    which a tenth of the budget is left: what it needs behind its blocks nobody has seen."""
+    for seed in range(300):
+        random = Random(seed)
+        num_blocks, kept = random.choice([2, 8, 26, 48, 80]), int(random.uniform(4, 60) * 2**20)
+        tail, sizes = int(random.uniform(1, 40 * num_blocks) * 2**20), [random.randint(1, 6) for _ in range(4)]
+        least = max(sizes) * (num_blocks * 2**20 + max(tail, kept))
+        limit, host = GIB + int(least * random.uniform(1, 4)), random.choice([0, 2**40])
+        run = Training(states=GIB, limit=limit, num_blocks=num_blocks, kept=kept, tail=tail, host=host)
+        run.step(random.choice(sizes))
+        assert run.device.peak <= limit / LIMIT_PART, seed
+        run.device.peak = min(run.device.peak, limit)
+        for _ in range(12):
+            run.step(random.choice(sizes))
+            assert run.device.peak <= limit, seed
+
+
+def test_what_gradients_will_grow_by_is_left_free() -> None:
+    room, input_bytes = 3 * 2**20, 2**10
+    for growth, policy in ((0, "keep"), (room, "recompute")):
+        headroom = Headroom(Device(), room, 1, growth_bytes=lambda growth=growth: growth)
+        assert headroom.choose(torch.empty(input_bytes, dtype=torch.uint8)) == policy
+
+
+def test_gradients_on_the_device_say_what_adding_up_will_take() -> None:
+    model = make(Stack).to(torch.bfloat16)
+    model, optimizer = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"weights": "device"})
+    engine, found = sharding.sharded(model).engine, []
+    for _ in range(2):
+        found.append(engine.gradient_growth_bytes())
+        for _ in range(3):
+            model(tokens()).backward()
+            found.append(engine.gradient_growth_bytes())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found[:2] == [0, 2 * sum(unit.layout.numel for unit in engine.units)]
+    assert found[2:] == [0] * 6  # from the first sum on the store is as wide as a sum
+
+
+def test_tails_bound_each_other() -> None:
+    tails = Tails()
+    assert tails.expect(100) is None
+    tails.note(1000, 500)
+    assert [tails.expect(size) for size in (10, 1000, 2000)] == [500, 500, 2000]
+    tails.note(100, 40)
+    assert [tails.expect(size) for size in (10, 100, 200, 1000)] == [40, 40, 160, 500]
+    tails.note(1000, 900)  # a peak that was there before
+    assert tails.expect(1000) == 500
+    for size in range(1, 100_000, 7):
+        tails.note(size, size)
+    assert len(tails._seen) <= 4 * 17 + 1
+
+
+def test_policies_are_chosen_from_the_cheapest_on() -> None:
+    def choose(free: int, tail: int | None = 50) -> str:
+        return choose_policy(
+            free_bytes=free, input_bytes=1, kept_bytes=10, num_later=4, tail_bytes=tail, first_tail=500
+        )
+
+    assert [choose(free) for free in (64, 63, 55, 54)] == ["keep", "recompute", "recompute", "host"]
+    assert [choose(free, None) for free in (514, 513, 0)] == ["keep", "recompute", "recompute"]
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def pretend(limit: int, host: bool = True) -> list[Headroom]:
+    """Makes "auto" of models on the CPU ask a device of `limit` bytes on which every block takes 2."""
+    made: list[Headroom] = []
+
+    class Counting(Headroom):
+        @torch.compiler.disable
+        def note(self, outputs: Any, *, kept: bool) -> None:
+            device.take(2)
+            super().note(outputs, kept=kept)
+
+        def begin(self) -> None:
+            device.now = 0
+            super().begin()
+
+    device = Device()
+
+    def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
+        made.append(Counting(device, limit, num_blocks, has_host_room=lambda _: host))
+        return made[-1]
+
+    sharding._make_headroom, sharding._close_policy = make_headroom, lambda policy, device: policy  # type: ignore[assignment]
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_make_headroom", "_close_policy"):
+        monkeypatch.setattr(sharding, name, getattr(sharding, name))
+
+
+def run_auto(rank: int, world_size: int, kind: Any, plan: dict[str, Any]) -> list[Run]:
+    """The model as it is; then under "auto", where every rank has another amount of room."""
+    before = sharding._make_headroom, sharding._close_policy
+    plain = train_ours(rank, world_size, Zoo(kind), plan)
+    try:
+        pretend([2**40, 0, 4000, 2**40][rank])
+        return [plain, train_ours(rank, world_size, Zoo(kind), plan)]
+    finally:
+        sharding._make_headroom, sharding._close_policy = before
+
+
+@pytest.mark.parametrize("kind", [Stack, WithMask, WithDropout], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 2), (2, 3), (4, 3)])
+def test_ranks_may_decide_differently(ranks: Any, kind: Any, world_size: int, stage: int) -> None:
+    for plain, auto in ranks(world_size, run_auto, kind, {"stage": stage, "weights": "device"}):
+        assert auto.losses == plain.losses
+        assert_identical_weights(auto, plain)
+
+
+@pytest.mark.parametrize("limit", [0, 2**13, 2**40])
+@pytest.mark.parametrize("host", [True, False])
+def test_losses_are_those_of_the_plain_model(limit: int, host: bool) -> None:
+    expected = losses_of(*shard_stack(make(Stack)))
+    made = pretend(limit, host)
+    model, optimizer = shard_stack(make(Stack))
+    assert losses_of(model, optimizer) == expected
+    assert made[0].num_kept == (4 if limit == 2**40 else 0)
+    assert (optimizer.memory()["host"].activation_bytes > 0) == (limit == 0 and host)
+
+
+def test_a_model_that_is_compiled_whole_has_the_blocks_that_keep_compiled() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    def run() -> list[Any]:
+        torch._dynamo.reset()
+        graphs.clear()
+        model, optimizer = shard_stack(make(Stack))
+        losses = losses_of(torch.compile(model, backend=backend), optimizer)
+        return [losses, [*graphs]]
+
+    plain = run()
+    assert len(plain[1]) == 1
+    made = pretend(2**40)
+    assert run() == plain
+    assert made[0].num_kept == 4
+
+
+def counts(model: nn.Module) -> Counter[str]:
+    return Counter(block.policy for block in attached_to(model))
+
+
+def test_what_a_plan_leaves_out_is_auto_on_a_gpu_and_keeps_on_a_cpu() -> None:
+    model, _ = shard_stack(make(Stack))
+    assert counts(model) == {}
+    pretend(0)
+    model, optimizer = shard_stack(make(Stack))
+    assert counts(model) == {"auto": 4}
+    assert "activations={auto: 4 blocks}" in repr(optimizer.plan)
+    model, _ = shard_stack(make(Stack), activations=(("blocks.0", "keep"), ("blocks.1", "host"), ("*", "auto")))
+    assert counts(model) == {"host": 1, "auto": 2}
+
+
+def test_a_policy_of_ones_own_replaces_auto() -> None:
+    pretend(2**40)
+    model, _ = shard_stack(make(Stack))
+    unbounded.checkpoint_activations(model, "recompute")
+    assert counts(model) == {"recompute": 4}
+    some, _ = shard_stack(make(Stack))
+    unbounded.checkpoint_activations(some, "host", blocks="blocks.1")
+    unbounded.checkpoint_activations(some, "keep", blocks="blocks.2")
+    assert counts(some) == {"auto": 2, "host": 1}
+    with pytest.raises(PlanError, match="already has the activation policy 'recompute'"):
+        unbounded.checkpoint_activations(model, "host")
+    early = make(Stack)
+    unbounded.checkpoint_activations(early, "host")
+    early, _ = shard_stack(early)
+    assert counts(early) == {"host": 4}
+
+
+def test_auto_that_was_given_before_sharding_has_the_budget_of_the_plan() -> None:
+    made = pretend(2**40)
+    model = make(Stack)
+    unbounded.checkpoint_activations(model, "auto")
+    model, optimizer = shard_stack(model)
+    assert len(made) == 2
+    assert {block.headroom for block in attached_to(model)} == {made[1]}
+    losses_of(model, optimizer)
+    assert made[1].num_kept == 4
+
+
+def test_a_model_that_checkpoints_itself_is_left_to_it() -> None:
+    pretend(2**40)
+    model = make(Stack)
+    for block in model.blocks:
+        block.gradient_checkpointing = True  # type: ignore[assignment]
+    model, _ = shard_stack(model)
+    assert counts(model) == {}
+
+
+class Normed(Stack):
+    class block(Stack.block):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch = nn.BatchNorm1d(12)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.batch(self.mix(x).transpose(1, 2)).transpose(1, 2)
+
+
+def test_blocks_that_change_with_every_forward_never_run_twice() -> None:
+    pretend(0)
+    torch.manual_seed(0)
+    model, optimizer = shard_stack(Normed())
+    assert counts(model) == {}
+    losses_of(model, optimizer)
+    assert {int(block.batch.num_batches_tracked) for block in model.blocks} == {3}
+
+
+def test_caches_stay_where_activations_are_kept(recwarn: pytest.WarningsRecorder) -> None:
+    given: list[Any] = []
+
+    class Cached(nn.Module):
+        def forward(self, x: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
+            given.append(past_key_values)
+            return x * 2
+
+    block, cache = Cached(), object()
+    Checkpointed("block", block, "auto", None, Headroom(Device(), 2**40, 1)).attach()  # type: ignore[arg-type]
+    block(torch.ones(3, requires_grad=True), past_key_values=cache)
+    assert given == [cache]
+    assert not recwarn.list
+
+
+def test_a_part_of_the_model_called_by_itself_begins_a_forward() -> None:
+    headroom = Headroom(Device(), int(2**20 * (FIRST_RATIO * 2 + 2) * 8), 2)
+    for _ in range(3):
+        for _ in range(2):
+            assert headroom.choose(torch.empty(2**20, dtype=torch.uint8)) == "keep"
+            headroom.note(tokens(), kept=True)
+        assert headroom.num_kept == 2

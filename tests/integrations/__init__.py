@@ -1,0 +1,1 @@
+"""Frameworks and other systems, each against its own plain run."""

@@ -1,0 +1,105 @@
+"""A loop as users of Accelerate write it, with sharded objects and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.integrations.launched import launched
+
+accelerate = pytest.importorskip("accelerate")
+
+PRELOAD_IN_RANKS = ["accelerate", "unbounded.hf.accelerator"]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def make_loader() -> Any:
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(32, 5, generator=generator), torch.randint(0, 3, (32,), generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows), batch_size=2)
+
+
+class Job:
+    """Model, optimizer, loader, scheduler and accelerator, prepared."""
+
+    def __init__(self, plan: Any) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if plan is not None:
+            unbounded.hf.attach(self.accelerator)
+            model, optimizer = unbounded.shard(model, optimizer, plan)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        prepared = self.accelerator.prepare(model, optimizer, make_loader(), scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
+
+    def train(self, steps: int) -> list[float]:
+        """The loop of Accelerate's tutorial; `steps` micro-batches of it."""
+        found, batches = [], iter(self.loader)
+        for _ in range(steps):
+            inputs, labels = next(batches)
+            with self.accelerator.accumulate(self.model):
+                loss = nn.functional.cross_entropy(self.model(inputs), labels)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    found.append(float(norm))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return [*found, self.optimizer.param_groups[0]["lr"]]
+
+
+def compare(rank: int, world_size: int, tier: str, folder: str) -> Any:
+    with launched(rank, world_size):
+        plain = Job(None)
+        reference = plain.train(4) + plain.train(4)
+        plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
+        ours = Job(plan)
+        found = ours.train(4)
+        ours.accelerator.save_state(f"{folder}/state")
+        unbounded.save(f"{folder}/alone", ours.model, ours.optimizer)  # wrapped as prepare returned it
+        going_on = ours.train(4)
+        again = Job(plan)
+        again.accelerator.load_state(f"{folder}/state")
+        resumed = again.train(4)
+        assert ours.accelerator.unwrap_model(ours.model) is ours.model
+        weights = ours.accelerator.get_state_dict(ours.model)
+        same = all(
+            torch.allclose(weights[k], v, atol=1e-6) for k, v in plain.accelerator.get_state_dict(plain.model).items()
+        )
+        return reference, found + going_on, going_on, resumed, same
+
+
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "device"), (1, "disk"), (2, "device"), (2, "host"), (2, "disk")])
+def test_a_loop_trains_saves_and_resumes_as_the_plain_one(
+    ranks: Any, tmp_path: Path, world_size: int, tier: str
+) -> None:
+    for reference, found, going_on, resumed, same in ranks(world_size, compare, tier, str(tmp_path)):
+        assert found == pytest.approx(reference, rel=1e-5)
+        assert resumed == pytest.approx(going_on, rel=1e-6)
+        assert same
+
+
+def test_fp16_is_scaled_by_the_accelerator_and_what_it_cannot_know_is_refused() -> None:
+    with launched(0, 1):
+        job = Job({"precision": "fp16", "loss_scale": 2.0**20})
+        assert len(job.train(2)) == 4
+        assert job.optimizer.step_was_skipped is True  # the first gradients overflow
+        assert job.accelerator.optimizer_step_was_skipped is True
+        job.train(16)
+        assert job.optimizer.step_was_skipped is False
+        with pytest.raises(unbounded.StateError, match="not all those of one sharded optimizer"):
+            job.accelerator.clip_grad_norm_(list(job.model.parameters())[:1], 1.0)
+    with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"mixed_precision='bf16'.*precision=\"bf16\""):
+        unbounded.hf.attach(accelerate.Accelerator(cpu=True, mixed_precision="bf16"))

@@ -1,0 +1,285 @@
+"""DeepSpeed's configs and scripts: what each key becomes, and training equal to plain PyTorch's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+import unbounded.deepspeed as deepspeed
+from unbounded.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from unbounded.deepspeed.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+STAGE3 = {
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "pin_memory": True, "buffer_count": 4},
+        "offload_param": {"device": "cpu", "pin_memory": True, "max_in_cpu": 1e9},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+    "zero_allow_untested_optimizer": True,
+}
+FP16 = {
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3},
+    "zero_optimization": {"stage": 2, "cpu_offload": True, "allgather_bucket_size": 2e8, "reduce_scatter": True},
+    "steps_per_print": float("inf"),
+    "data_types": {"grad_accum_dtype": "fp16"},
+}
+
+
+def test_a_config_becomes_a_plan_and_every_key_is_accounted_for(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(STAGE3))
+    told: list[str] = []
+    plan = deepspeed.plan_from_config(tmp_path / "ds.json", report=told.append)
+    assert plan == unbounded.Plan(
+        stage=3, precision="bf16", weights="host", optimizer="disk", gradients="host", disk_path=("/scratch",)
+    )
+    assert "zero_optimization.offload_optimizer.nvme_path" in told[0]
+    assert "zero_optimization.overlap_comm" in told[0]
+    assert "(communication is always overlapped)" in told[0]
+    found = deepspeed.read_config(STAGE3)
+    leaves = {*found.honoured, *found.ignored}
+    autos = {"gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"}
+    given = {f"{key}.{inner}" for key, value in STAGE3.items() if isinstance(value, dict) for inner in value}
+    assert given - leaves == {"zero_optimization.offload_optimizer", "zero_optimization.offload_param"}
+    assert {key for key, value in STAGE3.items() if not isinstance(value, dict)} - leaves == autos
+
+
+def test_loss_scaling_old_flags_and_dtypes_are_honoured() -> None:
+    found = deepspeed.read_config(FP16)
+    assert found.plan == unbounded.Plan(
+        stage=2,
+        precision="fp16",
+        optimizer="host",
+        gradients="host",
+        accumulate_dtype="fp16",
+        loss_scale=2.0**12,
+        loss_scale_window=500,
+        loss_scale_hysteresis=3,
+    )
+    assert found.steps_per_print is None
+    fixed = deepspeed.read_config({"fp16": {"enabled": True, "loss_scale": 128}}).plan
+    assert (fixed.loss_scale, fixed.loss_scale_window) == (128.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimisation": {}}, "unknown keys: 'zero_optimisation' (did you mean 'zero_optimization'?)"),
+        ({"zero_optimization": {"stge": 3}}, "'zero_optimization.stge' (did you mean 'zero_optimization.stage'?)"),
+        ({"stage": 3, "blorp": 1}, "'stage' (did you mean 'zero_optimization.stage'?), 'blorp'"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 enabled"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning, which is not available here"),
+        ({"amp": {"enabled": True}}, "Use bf16.enabled or fp16.enabled"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "device is 'gpu'. It may be one of none, cpu"),
+        ({"train_batch_size": 2.5}, "train_batch_size is 2.5"),
+        ({"bf16": 7}, "bf16 is 7, but it must be an object with the keys enabled"),
+    ],
+)
+def test_mistakes_in_a_config_are_told_with_what_was_meant(config: Any, message: str) -> None:
+    with pytest.raises(unbounded.PlanError) as failure:
+        deepspeed.read_config(config)
+    assert message in str(failure.value)
+
+
+def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    config = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(unbounded.PlanError, match=r"train_batch_size is 10, but .*4 x .*2 x 1 ranks is 8"):
+        deepspeed.initialize(model=model, config=config)
+    with pytest.raises(unbounded.PlanError, match="no config"):
+        deepspeed.initialize(model=model)
+
+
+def test_schedules_follow_the_published_formulas() -> None:
+    def rates(kind: Any, **options: Any) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+        schedule, found = kind(optimizer, **options), []
+        for _ in range(6):
+            found.append(round(optimizer.param_groups[0]["lr"], 4))
+            schedule.step()
+        return found
+
+    line = {"warmup_num_steps": 4, "warmup_type": "linear"}
+    assert rates(WarmupLR, warmup_max_lr=1.0, **line) == [0, 0, 0.25, 0.5, 0.75, 1.0]
+    assert rates(WarmupLR, warmup_max_lr=1.0, warmup_num_steps=4) == [0, 0, 0.5, 0.7925, 1.0, 1.0]
+    assert rates(WarmupDecayLR, total_num_steps=8, warmup_max_lr=1.0, **line) == [0, 0, 0.25, 0.5, 0.75, 1.0]
+    assert rates(WarmupDecayLR, total_num_steps=5, warmup_max_lr=1.0, warmup_num_steps=2)[3:] == [1.0, 0.6667, 0.3333]
+    cosine = rates(WarmupCosineLR, total_num_steps=4, warmup_num_steps=2, cos_min_ratio=0.0)
+    assert cosine == [0, 0, 2.0, 1.0, 0.0, 0.0]
+
+
+# -- scripts -------------------------------------------------------------------------------------------------------
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3}},
+    "zero_optimization": {"stage": 3},
+    "steps_per_print": 1,
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+
+
+def run_script(engine: Any, rank: int, first: int, last: int) -> list[float]:
+    """The loop as DeepSpeed's tutorials write it."""
+    losses = []
+    for step in range(first, last):
+        inputs, labels = batch(step, rank)
+        loss = nn.functional.cross_entropy(engine(inputs), labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_deepspeed(rank: int, world_size: int, tier: str, folder: str) -> Any:
+    """Half a run, a save, a new engine, a load, the other half."""
+    offload = {"device": {"device": "none", "host": "cpu", "disk": "nvme"}[tier], "nvme_path": folder}
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}}
+    args = argparse.Namespace(deepspeed_config=config)
+    engine, optimizer, _, schedule = deepspeed.initialize(args=args, model=make_model())
+    losses = run_script(engine, rank, 0, 6)
+    norm = engine.get_global_grad_norm()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    engine.save_checkpoint(folder, client_state={"seen": 6, "rank": "same"})
+    other, _, _, schedule = deepspeed.initialize(model=make_model(), config=config)
+    path, client = other.load_checkpoint(folder)
+    assert (Path(path).name, client, other.global_steps) == ("global_step3", {"seen": 6, "rank": "same"}, 3)
+    losses += run_script(other, rank, 6, 12)
+    other.save_16bit_model(f"{folder}/export")
+    return losses, norm, schedule.get_last_lr(), other.get_batch_info()
+
+
+def train_plain(rank: int, world_size: int) -> Any:
+    """The same, written out in plain PyTorch."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = WarmupLR(optimizer, warmup_max_lr=1e-2, warmup_num_steps=3)
+    losses, norm = [], None
+    for step in range(12):
+        inputs, labels = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        (loss / 2).backward()
+        losses.append(loss.item())
+        if step % 2:
+            for p in model.parameters() if world_size > 1 else ():
+                torch.distributed.all_reduce(p.grad)
+                p.grad /= world_size
+            found = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            norm = found if step == 5 else norm
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return losses, norm, schedule.get_last_lr(), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "device"), (1, "disk"), (2, "device"), (2, "host"), (2, "disk")])
+def test_a_script_trains_saves_and_resumes_as_plain_pytorch(
+    ranks: Any, tmp_path: Path, world_size: int, tier: str
+) -> None:
+    ours = ranks(world_size, train_deepspeed, tier, str(tmp_path))
+    plain = ranks(world_size, train_plain)
+    for (losses, norm, rate, sizes), (reference, its_norm, its_rate, weights) in zip(ours, plain, strict=True):
+        assert losses == pytest.approx(reference, rel=1e-5)
+        assert norm == pytest.approx(its_norm, rel=1e-5)
+        assert rate == its_rate
+        assert sizes == (8 * world_size, 4, 2)
+        exported = torch.load(tmp_path / "export" / "pytorch_model.bin", weights_only=True)
+        assert all(torch.allclose(exported[name], value, atol=1e-6) for name, value in weights.items())
+
+
+def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
+    deepspeed.init_distributed("gloo")
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        model = make_model()
+    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3)
+    data = torch.utils.data.TensorDataset(*batch(0, 0))
+    schedule = torch.optim.lr_scheduler.ConstantLR
+    with caplog.at_level(logging.INFO, logger="unbounded"):
+        engine, optimizer, loader, made = deepspeed.initialize(
+            args=args, model=model, optimizer=optimizer, training_data=data, lr_scheduler=schedule
+        )
+        for inputs, labels in loader:
+            for _ in range(2):
+                engine.backward(nn.functional.cross_entropy(engine(inputs), labels))
+                assert engine.is_gradient_accumulation_boundary() == (engine.micro_steps % 2 == 1)
+                engine.step()
+    assert "step=1, skipped=0" in caplog.text
+    assert "no meaning here" not in caplog.text
+    assert (engine.global_steps, engine.device.type, engine.local_rank, made.last_epoch) == (1, "cpu", 0, 1)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        assert float(engine.module[0].weight.sum()) != 0
+        engine.module[0].weight.fill_(0.5)
+    engine.set_gradient_accumulation_boundary(False)
+    engine.eval()
+    assert engine.module[0].weight.sum() == 48.0
+    assert engine.load_checkpoint(str(tmp_path / "nothing")) == (None, None)
+    engine.save_checkpoint(str(tmp_path), tag="here")
+    state = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert torch.equal(state["0.weight"], torch.full((16, 6), 0.5))
+    assert deepspeed.comm.get_world_size() == 1
+
+
+def test_tiled_linear_and_checkpointing_compute_what_they_stand_for() -> None:
+    torch.manual_seed(0)
+    whole = nn.Linear(7, 5)
+    tiled = deepspeed.zero.TiledLinear(7, 5, in_splits=2, out_splits=3, init_linear=whole)
+    rows = torch.randn(4, 7, requires_grad=True)
+    torch.testing.assert_close(tiled(rows), whole(rows))
+    for offload in (False, True):
+        deepspeed.checkpointing.configure(checkpoint_in_cpu=offload)
+        (gradient,) = torch.autograd.grad(deepspeed.checkpointing.checkpoint(whole, rows).sum(), rows)
+        torch.testing.assert_close(gradient, whole.weight.sum(0).expand(4, 7))
+
+
+def test_the_optimizers_decay_weights_as_deepspeeds_do() -> None:
+    for kind, plain in ((FusedAdam, torch.optim.AdamW), (DeepSpeedCPUAdam, torch.optim.AdamW)):
+        one, other = make_model(), make_model()
+        _, ours = unbounded.shard(one, kind(one.parameters(), lr=1e-2, weight_decay=0.3))
+        theirs = plain(other.parameters(), lr=1e-2, weight_decay=0.3)
+        for model, optimizer in ((one, ours), (other, theirs)):
+            nn.functional.cross_entropy(model(batch(0, 0)[0]), batch(0, 0)[1]).backward()
+            optimizer.step()
+        for name, value in one.state_dict().items():
+            torch.testing.assert_close(value, other.state_dict()[name])

@@ -1,0 +1,209 @@
+"""Lightning's Trainer and Fabric with strategy="unbounded" beside their own strategies."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.launched import launched
+
+lightning = pytest.importorskip("lightning")
+
+PRELOAD_IN_RANKS = ["lightning", "unbounded.lightning"]
+
+
+class Net(lightning.LightningModule):
+    """Blocks and layers outside of them; a step that calls its parts, or itself."""
+
+    def __init__(self, calls_itself: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.save_hyperparameters()
+        self.first = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.last = nn.Linear(8, 3)
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        if self.hparams["calls_itself"]:
+            logits = self(inputs)
+        else:
+            logits = self.last(self.blocks[1](self.blocks[0](self.first(inputs))))
+        return nn.functional.cross_entropy(logits.float(), labels)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.seen.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self._loss(batch), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["val"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def loader(rank: int = 0) -> Any:
+    """Other rows on every rank; four batches make an epoch."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    rows = torch.randn(8, 5, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows), batch_size=2)
+
+
+def make_trainer(folder: str, world_size: int, strategy: Any, **options: Any) -> Any:
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return lightning.Trainer(
+        default_root_dir=folder,
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        plugins=[LightningEnvironment()],
+        callbacks=[ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{step}")],
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        **{
+            "num_sanity_val_steps": 1,
+            "max_steps": 4,
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+            "val_check_interval": 4,
+            **options,
+        },
+    )
+
+
+def compare(rank: int, world_size: int, tier: str, folder: str, calls_itself: bool) -> Any:
+    import unbounded.lightning
+
+    warnings.simplefilter("ignore")
+    plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
+    with launched(rank, world_size):
+        plain = Net(calls_itself)
+        make_trainer(f"{folder}/plain", world_size, "ddp" if world_size > 1 else "auto").fit(
+            plain, loader(rank), loader(rank)
+        )
+        ours, strategy = Net(calls_itself), unbounded.lightning.UnboundedStrategy(plan)
+        trainer = make_trainer(f"{folder}/ours", world_size, strategy)
+        trainer.fit(ours, loader(rank), loader(rank))
+        again, strategy = Net(calls_itself), unbounded.lightning.UnboundedStrategy(plan)
+        resumed = make_trainer(f"{folder}/ours", world_size, strategy, num_sanity_val_steps=0)
+        resumed.fit(again, loader(rank), loader(rank), ckpt_path=f"{folder}/ours/step=2.ckpt")
+        tested = trainer.validate(ours, loader(rank), verbose=False)
+        weights = ours.state_dict()
+        same = all(torch.allclose(weights[name], value.cpu(), atol=1e-6) for name, value in plain.state_dict().items())
+        return plain.seen, ours.seen, again.seen, same, tested
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tier", "calls_itself"),
+    [(1, "device", True), (1, "disk", False), (2, "device", False), (2, "host", True), (2, "disk", True)],
+)
+def test_trainer_trains_validates_and_resumes_as_the_plain_one(
+    ranks: Any, tmp_path: Path, world_size: int, tier: str, calls_itself: bool
+) -> None:
+    results = ranks(world_size, compare, tier, str(tmp_path), calls_itself, timeout=120)
+    for plain, ours, again, same, tested in results:
+        assert ours[: len(plain)] == pytest.approx(plain, rel=1e-5)
+        assert again == pytest.approx(ours[len(plain) - len(again) : len(plain)], rel=1e-6)
+        assert same
+        assert tested[0]["val"] == pytest.approx(ours[-1], rel=1e-5)
+    saved = tmp_path / "ours" / "step=2.ckpt"
+    assert sorted({path.suffix for path in saved.iterdir()}) == [".bin", ".json"]  # nothing pickled
+
+
+@pytest.mark.parametrize("flag", ["bf16-mixed", "16-mixed"])
+def test_precision_flags_become_the_plans(tmp_path: Path, flag: str) -> None:
+    import unbounded.lightning
+
+    plain, ours = Net(), Net()
+    with launched(0, 1):
+        make_trainer(f"{tmp_path}/a", 1, "auto").fit(plain, loader())
+        if flag == "16-mixed":  # Lightning itself turns it into bf16 on a CPU
+            strategy: Any = unbounded.lightning.UnboundedStrategy({"precision": "fp16", "loss_scale": 256})
+            make_trainer(f"{tmp_path}/b", 1, strategy).fit(ours, loader())
+        else:
+            make_trainer(f"{tmp_path}/b", 1, "unbounded", precision=flag).fit(ours, loader())
+    assert ours.first.weight.dtype == {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[flag]
+    assert ours.seen == pytest.approx(plain.seen, rel=2e-2)
+
+
+def loop(rank: int, world_size: int, strategy: Any, folder: str, precision: Any = None) -> Any:
+    """Fabric's loop, a save, and the rest of it in new objects."""
+    import unbounded.lightning  # noqa: F401
+
+    warnings.simplefilter("ignore")
+    with launched(rank, world_size):
+
+        def job() -> Any:
+            from lightning.fabric.plugins.environments import LightningEnvironment
+
+            fabric = lightning.Fabric(
+                accelerator="cpu", devices=world_size, strategy=strategy, plugins=[LightningEnvironment()],
+                precision=precision,
+            )  # fmt: skip
+            fabric.launch()
+            model = Net(calls_itself=True)
+            model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            return fabric, model, optimizer
+
+        def train(fabric: Any, model: Any, optimizer: Any, first: int) -> list[float]:
+            found = []
+            for step in range(first, first + 3):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                loss = nn.functional.cross_entropy(
+                    model(torch.randn(4, 5, generator=generator)).float(), torch.arange(4) % 3
+                )
+                fabric.backward(loss)
+                found += [float(loss.detach()), float(fabric.clip_gradients(model, optimizer, max_norm=0.5))]
+                optimizer.step()
+                optimizer.zero_grad()
+            return found
+
+        fabric, model, optimizer = job()
+        losses = train(fabric, model, optimizer, 0)
+        fabric.save(f"{folder}/{strategy}", {"model": model, "optimizer": optimizer, "step": 3})
+        losses += train(fabric, model, optimizer, 3)
+        fabric, model, optimizer = job()
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        fabric.load(f"{folder}/{strategy}", state)
+        return losses, train(fabric, model, optimizer, state["step"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fabric_trains_and_resumes_as_the_plain_one(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    plain = ranks(world_size, loop, "ddp" if world_size > 1 else "auto", str(tmp_path))
+    ours = ranks(world_size, loop, "unbounded", str(tmp_path))
+    for (reference, _), (losses, resumed) in zip(plain, ours, strict=True):
+        assert losses == pytest.approx(reference, rel=1e-5)
+        assert resumed == pytest.approx(losses[6:], rel=1e-6)
+
+
+def test_what_cannot_be_is_refused_with_what_to_do() -> None:
+    import unbounded.lightning
+
+    with pytest.raises(unbounded.PlanError, match="2 optimizers, and one model is sharded with one"):
+        unbounded.lightning.precision.only_optimizer([torch.optim.SGD([nn.Parameter(torch.ones(1))])] * 2)
+    strategy = unbounded.lightning.UnboundedFabricStrategy()
+    with pytest.raises(unbounded.PlanError, match="together"):
+        strategy.setup_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]))

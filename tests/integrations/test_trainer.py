@@ -1,0 +1,246 @@
+"""Hugging Face's Trainer with a plan: the plain Trainer's losses, norms, evaluations, checkpoints and exports."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unbounded
+from tests.integrations.launched import launched
+
+PRELOAD_IN_RANKS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "unbounded.hf.trainer"]
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def make_data(number: int = 24) -> list[dict[str, torch.Tensor]]:
+    """Rows with labels to leave out, so that the number of items differs from micro-batch to micro-batch."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    for index in range(number):
+        tokens = torch.randint(0, 48, (10,), generator=generator)
+        labels = tokens.clone()
+        labels[: index % 5] = -100
+        rows.append({"input_ids": tokens, "labels": labels})
+    return rows
+
+
+def arguments(folder: str, **options: Any) -> Any:
+    given = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "max_grad_norm": 0.8,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **options,
+    }
+    return transformers.TrainingArguments(output_dir=folder, **given)
+
+
+def history(trainer: Any) -> list[tuple[str, float]]:
+    """What was logged and can be compared."""
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return [(key, float(entry[key])) for entry in trainer.state.log_history for key in keys if key in entry]
+
+
+def build(kind: Any, folder: str, model: Any = None, data: Any = None, **options: Any) -> Any:
+    extra = {key: options.pop(key) for key in ("plan", "callbacks", "compute_metrics") if key in options}
+    rows = data or make_data()
+    args = arguments(folder, **options)
+    return kind(model=model or make_model(), args=args, train_dataset=rows, eval_dataset=rows[:6], **extra)
+
+
+def assert_close(ours: list[tuple[str, float]], plain: list[tuple[str, float]], tolerance: float = 2e-5) -> None:
+    assert [key for key, _ in ours] == [key for key, _ in plain]
+    assert [value for _, value in ours] == pytest.approx([value for _, value in plain], rel=tolerance, abs=1e-7)
+
+
+def compare(rank: int, world_size: int, folder: str, tier: str) -> Any:
+    """Plain, ours, and ours resumed from the middle in new objects; the exported model beside the live one."""
+    plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
+    with launched(rank, world_size):
+        plain = build(transformers.Trainer, f"{folder}/plain")
+        plain.train()
+        ours = build(unbounded.hf.Trainer, f"{folder}/ours", plan=plan)
+        ours.train()
+        ours.save_model(f"{folder}/export")
+        resumed = build(unbounded.hf.Trainer, f"{folder}/ours", plan=plan)
+        resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-3")
+        tokens = make_data(1)[0]["input_ids"][None]
+        exported = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/export", dtype="auto")
+        live = [float(value) for value in ours.model.eval()(tokens).logits.flatten()[:50]]
+        read = [float(value) for value in exported(tokens).logits.flatten()[:50]]
+        return history(plain), history(ours), history(resumed), live, read
+
+
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "device"), (1, "disk"), (2, "host"), (2, "disk"), (2, "device")])
+def test_trainer_logs_resumes_and_exports_as_the_plain_one(
+    ranks: Any, tmp_path: Path, world_size: int, tier: str
+) -> None:
+    for plain, ours, resumed, live, read in ranks(world_size, compare, str(tmp_path), tier, timeout=120):
+        assert_close(ours, plain)
+        assert_close(resumed, ours, tolerance=1e-6)
+        assert live == read
+
+
+@pytest.mark.parametrize("flag", ["bf16", "fp16"])
+def test_precision_flags_become_the_plans(tmp_path: Path, flag: str) -> None:
+    with launched(0, 1):
+        plain = build(transformers.Trainer, f"{tmp_path}/plain", **({"bf16": True} if flag == "bf16" else {}))
+        plain.train()
+        ours = build(unbounded.hf.Trainer, f"{tmp_path}/ours", **{flag: True})
+        ours.train()
+    assert ours.model.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[flag]
+    assert ours.accelerator.optimizer_step_was_skipped is False
+    losses = [[value for key, value in history(trainer) if key == "loss"] for trainer in (ours, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+class Count(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert kwargs["optimizer"].param_groups[0]["lr"] >= 0
+        self.calls.append("step")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.calls.append("save")
+
+
+def test_rotation_the_best_model_callbacks_and_evaluation_before_training(tmp_path: Path) -> None:
+    with launched(0, 1):
+        counted, folder = Count(), str(tmp_path / "run")
+        best = {"load_best_model_at_end": True, "save_total_limit": 1, "eval_steps": 2, "save_steps": 2}
+        trainer = build(unbounded.hf.Trainer, folder, callbacks=[counted], learning_rate=0.3, **best)
+        before = trainer.evaluate()["eval_loss"]
+        plain = build(transformers.Trainer, str(tmp_path / "plain"), learning_rate=0.3, **best)
+        assert before == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+        trainer.train()
+        plain.train()
+        assert counted.calls == ["step", "step", "save"] * 3
+        assert trainer.state.best_global_step == plain.state.best_global_step
+        kept = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+        assert kept == sorted({"checkpoint-6", f"checkpoint-{trainer.state.best_global_step}"})
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
+        assert trainer.predict(make_data(4)).metrics["test_loss"] > 0
+        trainer.train()  # once more, with the same optimizer
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_taken_over(tmp_path: Path) -> None:
+    with launched(0, 1):
+        plain = build(transformers.Trainer, str(tmp_path))
+        plain.train()
+        ours = build(unbounded.hf.Trainer, str(tmp_path))
+        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_close(history(ours), history(plain))
+
+
+def generate(rank: int, world_size: int, folder: str) -> Any:
+    """predict_with_generate over ranks whose answers have different lengths."""
+    with launched(rank, world_size):
+        torch.manual_seed(0)
+        config = transformers.T5Config(
+            vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
+        )
+        generator = torch.Generator().manual_seed(3)
+        rows = [
+            {"input_ids": (row := torch.randint(2, 32, (6,), generator=generator)), "labels": row[:4]} for _ in range(8)
+        ]
+        args = transformers.Seq2SeqTrainingArguments(
+            folder, use_cpu=True, report_to=[], predict_with_generate=True, generation_max_length=7, max_steps=2,
+            per_device_train_batch_size=2, per_device_eval_batch_size=2, disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        found = []
+        for kind in (transformers.Seq2SeqTrainer, unbounded.hf.Seq2SeqTrainer):
+            torch.manual_seed(0)
+            trainer = kind(
+                model=transformers.T5ForConditionalGeneration(config), args=args, train_dataset=rows, eval_dataset=rows
+            )
+            trainer.train()
+            output = trainer.predict(rows)
+            found.append((output.predictions.tolist(), output.metrics["test_loss"]))
+        return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_predict_with_generate_gives_the_plain_answers(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    for (plain, plain_loss), (ours, loss) in ranks(world_size, generate, str(tmp_path), timeout=120):
+        assert ours == plain
+        assert loss == pytest.approx(plain_loss, rel=1e-5)
+
+
+def test_adapters_train_save_and_reload(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    found = []
+    with launched(0, 1):
+        for kind in (transformers.Trainer, unbounded.hf.Trainer):
+            model = make_model()
+            torch.manual_seed(4)
+            config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+            trainer = build(kind, str(tmp_path / "run"), peft.get_peft_model(model, config))
+            trainer.train()
+            found.append(history(trainer))
+        trainer.save_model(str(tmp_path / "adapters"))
+        tokens = make_data(1)[0]["input_ids"][None]
+        live = trainer.model.eval()(tokens).logits
+        again = peft.PeftModel.from_pretrained(make_model(), str(tmp_path / "adapters")).eval()
+        assert_close(found[1], found[0])
+        torch.testing.assert_close(again(tokens).logits, live)
+        resumed = build(unbounded.hf.Trainer, str(tmp_path / "run"), peft.get_peft_model(make_model(), config))
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+        assert_close(history(resumed), found[1], tolerance=1e-6)
+
+
+def test_a_model_is_streamed_in_and_never_held_whole(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    model = unbounded.hf.from_pretrained(tmp_path / "model", transformers.AutoModelForCausalLM)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with launched(0, 1):
+        plain, ours = (
+            build(transformers.Trainer, str(tmp_path / "a")),
+            build(unbounded.hf.Trainer, str(tmp_path / "b"), model, plan={"weights": "host", "optimizer": "host"}),
+        )
+        plain.train()
+        ours.train()
+    assert_close(history(ours), history(plain))
+    with pytest.raises(unbounded.PlanError, match="no safetensors"):
+        unbounded.hf.from_pretrained(tmp_path)
+
+
+def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"precision='fp16' and the training arguments bf16"):
+        build(unbounded.hf.Trainer, str(tmp_path), plan={"precision": "fp16"}, bf16=True)
+    for name in [name for name in sys.modules if name.startswith("unbounded.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r'not installed\. Install it: pip install "unbounded\[hf\]"'):
+        importlib.import_module("unbounded.hf").Trainer  # noqa: B018

@@ -1,0 +1,157 @@
+"""Parallel models from the meta device, from pretrained weights, with adapters, of a user's own, and as DTensors."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import unbounded
+from tests.parallel import models
+from tests.parallel.comparing import optimizer_of, train_parallel, train_plain, worst_error
+
+PRELOAD_IN_RANKS = ("transformers.modeling_utils", "peft")
+
+
+def build_on_meta(family: str) -> nn.Module:
+    with torch.device("meta"):
+        return models.build(family)
+
+
+def start_from_meta(rank: int, size: int, plan: dict[str, Any], folder: str | None) -> Any:
+    family = "gpt2" if folder is not None else "llama"
+    if folder is not None:
+        wanted = models.build("gpt2").state_dict()
+    else:
+        model = build_on_meta("llama")
+        torch.manual_seed(21)
+        plain, _ = unbounded.shard(model, None, {"stage": 0})
+        wanted = plain.state_dict()
+    model = build_on_meta(family)
+    torch.manual_seed(21 + rank)  # only the first rank's counts
+    read: list[tuple[int, ...]] = []
+    if folder is not None:
+        from unbounded.weights.safetensors_reader import WeightFolder
+
+        whole = WeightFolder.read
+        WeightFolder.read = lambda self, key: read.append(whole(self, key).shape) or whole(self, key)  # type: ignore
+    try:
+        model, _ = unbounded.shard(model, None, plan, weights=folder)
+    finally:
+        if folder is not None:
+            WeightFolder.read = whole  # type: ignore[method-assign]
+    found = model.state_dict()
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)], read
+
+
+@pytest.mark.parametrize("plan", [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "schedule": "interleaved"}])
+def test_a_model_on_the_meta_device_starts_as_on_one_rank(ranks: Any, plan: dict[str, Any]) -> None:
+    for different, _ in ranks(2, start_from_meta, plan, None):
+        assert not different
+
+
+@pytest.mark.parametrize("plan", [{"tensor": 2}, {"pipeline": 2, "tensor": 2}])
+def test_pretrained_weights_are_read_in_slices(ranks: Any, tmp_path: Path, plan: dict[str, Any]) -> None:
+    models.build("gpt2").save_pretrained(tmp_path)
+    for different, read in ranks(4 if "pipeline" in plan else 2, start_from_meta, plan, str(tmp_path)):
+        assert not different
+        assert all(len(shape) == 1 or shape == (32, 16) for shape in read)  # norms, row biases, positions: not cut
+
+
+class Perceptron(nn.Module):
+    """A user's own model, without a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.tanh(self.up(x))))
+
+
+def train_perceptron(model: nn.Module, optimizer: Any) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(5), []
+    for _ in range(5):
+        loss = (model(torch.randn(6, 8, generator=generator)) - 1).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def own_model(rank: int, size: int, kind: str) -> Any:
+    torch.manual_seed(4)
+    model = Perceptron()
+    plain = copy.deepcopy(model)
+    expected = train_perceptron(plain, optimizer_of(plain))
+    if kind == "styles":
+        styles = (("up", "column"), ("down", "row"))
+        model, optimizer = unbounded.shard(model, optimizer_of(model), {"tensor": 2, "styles": styles})
+        found = train_perceptron(model, optimizer)
+        return expected, found, worst_error(model.state_dict(), plain.state_dict())
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    assert isinstance(model.up.weight, DTensor)
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters())}], lr=2e-3, eps=1e-5, weight_decay=0.1)
+    reference = Perceptron()
+    torch.manual_seed(4)
+    reference = Perceptron()
+    expected = train_perceptron(
+        reference, torch.optim.AdamW(reference.parameters(), lr=2e-3, eps=1e-5, weight_decay=0.1)
+    )
+    model, optimizer = unbounded.shard(model, optimizer, {"stage": 3}, mesh=mesh)
+    found = train_perceptron(model, optimizer)
+    seen: list[Any] = []
+    handle = model.up.register_forward_pre_hook(lambda module, args: seen.append(type(module.weight)))
+    model(torch.zeros(1, 8))
+    handle.remove()
+    assert seen == [DTensor]
+    return expected, found, worst_error(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize(("kind", "size"), [("styles", 2), ("dtensor", 2), ("dtensor", 4)])
+def test_a_model_of_the_users_own_trains_as_on_one_rank(ranks: Any, kind: str, size: int) -> None:
+    for expected, found, worst in ranks(size, own_model, kind):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert worst[0] < 1e-4, worst
+
+
+def adapt(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
+    torch.manual_seed(9)
+    model = get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    return model
+
+
+def adapters(rank: int, size: int, plans: list[dict[str, Any]]) -> Any:
+    results = []
+    plain = adapt(models.build("llama"))
+    expected = train_plain(plain, "llama")
+    for plan in plans:
+        model = adapt(models.build("llama"))
+        model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+        found = train_parallel(model, optimizer, "llama")
+        results.append((expected, found, worst_error(model.state_dict(), plain.state_dict())))
+    return results
+
+
+def test_adapters_are_cut_with_their_layers(ranks: Any) -> None:
+    for results in ranks(2, adapters, [{"tensor": 2}, {"tensor": 2, "sequence": True}]):
+        for expected, found, worst in results:
+            assert found == pytest.approx(expected, rel=1e-5)
+            assert worst[0] < 1e-4, worst

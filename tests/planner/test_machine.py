@@ -1,0 +1,104 @@
+"""Machines: presets with sources, files that come back, and files that cannot be true."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unbounded
+from unbounded.errors import PlanError
+from unbounded.machine import disk
+from unbounded.planner.machine import VERSION, Machine
+from unbounded.planner.presets import NAMES, UNMEASURED, find_machine
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_has_sources_and_survives_its_file(name: str, tmp_path: Path) -> None:
+    machine = find_machine(name)
+    assert machine.sources
+    assert Machine.load(machine.save(tmp_path / "machine.json")) == machine
+
+
+def test_numbers_count_nodes_of_a_node_and_gpus_of_a_gpu() -> None:
+    assert find_machine("dgx2:32").num_devices == 512
+    assert (find_machine("h200:8").devices, find_machine("h200:8").nodes) == (8, 1)
+    assert find_machine("h200:16").nodes == 2
+    one, node = find_machine("h200"), find_machine("dgx-h200")
+    assert one.devices == 1
+    assert one.host_bytes == node.host_bytes // 8
+    assert one.device_bytes == node.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h201", r"there is no machine 'h201'. Did you mean 'h200'"),
+        ("h200:12", r"no whole number of nodes of 8 devices. Take 8 or 16"),
+        ("h200:x", r"'x' behind its colon"),
+        ("laptop:2", r"has no network"),
+    ],
+)
+def test_a_machine_that_is_not_there_is_one_clear_error(name: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        find_machine(name)
+
+
+def break_file(path: Path, **changes: Any) -> Path:
+    values = json.loads(UNMEASURED.to_json())
+    for key, value in changes.items():
+        if value is None:
+            del values[key]
+        else:
+            values[key] = value
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": VERSION + 1}, r"is of version 2, and this release reads 1. Measure again"),
+        ({"version": None}, r"has no version"),
+        ({"matmul_flops": -1}, r"matmul_flops is -1, which is impossible"),
+        ({"device_bytes": 0}, r"device_bytes is 0, which is impossible"),
+        ({"both_ways": "fast"}, r"both_ways is 'fast', which is no number"),
+        ({"host_bandwidth": float("inf")}, r"host_bandwidth is infinite"),
+        ({"host_bandwidth": float("nan")}, r"no number"),
+        ({"devices": 1.5}, r"must be a whole number"),
+        ({"nodes": 4, "network_bandwidth": 0.0}, r"has 4 nodes but a network_bandwidth of 0"),
+        ({"to_host": None}, r"lacks 'to_host'"),
+        ({"gpus": 3}, r"unknown key 'gpus'"),
+    ],
+)
+def test_a_file_of_another_version_or_with_impossible_numbers_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        Machine.load(break_file(tmp_path / "machine.json", **changes))
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text("{")
+    with pytest.raises(PlanError, match=r"is no machine file"):
+        Machine.load(tmp_path / "machine.json")
+
+
+def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(disk, "FILE_BYTES", 64 << 20)
+    machine = unbounded.Machine.measure(tmp_path)
+    assert unbounded.Machine.load() == machine
+    assert machine.host_rate > 0
+    assert machine.disk_both > 0
+    assert not list(tmp_path.glob("*.tmp"))
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]  # the disk's file is gone
+    assert unbounded.Machine.preset("h200:8").devices == 8
+
+
+def test_streaming_and_threads_are_bounded_by_the_memory() -> None:
+    assert replace(UNMEASURED, host_threads=2).host_rate == 2 * UNMEASURED.host_thread_rate
+    assert replace(UNMEASURED, host_threads=64).host_rate == UNMEASURED.host_bandwidth

@@ -1,0 +1,168 @@
+"""`unbounded.plan` and `unbounded plan`: a plan that `shard` takes, a report, a page, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unbounded
+from unbounded.cli import main
+from unbounded.errors import BudgetError, PlanError
+from unbounded.planner.presets import UNMEASURED
+from unbounded.planning import predict_step
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def make(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Stack(**options)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_a_plan_for_a_module_is_closed_says_why_and_is_what_shard_does() -> None:
+    model, optimizer = make()
+    plan = unbounded.plan(model, optimizer, machine=UNMEASURED, tokens_per_step=64, sequence=16)
+    assert plan.predicted_seconds is not None
+    assert plan.predicted_seconds > 0
+    assert "bottleneck" in plan.reasons
+    assert "reasons" not in repr(plan)
+    placed, stepped = unbounded.shard(model, optimizer, plan)
+    placed(torch.randn(4, 64)).square().mean().backward()
+    stepped.step()
+    assert stepped.plan.weights == plan.weights
+    assert stepped.plan.optimizer == plan.optimizer
+
+
+def test_budgets_of_a_plan_are_kept_and_contradictions_refused() -> None:
+    model, optimizer = make(depth=12, width=128)
+    plan = unbounded.plan(
+        model, optimizer, machine=UNMEASURED, tokens_per_step=64, sequence=16, device_bytes="2MiB", host_bytes="2GiB"
+    )
+    assert {tier for _, tier in plan.optimizer} > {"host"} or {tier for _, tier in plan.optimizer} == {"host"}
+    assert plan.device_bytes == 2 * 2**20
+    with pytest.raises(BudgetError, match=r"fits nowhere"):
+        unbounded.plan(model, optimizer, machine=UNMEASURED, device_bytes="1KiB", tokens_per_step=64)
+    with pytest.raises(PlanError, match=r"no key 'device_byte'. Did you mean 'device_bytes'"):
+        unbounded.plan(model, optimizer, machine=UNMEASURED, device_byte=1)
+    with pytest.raises(PlanError, match=r"was given a int as the model"):
+        unbounded.plan(7, machine=UNMEASURED)
+
+
+def test_a_shape_a_name_and_a_preset_machine_will_do() -> None:
+    plan = unbounded.plan("llama-7b", machine="rtx4090", tokens_per_step=8192)
+    assert plan.precision == "bf16"
+    assert "rtx4090" in plan.reasons
+    with pytest.raises(PlanError, match=r"there is no machine 'rtx4091'. Did you mean"):
+        unbounded.plan("llama-7b", machine="rtx4091")
+    with pytest.raises(PlanError, match=r"there is no machine file"):
+        unbounded.plan("llama-7b", machine="nowhere/machine.json")
+
+
+def test_a_sharded_model_is_predicted_only_with_a_measured_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, optimizer = make()
+    unbounded.shard(model, optimizer, {"optimizer": "host", "weights": "host"})
+    assert predict_step(model, tokens=64, sequence=16) is None
+    UNMEASURED.save()
+    once, twice = (predict_step(model, tokens=64, sequence=16, accumulate=count) for count in (1, 2))
+    assert once is not None
+    assert twice is not None
+    assert once.held["host"]["optimizer"] == pytest.approx(8 * sum(p.numel() for p in model.parameters()), rel=0.05)
+    assert twice.seconds > once.seconds
+
+
+def test_the_command_prints_bytes_times_and_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-7b", "--machine", "rtx4090", "--tokens", "8192", "--compare"]) == 0
+    text = capsys.readouterr().out
+    for words in ("weights", "together", "tokens/s", "TFLOP/s a device", "bottleneck", "remedy", "stage 2"):
+        assert words in text
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "layers=4,hidden=512", "--machine", "h200", "--tokens", "4096", "--json", "--compare"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["tokens_per_step"] == 4096
+    assert values["step_seconds"] == pytest.approx(sum(values["phases"].values()))
+    assert set(values["weights"]) == {"embedding", "head", "root", *(f"blocks.{i}" for i in range(4))}
+    assert values["alternatives"][0]["step_seconds"] > 0
+
+
+def test_the_command_prints_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--papers"]) == 0
+    text = capsys.readouterr().out
+    assert "7.5B, stage 3, 64 ranks" in text
+    assert text.count("MISS") == 2
+    assert "123 of 125 figures" in text
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    assert main(["plan", "llama-7b", "--machine", "h200:16", "--tokens", "65536", "--html", str(path)]) == 0
+    return path
+
+
+def test_the_page_is_whole_and_needs_nothing_else(page: Path) -> None:
+    text = page.read_text()
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawings) == 3
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+    labels = re.findall(r'aria-label="([^"]+)"', text)
+    assert labels == ["memory map", "lanes of a step", "scaling curve"]
+    assert not re.search(r"<script|src=|href=|url\(", text)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+def test_a_browser_draws_the_page(page: Path) -> None:
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.count("<svg") == 3
+    assert "the computation" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no MODEL was given"),
+        (["lama-7b"], "Did you mean 'llama-7b'"),
+        (["llama-7b", "--machine", "h201"], "there is no machine 'h201'"),
+        (["llama-405b", "--machine", "laptop"], "fits nowhere"),
+        (["llama-7b", "--machine", "rtx4090", "--device-bytes", "lots"], "which is not a size"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_summary_compares_the_run_with_its_prediction(tmp_path: Path) -> None:
+    from unbounded.train.run.summary import Summary, describe_summary
+
+    summary = Summary(tmp_path, None, 3, 3, 10, 10, 1.0, 0.5, None, 100.0, 1.0, 9.0)
+    assert not any("predicted" in line for line in describe_summary(summary))
+    known = replace(summary, predicted_seconds=2.31, step_seconds=2.26)
+    assert any("predicted 2.31 s, measured 2.26 s" in line for line in describe_summary(known))

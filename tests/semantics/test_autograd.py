@@ -1,0 +1,217 @@
+"""Autograd's other doors: grad, inputs=, hooks, graphs that are walked twice, late, or in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unbounded
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, compare, data, make, step, weights
+from unbounded.errors import StateError
+
+EVERYWHERE = pytest.mark.parametrize("world", WORLDS, ids=str)
+
+
+def gradients_asked_for(model: nn.Module, optimizer: Any) -> Any:
+    """`torch.autograd.grad` over parameters: nothing is left in `.grad`, and it may be asked twice."""
+    loss = model(data()).square().mean()
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    second = torch.autograd.grad(loss, [model.blocks[0].up.weight, model.last.bias])
+    nothing = all(parameter.grad is None for parameter in parameters)
+    losses = [step(model, optimizer, number) for number in range(2)]
+    return [grad.clone() for grad in first], [grad.clone() for grad in second], nothing, losses
+
+
+def twice() -> nn.Module:
+    return Net(twice=True)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("build", [Net, twice])
+def test_autograd_grad_over_parameters(ranks: Any, world: tuple[int, str, int], build: Any) -> None:
+    compare(ranks, world, gradients_asked_for, build)
+
+
+def into_some(model: nn.Module, optimizer: Any) -> Any:
+    for number in range(3):
+        loss = model(data(number)).square().mean()
+        loss.backward(inputs=[model.blocks[1].up.weight, model.last.weight], retain_graph=True)
+        loss.backward(inputs=list(model.first.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def same_graph_twice(model: nn.Module, optimizer: Any) -> Any:
+    for number in range(3):
+        loss = model(data(number)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def penalty(model: nn.Module, optimizer: Any) -> Any:
+    """A gradient penalty, its second backward after the graph of the first was kept."""
+    for number in range(3):
+        x = data(number).requires_grad_()
+        output = model(x).square().mean()
+        (slope,) = torch.autograd.grad(output, x, create_graph=True)
+        output.backward(retain_graph=True)
+        (0.1 * slope.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def two_losses(model: nn.Module, optimizer: Any) -> Any:
+    """Forwards that wait for their backwards, in another order; one loss over two forwards."""
+    for number in range(3):
+        one, two, three = (model(data(number + other)).square().mean() for other in (0, 10, 20))
+        two.backward()
+        (one + three).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def derivatives(model: nn.Module, optimizer: Any) -> Any:
+    """A physics-informed network: derivatives of the output by the input inside two losses walked separately."""
+    for number in range(3):
+        x = data(number).requires_grad_()
+        u = model(x).sum(dim=1)
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (ddu,) = torch.autograd.grad(du[:, 0].sum(), x, create_graph=True)
+        (ddu[:, 0] - u).square().mean().backward(retain_graph=True)
+        u[:2].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def in_chunks(model: nn.Module, optimizer: Any) -> Any:
+    for number in range(3):
+        output = model(data(number))
+        for row in output:
+            row.square().sum().backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def in_a_thread(model: nn.Module, optimizer: Any) -> Any:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(3):
+            loss = pool.submit(lambda number=number: model(data(number)).square().mean()).result()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    "program", [into_some, same_graph_twice, penalty, two_losses, derivatives, in_chunks, in_a_thread]
+)
+def test_graphs_are_walked_as_plain_pytorch_walks_them(ranks: Any, world: tuple[int, str, int], program: Any) -> None:
+    compare(ranks, world, program)
+
+
+KEPT: list[Tensor] = []
+
+
+class Auxiliary(Net):
+    """A block's features go to a global list, from the third forward on also to an attribute; a hook takes more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.extra = 0, None
+        self.seen: list[Tensor] = []
+        self.blocks[1].up.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.clear()
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+            KEPT.append(x.square().mean())
+            if self.count >= 3:
+                self.extra = x.abs().mean()
+        return self.last(x)
+
+
+def auxiliary(model: nn.Module, optimizer: Any) -> Any:
+    losses = []
+    for number in range(5):
+        KEPT.clear()
+        loss = model(data(number)).square().mean()
+        loss.backward(retain_graph=True)
+        sum(KEPT).backward(retain_graph=True)
+        sum(seen.square().mean() for seen in model.seen).backward(retain_graph=model.extra is not None)
+        if model.extra is not None:
+            model.extra.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, weights(model)
+
+
+@EVERYWHERE
+def test_losses_kept_outside_the_outputs(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, auxiliary, Auxiliary)
+
+
+def hooked() -> nn.Module:
+    model = Net(twice=True)
+    model.blocks[0].up.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    model.blocks[1].up.weight.register_hook(lambda grad: print(end=""))
+    model.removed = model.last.weight.register_hook(lambda grad: grad * 0)
+    return model
+
+
+def with_hooks(model: nn.Module, optimizer: Any) -> Any:
+    seen: list[Tensor] = []
+    handle = model.blocks[0].down.bias.register_hook(lambda grad: seen.append(grad.clone()))
+    for number in range(3):
+        step(model, optimizer, number)
+        if number == 0:
+            model.removed.remove()
+    handle.remove()
+    step(model, optimizer, 9)
+    return seen, weights(model)
+
+
+@EVERYWHERE
+def test_hooks_on_parameters_see_and_change_gradients(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, with_hooks, hooked)
+
+
+def test_post_accumulate_hooks_are_refused_before_anything_is_touched() -> None:
+    model = make()
+    model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(StateError, match=r"last\.weight.*register_hook"):
+        unbounded.shard(model, adamw(model))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+def test_a_graph_from_before_a_step_is_refused(world: tuple[int, str, int]) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[world[1]])
+    late = model(data(1)).square().mean()
+    outside = (model.last.weight * model.first.weight.sum()).square().sum()
+    step(model, optimizer)
+    # Off the device a weight used outside forwards is a copy: its graph is whole, with the values it was built from.
+    for loss in (late, outside) if world[1] == "device" else (late,):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    optimizer.zero_grad()
+    step(model, optimizer, 1)

@@ -1,0 +1,128 @@
+"""What is passed to a model and what comes back: the caller's own containers, and outputs of every shape."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unbounded
+from tests.semantics.programs import PLANS, WORLDS, Net, adamw, compare, data, make, step
+
+Pair = namedtuple("Pair", "one two")
+
+
+class Box:
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+
+
+class Filling(Net):
+    """Fills whatever it is given."""
+
+    def forward(self, x: Tensor, collected: Any = None, named: Any = None, box: Any = None, nested: Any = None) -> Any:
+        x = torch.tanh(self.first(x))
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if collected is not None:
+                collected.append(x.detach().clone())
+                named[index] = x.detach().sum()
+                box.items.append(index)
+                nested["deep"][0].append(index)
+        return self.last(x)
+
+
+def fill(model: nn.Module, optimizer: Any) -> Any:
+    collected, named, box, nested = [data(3)], OrderedDict(first=data(4)), Box(), {"deep": ([], data(5))}
+    given, inner = collected[0], nested["deep"]
+    model(data(), collected, named=named, box=box, nested=nested).sum().backward()
+    same = collected[0] is given and nested["deep"] is inner
+    return collected, list(named), box.items, nested["deep"][0], same
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_containers_that_a_model_fills_are_the_callers(ranks: Any, world: tuple[int, str, int], precision: str) -> None:
+    if precision == "fp32":
+        compare(ranks, world, fill, Filling)
+        return
+    model = make(Filling)
+    model, optimizer = unbounded.shard(model, adamw(model), {**PLANS[world[1]], "precision": precision})
+    collected, names, items, deep, same = fill(model, optimizer)
+    assert len(collected) == 4
+    assert collected[0].dtype == torch.float32  # the caller's own, put back
+    assert (names, items, deep, same) == (["first", 0, 1, 2], [0, 1, 2], [0, 1, 2], True)
+
+
+class Chain:
+    def __init__(self, value: Any, rest: Any) -> None:
+        self.value, self.rest = value, rest
+
+
+class Many(Net):
+    """Returns more than anybody should walk through."""
+
+    def forward(self, x: Tensor, kind: str = "tensor") -> Any:
+        y = super().forward(x)
+        if kind == "chain":
+            for _ in range(30):
+                y = Chain(y, y)
+            return y
+        return {"y": y, **{str(i): i for i in range(500_000)}} if kind == "dict" else y
+
+
+@pytest.mark.parametrize("kind", ["chain", "dict"])
+def test_outputs_are_not_walked_object_by_object(kind: str) -> None:
+    """Counted in lines of Python, which do not depend on the machine."""
+    import sys
+
+    model, _ = unbounded.shard(make(Many), None, PLANS["host"])
+    lines = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        lines[0] += "unbounded" in frame.f_code.co_filename
+        return count
+
+    sys.settrace(count)
+    try:
+        model(data(), kind)
+    finally:
+        sys.settrace(None)
+    assert lines[0] < 5_000
+
+
+def test_a_returned_leaf_collects_no_hooks() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+
+    class Returning(Net):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), leaf
+
+    model, _ = unbounded.shard(make(Returning), None)
+    for _ in range(5):
+        model(data())
+    assert not leaf._backward_hooks
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: str) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    step(model, optimizer)
+    references = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer.engine)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer
+        deadline = time.monotonic() + 30  # a lane may still be giving a reference back
+        while any(reference() is not None for reference in references) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()

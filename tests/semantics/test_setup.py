@@ -1,0 +1,79 @@
+"""What is given to `shard`, and what users do to the optimizer and to buffers afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.semantics.programs import PLANS, Net, adamw, data, make, step
+from unbounded.errors import PlanError, StateError
+
+
+def test_changes_of_group_membership_are_refused() -> None:
+    model = make()
+    groups = [
+        {"params": list(model.first.parameters())},
+        {"params": [*model.last.parameters(), *model.blocks.parameters()]},
+    ]
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(groups, lr=1e-2))
+    step(model, optimizer)
+    moved = optimizer.param_groups[1]["params"].pop(0)
+    optimizer.param_groups[0]["params"].append(moved)
+    model(data()).sum().backward()
+    with pytest.raises(StateError, match="between groups"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[1]["params"].insert(0, moved)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_the_optimizer_from_before_shard_is_refused(foreach: bool) -> None:
+    model = make()
+    old = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    model, optimizer = unbounded.shard(model, old)
+    model(data()).sum().backward()
+    with pytest.raises(StateError, match=r"optimizer that `shard` returned"):
+        old.step()
+    optimizer.step()
+
+
+def test_two_parameters_over_one_memory_are_refused() -> None:
+    model = make()
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[0].up.weight.data)
+    with pytest.raises(PlanError, match=r"blocks\.0\.up\.weight.*blocks\.1\.up\.weight"):
+        unbounded.shard(model, adamw(model))
+
+
+def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:
+    with pytest.raises(PlanError, match="Run a batch through the model"):
+        unbounded.shard(nn.Sequential(nn.LazyLinear(3)), None)
+    with pytest.raises(PlanError, match=r"torch\.jit\.script"):
+        unbounded.shard(torch.jit.script(nn.Linear(3, 3)), None)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm, self.last = Net(), nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.net(x)))
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_statistics_of_batch_norms_follow_the_precision_as_model_to_has_it(plan: str, precision: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    plain = make(Normed).to(dtype)
+    options: dict[str, Any] = {**PLANS[plan], "precision": precision, "loss_scale": 1, "loss_scale_window": 0}
+    model, _ = unbounded.shard(make(Normed), None, options)
+    for number in range(2):
+        torch.testing.assert_close(model(data(number)), plain(data(number).to(dtype)))
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
+        name: buffer.dtype for name, buffer in plain.named_buffers()
+    }

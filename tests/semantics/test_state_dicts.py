@@ -1,0 +1,114 @@
+"""`state_dict` and `load_state_dict`, with whatever users hang onto them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import unbounded
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, compare, make, step, weights
+from unbounded.errors import StateError
+
+
+def wrapped() -> nn.Module:
+    model = Net()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    return model
+
+
+def renaming() -> nn.Module:
+    """A hook renames, another packs; a third module saves itself in a way of its own."""
+
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in [key for key in state if key.startswith(prefix + "first.")]:
+            state["renamed." + key] = state.pop(key)
+        state["packed"] = torch.cat([value.flatten() for key, value in state.items() if "blocks.1" in key])
+
+    model = Net()
+    model._register_state_dict_hook(rename)
+    return model
+
+
+def saved(model: nn.Module, optimizer: Any) -> Any:
+    """Before and after a step, of a part, and after one that raised."""
+    found = [weights(model), weights(model.blocks[1])]
+    step(model, optimizer)
+    handle = model.blocks[2].register_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.state_dict()
+    handle.remove()
+    found += [weights(model), {key: value.clone() for key, value in model.blocks[0].state_dict(prefix="x.").items()}]
+    step(model, optimizer, 1)
+    return found, weights(model), {value.device.type for value in model.state_dict().values()}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("build", [Net, wrapped, renaming])
+def test_a_state_dict_has_its_values_whatever_is_hooked_onto_it(
+    ranks: Any, world: tuple[int, str, int], build: Any
+) -> None:
+    compare(ranks, world, saved, build)
+
+
+def loaded(model: nn.Module, optimizer: Any) -> Any:
+    """A load, one that raises midway, and training after both."""
+    values = {name: value * 0.5 for name, value in weights(model).items()}
+    step(model, optimizer)
+    model.load_state_dict(values)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**values, "last.weight": torch.zeros(2, 2)})
+    handle = model.blocks[1].register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.load_state_dict(values)
+    handle.remove()
+    model.blocks[0].load_state_dict({name: value * 2 for name, value in weights(model.blocks[0]).items()})
+    return [step(model, optimizer, number) for number in range(2)], weights(model)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_loading_keeps_what_it_loads_and_survives_what_raises(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, loaded)
+
+
+def changed(model: nn.Module, optimizer: Any) -> Any:
+    state = model.state_dict()
+    with torch.no_grad():
+        state["last.weight"].mul_(2.0)
+    return step(model, optimizer), weights(model)
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+def test_what_is_written_to_a_state_dict_is_written_to_the_model(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, changed)
+
+
+def test_a_write_to_an_old_state_dict_is_refused() -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS["host"])
+    state = model.state_dict()
+    step(model, optimizer)
+    with torch.no_grad():
+        state["last.weight"].mul_(2.0)
+    with pytest.raises(StateError, match=r"last\.weight.*copy of before the last step"):
+        step(model, optimizer)
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_unshard_gives_a_plain_model_back(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, unsharded)
+
+
+def unsharded(model: nn.Module, optimizer: Any) -> Any:
+    step(model, optimizer)
+    if hasattr(optimizer, "engine"):
+        model = unbounded.unshard(model)
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = [step(model, plain, number) for number in range(2)]
+    return losses, weights(model), {type(parameter).__name__ for parameter in model.parameters()}

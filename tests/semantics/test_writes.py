@@ -1,0 +1,165 @@
+"""Writes to weights after `shard`: kept where they are made, or refused; never lost."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unbounded
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, compare, data, make, step, weights
+from unbounded.errors import StateError
+
+
+def write(how: str, model: nn.Module) -> None:
+    weight, other = model.blocks[1].up.weight, model.blocks[2].down.weight
+    with torch.no_grad():
+        if how == "init":
+            nn.init.zeros_(weight)
+            nn.init.ones_(other)
+            nn.init.eye_(model.last.weight)
+            torch.manual_seed(5)
+            nn.init.kaiming_normal_(model.first.weight)
+            nn.init.orthogonal_(model.blocks[0].up.weight)
+        elif how == "reset":
+            torch.manual_seed(5)
+            model.blocks[1].up.reset_parameters()
+        elif how == "item of data":
+            weight.data[0].zero_()
+            weight.data[1][2] = 3.0
+        elif how == "detached":
+            weight.detach().mul_(2.0)
+        elif how == "foreach":
+            torch._foreach_mul_([weight, other], 0.5)
+        elif how == "out":
+            torch.mul(other, 3.0, out=other)
+        elif how == "data":
+            weight.data = weight.data * 0.9 + 0.01
+            other.data.add_(0.5)
+        elif how == "copy":
+            other.copy_(torch.full_like(other, 0.25))
+        elif how == "vector":
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+
+
+HOWS = ["init", "reset", "item of data", "detached", "foreach", "out", "data", "copy", "vector"]
+
+
+class Write:
+    """A program that writes in one way between two steps. (A class, so that it travels to the ranks.)"""
+
+    def __init__(self, how: str, *, inside: bool = False) -> None:
+        self.how, self.inside = how, inside
+
+    def __call__(self, model: nn.Module, optimizer: Any) -> Any:
+        losses = [step(model, optimizer, 0)]
+        if self.inside and hasattr(optimizer, "engine"):
+            with unbounded.full_params(model):
+                write(self.how, model)
+        else:
+            write(self.how, model)
+        after = weights(model)
+        losses += [step(model, optimizer, number) for number in (1, 2)]
+        return losses, after, weights(model)
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+@pytest.mark.parametrize("how", HOWS)
+def test_a_write_between_passes_is_kept(ranks: Any, world: tuple[int, str, int], how: str) -> None:
+    compare(ranks, world, Write(how))
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("how", HOWS)
+def test_a_write_inside_full_params_is_kept(ranks: Any, world: tuple[int, str, int], how: str) -> None:
+    compare(ranks, world, Write(how, inside=True))
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_write_reaches_what_completes_a_half_precision_weight(plan: str, precision: str) -> None:
+    options = {**PLANS[plan], "precision": precision, "loss_scale": 1, "loss_scale_window": 0}
+    model = make()
+    model, optimizer = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), options)
+    step(model, optimizer)
+    with torch.no_grad():
+        model.last.weight.fill_(0.75)
+    step(model, optimizer)  # with a learning rate of 0 the master says what the weight is
+    assert torch.equal(model.state_dict()["last.weight"].float(), torch.full((3, 7), 0.75))
+
+
+class Momentum(nn.Module):
+    """MoCo: a second encoder follows the first inside the forward, by new data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = Net(), Net()
+        for parameter in self.key.parameters():
+            parameter.requires_grad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for one, other in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                other.data = other.data * 0.9 + one.data * 0.1
+            target = self.key(x)
+        return self.query(x) - target
+
+
+class Codebook(nn.Module):
+    """A codebook that a forward updates by `.data`, inside the module that owns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.codes = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(x)
+        self.codes.data.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y - self.codes
+
+
+def three_steps(model: nn.Module, optimizer: Any) -> Any:
+    return [step(model, optimizer, number) for number in range(4)], weights(model)
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+@pytest.mark.parametrize("build", [Momentum, Codebook])
+def test_weights_that_a_forward_writes_are_kept(ranks: Any, world: tuple[int, str, int], build: Any) -> None:
+    compare(ranks, world, three_steps, build)
+
+
+def average(model: nn.Module, optimizer: Any) -> Any:
+    """A deep copy as an exponential average, evaluated and saved as a plain model."""
+    ema = copy.deepcopy(model)
+    for number in range(3):
+        step(model, optimizer, number)
+        values = model.state_dict()
+        with torch.no_grad():
+            for name, value in ema.state_dict().items():
+                value.lerp_(values[name], 0.5)
+    return ema(data(5)), weights(ema), type(next(ema.parameters())).__name__
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_deep_copy_is_a_plain_model_with_the_values(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, average)
+
+
+def test_moves_that_change_nothing_are_nothing_and_others_are_refused() -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS["host"])
+    assert model.to("cpu") is model
+    assert model.float() is model
+    assert model.to(torch.float32).cpu() is model
+    step(model, optimizer)
+    for move in (model.half, model.double, lambda: model.to(torch.bfloat16), lambda: model.to("meta")):
+        with pytest.raises(StateError, match="before `shard`"):
+            move()
+    step(model, optimizer)
+    with pytest.raises(StateError, match=r"unbounded\.save"):
+        torch.save(model, "/dev/null")

@@ -1,0 +1,164 @@
+"""What every rank must begin with: the same model, plan, optimizer and buffers, and groups that are not left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unbounded
+
+
+class Counted(nn.Module):
+    """Buffers of several kinds, of which one is a view with gaps."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((3,), value))
+        self.register_buffer("count", torch.tensor(int(value)))
+        self.register_buffer("mask", torch.tensor([value > 0.5, False]), persistent=False)
+        self.register_buffer("gaps", torch.full((4, 2), value, dtype=torch.bfloat16)[:, 0])
+        self.register_buffer("none", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def sharded(rank: int, plan: Any = "auto", lr: float = 0.1, kind: str = "SGD", width: int = 4) -> Any:
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=lr)
+    return unbounded.shard(model, optimizer, plan)
+
+
+def buffers_after(rank: int, world_size: int) -> dict[str, Any]:
+    model = Counted(float(rank))
+    before = model.scale
+    unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.scale is before  # the user's own tensors
+    return {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+
+def test_every_rank_begins_with_the_first_ones_buffers(ranks: Any) -> None:
+    first, second = ranks(2, buffers_after)
+    assert first == second
+    assert first["scale"] == [0.0, 0.0, 0.0]
+    assert (first["count"], first["mask"], first["gaps"]) == (0, [False, False], [0.0] * 4)
+
+
+def differing(rank: int, world_size: int, what: str) -> str:
+    given: dict[str, Any] = {
+        "plan": {"plan": {"stage": 2 + rank}},
+        "model": {"width": 4 + rank},
+        "rate": {"lr": 0.1 * (1 + rank)},
+        "kind": {"kind": ["SGD", "AdamW"][rank]},
+        "bad plan": {"plan": {"stage": 3 + 4 * rank}},
+    }[what]
+    with pytest.raises(unbounded.errors.PlanError) as caught:
+        sharded(rank, **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("plan", "rank 1 has another plan than rank 0: Plan() instead of Plan(stage=2)"),
+        ("model", "rank 1 has another model than rank 0"),
+        ("rate", "rank 1 has another optimizer than rank 0: SGD; lr=0.2"),
+        ("kind", "rank 1 has another optimizer than rank 0: AdamW; lr=0.1"),
+        ("bad plan", "stage is 7, but it must be one of 0, 1, 2, 3"),
+    ],
+)
+def test_ranks_that_were_given_different_things_all_say_so(ranks: Any, what: str, message: str) -> None:
+    for error in ranks(2, differing, what):
+        assert message in error
+
+
+def train_on_own_disks(rank: int, world_size: int, folder: str, is_template: bool) -> tuple[float, list[str]]:
+    path = f"{folder}/disk{{rank}}" if is_template else f"{folder}/disk{rank}"
+    Path(folder, f"disk{rank}").mkdir()
+    torch.manual_seed(0)
+    plan = {"weights": "disk", "optimizer": "disk", "disk_path": path}
+    model, optimizer = sharded(rank, plan)
+    loss = model(torch.ones(1, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.wait()
+    open_files = [os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()]
+    return float(loss.detach()), [name for name in open_files if f"/disk{rank}/" in name]
+
+
+def _descriptors() -> list[str]:
+    return [number for number in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{number}").is_symlink()]
+
+
+@pytest.mark.parametrize("is_template", [False, True])
+def test_every_rank_may_have_a_disk_of_its_own(ranks: Any, tmp_path: Path, is_template: bool) -> None:
+    (first, left), (second, right) = ranks(2, train_on_own_disks, str(tmp_path), is_template)
+    assert first == second
+    assert left
+    assert right
+    assert not {"disk{rank}"} & set(os.listdir(tmp_path))
+
+
+def held_after_models(rank: int, world_size: int, num_models: int) -> list[tuple[int, int]]:
+    """Threads (Python's and others) and file descriptors after each of several models, one after the other."""
+    held = []
+    for _ in range(num_models):
+        model, optimizer = sharded(rank, {"stage": 3})
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.wait()
+        del model, optimizer
+        gc.collect()
+        held.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return held
+
+
+def test_models_one_after_the_other_leave_no_threads_nor_descriptors(ranks: Any) -> None:
+    for held in ranks(2, held_after_models, 6):
+        threads, descriptors = zip(*held, strict=True)
+        # What a model left behind, every one of them would; a thread that is just ending is none.
+        assert threads[-1] - threads[0] < len(held) - 1, held
+        assert descriptors[-1] - descriptors[0] < len(held) - 1, held
+
+
+def two_at_once(rank: int, world_size: int) -> list[float]:
+    """Two models in turn, with lanes of their own; the third takes the place of one that is gone."""
+    first, second = sharded(rank, {"stage": 3}), sharded(rank, {"stage": 3})
+    losses = []
+    for _ in range(3):
+        for model, optimizer in (first, second):
+            loss = model(torch.ones(1, 4)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    del first, model, optimizer, loss
+    third = sharded(rank, {"stage": 3})
+    third[0](torch.ones(1, 4)).sum().backward()
+    second[0](torch.ones(1, 4)).sum().backward()
+    return losses
+
+
+def test_two_models_at_once_do_not_meet_in_each_others_collectives(ranks: Any) -> None:
+    first, second = ranks(2, two_at_once)
+    assert first == second
+
+
+def new_heartbeats(rank: int, world_size: int) -> int:
+    """Those that a model starts, beside any of a process group that has only just ended."""
+    before = set(threading.enumerate())
+    sharded(rank, {"stage": 2})
+    return sum(thread.name == "unbounded-heartbeat" for thread in set(threading.enumerate()) - before)
+
+
+def test_a_job_has_one_heartbeat_and_one_rank_none(ranks: Any) -> None:
+    assert ranks(1, new_heartbeats) == [0]
+    assert ranks(2, new_heartbeats) == [1, 1]

@@ -1,0 +1,268 @@
+"""Ranks that do not do the same: each gets one clear error that says who did what, and none of them hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import unbounded
+from tests.several_ranks.test_whereabouts import COMPILING, SAVING, call_from
+
+PRELOAD_IN_RANKS = ["unbounded.sharding", "unbounded.checkpoint.saving"]
+LIMIT = 2.0
+"""Seconds that a rank is waited for in these cases."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Job:
+    """A tiny model in training; each method is a call that every rank should make."""
+
+    def __init__(self, stage: int, **plan: Any) -> None:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.model, self.optimizer = unbounded.shard(
+            model, optimizer, {"stage": stage, "watchdog_seconds": LIMIT, **plan}
+        )
+
+    def forward(self) -> Tensor:
+        return self.model(torch.ones(2, 8)).square().sum()
+
+    def backward(self) -> None:
+        self.forward().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self) -> None:
+        self.backward()
+        self.step()
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.forward()
+
+
+def lonely_evaluation(job: Job, rank: int, folder: str) -> None:
+    if rank == 0:
+        job.evaluate()
+    job.train()
+
+
+def uneven_batches(job: Job, rank: int, folder: str) -> None:
+    for _ in range(2 + rank):
+        job.evaluate()
+    job.train()
+
+
+def uneven_microbatches(job: Job, rank: int, folder: str) -> None:
+    for _ in range(1 + rank):
+        job.backward()
+    job.step()
+
+
+def lonely_save(job: Job, rank: int, folder: str) -> None:
+    if rank == 0:
+        unbounded.save(folder, job.model, job.optimizer)
+    job.train()
+
+
+def lonely_state_dict(job: Job, rank: int, folder: str) -> None:
+    if rank == 0:
+        job.model.state_dict()
+    job.train()
+
+
+def lonely_clipping(job: Job, rank: int, folder: str) -> None:
+    job.backward()
+    if rank == 0:
+        job.optimizer.clip_grad_norm_(1.0)
+    job.step()
+
+
+def another_rate(job: Job, rank: int, folder: str) -> None:
+    job.train()
+    job.optimizer.param_groups[0]["lr"] *= 1 + rank
+    job.train()
+
+
+def caught_in_backward(job: Job, rank: int, folder: str) -> None:
+    def break_off(module: nn.Module, arguments: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: 1 // 0)
+
+    hook = job.model.blocks[0].register_forward_hook(break_off) if rank == 1 else None
+    with suppress(ZeroDivisionError):
+        job.backward()  # breaks off after some units were reduced
+    if hook is not None:
+        hook.remove()
+    job.backward()
+    job.step()
+
+
+def longer_generation(job: Job, rank: int, folder: str) -> None:
+    for _ in range(3 + 2 * rank):
+        job.evaluate()
+    if rank == 0:
+        job.model.state_dict()
+
+
+def once_more(job: Job, rank: int, folder: str) -> None:
+    x = job.model(torch.ones(2, 8))
+    if rank == 1:
+        job.model.blocks[1](torch.ones(2, 8))
+    x.square().sum().backward()
+
+
+def out_of_step(rank: int, world_size: int, fault: Callable[..., None], stage: int, folder: str) -> tuple[str, str]:
+    job = Job(stage)
+    job.train()
+    start = time.monotonic()
+    try:
+        fault(job, rank, folder)
+        for _ in range(20):  # whoever has gone on alone meets the others in what follows
+            job.train()
+    except unbounded.errors.PeerError as error:
+        return str(error), f"{time.monotonic() - start:.1f}"
+    return "", ""
+
+
+CASES = [
+    (lonely_evaluation, 3, "rank 0 is in a forward without gradients; rank 1 is in a forward with gradients"),
+    (lonely_evaluation, 2, "rank 0 is in a forward without gradients; rank 1 is in a forward with gradients"),
+    (uneven_batches, 3, "rank 0 is in a forward with gradients; rank 1 is in a forward without gradients"),
+    (uneven_microbatches, 0, r"rank 0 is in optimizer.step\(\); rank 1 is in a backward"),
+    (uneven_microbatches, 2, r"rank 0 is in optimizer.step\(\); rank 1 is in a backward"),
+    (uneven_microbatches, 3, r"rank 0 is in optimizer.step\(\); rank 1 is in a forward with gradients"),
+    (lonely_save, 0, r"rank 0 is in unbounded.save\(\); rank 1 is in a "),
+    (lonely_save, 3, r"rank 0 is in unbounded.save\(\); rank 1 is in a forward with gradients"),
+    (lonely_state_dict, 3, r"rank 0 is in model.state_dict\(\); rank 1 is in a forward with gradients"),
+    (lonely_clipping, 0, r"rank 0 is in optimizer.clip_grad_norm_\(\); rank 1 is in optimizer.step\(\)"),
+    (lonely_clipping, 1, r"rank 0 is in optimizer.clip_grad_norm_\(\); rank 1 is in optimizer.step\(\)"),
+    (lonely_clipping, 2, r"rank 0 is in optimizer.clip_grad_norm_\(\); rank 1 is in optimizer.step\(\)"),
+    (lonely_clipping, 3, r"rank 0 is in optimizer.clip_grad_norm_\(\); rank 1 is in optimizer.step\(\)"),
+    (longer_generation, 3, r"rank 0 is in model.state_dict\(\); rank 1 is in a forward without gradients"),
+    (once_more, 3, "rank 0 is in a backward; rank 1 is in the gather of unit 'blocks.1'"),
+    (another_rate, 1, r"rank 1 has other settings in optimizer.step\(\) than rank 0: lr=0.002 instead of lr=0.001"),
+]
+
+
+@pytest.mark.parametrize(("fault", "stage", "message"), CASES)
+def test_ranks_that_make_different_calls_get_the_same_error(
+    ranks: Any, tmp_path: Path, fault: Callable[..., None], stage: int, message: str
+) -> None:
+    (first, _), (second, _) = ranks(2, out_of_step, fault, stage, str(tmp_path / "checkpoint"))
+    assert first == second
+    assert re.search(message, first), first
+
+
+def evaluate_alone(rank: int, world_size: int, stage: int) -> str:
+    job = Job(stage)
+    for _ in range(2):
+        job.train()
+        job.optimizer.wait()
+        if rank == 0:
+            job.evaluate()
+    return "went on"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_whole_weights_may_be_evaluated_on_one_rank(ranks: Any, stage: int) -> None:
+    assert ranks(2, evaluate_alone, stage) == ["went on", "went on"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_exception_that_one_rank_catches_in_its_backward_ends_both(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for message, _ in ranks(2, out_of_step, caught_in_backward, stage, str(tmp_path)):
+        assert "rank 0" in message
+        assert "rank 1" in message
+
+
+def elsewhere(rank: int, world_size: int, stage: int) -> str:
+    job = Job(stage)
+    job.train()
+    heard = dist.new_group([0, 1])
+    try:
+        if rank == 1:
+            _sleep_in_the_users_code(heard)
+        job.train()
+    except unbounded.errors.PeerError as error:
+        if rank == 0:
+            dist.barrier(heard)
+        return str(error)
+    return ""
+
+
+def _sleep_in_the_users_code(group: Any) -> None:
+    dist.barrier(group)  # which the other enters when it has given up
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_stays_elsewhere_is_named_with_its_place(ranks: Any, stage: int) -> None:
+    waited, told = ranks(2, elsewhere, stage)
+    assert "for rank 1, which is alive but elsewhere: at several_ranks/test_out_of_step.py" in waited
+    assert "in _sleep_in_the_users_code" in waited
+    assert "raise watchdog_seconds" in waited
+    assert told.startswith(f"rank 0 failed: {waited[:30]}")
+
+
+def busy(rank: int, world_size: int, place: str) -> str:
+    job = Job(3, watchdog_seconds=1.0)
+    job.train()
+    if rank == 1:
+        call_from(place)(time.sleep, 3.0)  # three times the limit
+    job.train()
+    return "went on"
+
+
+@pytest.mark.parametrize("place", [SAVING, COMPILING])
+def test_a_rank_that_saves_or_compiles_is_waited_for(ranks: Any, place: str) -> None:
+    assert ranks(2, busy, place) == ["went on", "went on"]
+
+
+def stopped(rank: int, world_size: int, stage: int) -> str:
+    job = Job(stage)
+    job.train()
+    processes: list[Any] = [None, None]
+    dist.all_gather_object(processes, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            job.train()
+    except unbounded.errors.PeerError as error:
+        return str(error)
+    finally:
+        if rank == 0:
+            os.kill(processes[1], signal.SIGCONT)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_stopped_rank_is_named(ranks: Any, stage: int) -> None:
+    waited, told = ranks(2, stopped, stage)
+    assert "for rank 1, which has not been heard from for" in waited
+    assert "stopped or killed" in waited
+    assert told.startswith("rank 0 failed: ")

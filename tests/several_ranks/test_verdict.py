@@ -1,0 +1,94 @@
+"""Whether to go on waiting, judged over what was heard: no processes, no time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from unbounded.ranks.watchdog.verdict import Place, Seen, Wait, judge
+
+LIMIT, BEAT = 60.0, 1.0
+BOTH = (0, 1)
+
+
+def waiting(rank: int, key: str, begun: int, what: str, seconds: float = 10.0, **fields: Any) -> Seen:
+    place = {key: Place(begun, True, what, seconds)}
+    return Seen(rank, {**fields.pop("places", {}), **place}, "train.py:1 in main", "waiting", seconds, **fields)
+
+
+def elsewhere(rank: int, **places: int) -> Seen:
+    found = {key: Place(begun, False, f"collective {begun} of {key}", 70.0) for key, begun in places.items()}
+    return Seen(rank, found, "train.py:41 in evaluate", "running")
+
+
+def wait(seconds: float, number: int = 5, members: tuple[int, ...] = BOTH) -> Wait:
+    return Wait(0, "gather", number, "the gather of unit 'u'", seconds, members)
+
+
+def seen(*others: Seen) -> dict[int, Seen]:
+    own = waiting(0, "gather", 5, "the gather of unit 'u'", places={"reduce": Place(3, False, "", 9.0)})
+    return {0: own, **{other.rank: other for other in others}}
+
+
+def test_a_rank_in_the_users_code_is_waited_for_up_to_the_limit() -> None:
+    others = seen(elsewhere(1, gather=4))
+    assert judge(wait(59), others, LIMIT, BEAT) is None
+    reason = judge(wait(60), others, LIMIT, BEAT)
+    assert reason is not None
+    assert "rank 0 waited 60 s in the gather of unit 'u' for rank 1" in reason
+    assert "at train.py:41 in evaluate" in reason
+    assert "collective 4 of gather, 70 s before" in reason
+
+
+@pytest.mark.parametrize("seconds", [60, 6000])
+def test_a_rank_that_compiles_saves_or_reads_is_waited_for_while_its_heart_beats(seconds: float) -> None:
+    busy = replace(elsewhere(1, gather=4), doing="working")
+    assert judge(wait(seconds), seen(busy), LIMIT, BEAT) is None
+    gone = replace(busy, silent_seconds=LIMIT)
+    assert "has not been heard from for 60 s" in str(judge(wait(seconds), seen(gone), LIMIT, BEAT))
+
+
+def test_a_rank_that_was_not_yet_heard_from_is_not_called_alive() -> None:
+    unheard = replace(elsewhere(1, gather=4), has_beaten=False, silent_seconds=1.0)
+    assert judge(wait(61), seen(unheard), LIMIT, BEAT) is None
+
+
+def test_a_rank_that_has_ended_is_named_at_once() -> None:
+    ended = replace(elsewhere(1, gather=4), has_left=True)
+    assert "which has ended its program" in str(judge(wait(1), seen(ended), LIMIT, BEAT))
+    present = replace(elsewhere(1, gather=5), has_left=True)  # after this very collective
+    assert judge(wait(1), seen(present), LIMIT, BEAT) is None
+
+
+def test_ranks_that_wait_for_each_other_are_named_as_soon_as_they_do_nothing_else() -> None:
+    other = waiting(1, "reduce", 4, "the reduction of unit 'v'", places={"gather": Place(4, False, "", 9.0)})
+    reason = judge(wait(3), seen(other), LIMIT, BEAT)
+    assert reason is not None
+    assert "rank 0 in the gather of unit 'u'; rank 1 in the reduction of unit 'v'" in reason
+    reading = replace(other, doing="working")  # its fetch lane reads a disk, and will come
+    assert judge(wait(3), seen(reading), LIMIT, BEAT) is None
+    just_begun = replace(other, waiting_seconds=0.5)
+    assert judge(wait(3), seen(just_begun), LIMIT, BEAT) is None
+
+
+def test_who_waits_in_turn_is_not_blamed() -> None:
+    """Rank 0 waits for 1, which waits for 2, which is in the user's code."""
+    second = waiting(1, "pipe", 2, "the exchange", places={"gather": Place(4, False, "", 9.0)})
+    third = elsewhere(2, pipe=1, gather=4)
+    reason = judge(wait(60, members=(0, 1)), seen(second, third), LIMIT, BEAT)
+    assert reason is not None
+    assert "for rank 2, which is alive but elsewhere" in reason
+
+
+def test_a_collective_that_all_are_in_may_take_as_long_as_its_bytes() -> None:
+    other = waiting(1, "gather", 5, "the gather of unit 'u'")
+    large = replace(wait(61), num_bytes=10**9)
+    assert judge(large, seen(other), LIMIT, BEAT) is None
+    assert "a link between them is lost" in str(judge(wait(61), seen(other), LIMIT, BEAT))
+
+
+def test_ranks_of_other_communicators_are_no_concern() -> None:
+    stopped = replace(elsewhere(2), silent_seconds=1000.0)
+    assert judge(wait(59), seen(elsewhere(1, gather=4), stopped), LIMIT, BEAT) is None

@@ -1,0 +1,52 @@
+"""What a process is doing, read from its stacks by another thread, as the heartbeat does."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import unbounded
+from unbounded.ranks.watchdog import whereabouts
+
+OURS, TORCH = os.path.dirname(unbounded.__file__), os.path.dirname(torch.__file__)
+SAVING = os.path.join(OURS, "checkpoint", "writer.py")
+COMPILING = os.path.join(TORCH, "_dynamo", "convert_frame.py")
+
+
+def call_from(filename: str) -> Callable[..., Any]:
+    """A function that calls what it is given, and looks as if it stood in `filename`."""
+    names: dict[str, Any] = {}
+    exec(compile("def call(function, *arguments):\n    return function(*arguments)", filename, "exec"), names)
+    call: Callable[..., Any] = names["call"]
+    return call
+
+
+@pytest.mark.parametrize(
+    ("filename", "doing"),
+    [
+        ("/home/user/train.py", "running"),
+        (os.path.join(os.path.dirname(TORCH), "transformers", "trainer.py"), "running"),
+        (SAVING, "working"),
+        (COMPILING, "working"),
+        (os.path.join(OURS, "ranks", "axis.py"), "waiting"),
+        (os.path.join(OURS, "tiers", "lane.py"), "waiting"),
+    ],
+)
+def test_the_innermost_frame_tells_who_is_at_work(filename: str, doing: str) -> None:
+    seen, done = [], threading.Event()
+
+    def look() -> None:
+        seen.append(whereabouts.look(threading.get_ident()))
+        done.set()
+
+    threading.Timer(0.05, look).start()
+    call_from(filename)(done.wait, 60)
+    where, found = seen[0]
+    assert found == doing
+    expected = "user/train.py:2 in call" if filename.startswith("/home") else ""
+    assert expected in where

@@ -1,0 +1,87 @@
+"""The pipeline of read, work and write: its order, its bounds, and what it leaves after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from unbounded.tiers.arena import HostArena
+from unbounded.tiers.pipeline import Pipeline
+from unbounded.tiers.pool import BufferPool, Lease
+
+
+class Recorder:
+    """Stages that record what happens. `fails` is the event that raises."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.events: list[str] = []
+        self._fails = fails
+
+    def _note(self, what: str, item: int) -> None:
+        self.events.append(f"{what}{item}")
+        if self.events[-1] == self._fails:
+            raise OSError(self._fails)
+
+    def read(self, item: int) -> None:
+        self._note("r", item)
+
+    def work(self, item: int) -> None:
+        self._note("w", item)
+
+    def finish(self, item: int) -> None:
+        self._note("f", item)
+
+    def abandon(self, item: int) -> None:
+        self._note("a", item)
+        raise ValueError("what is raised here is not told")
+
+
+def test_items_are_read_ahead_worked_on_in_order_and_finished_later() -> None:
+    stages = Recorder()
+
+    def items() -> Iterator[int]:
+        for item in range(4):
+            stages.events.append(f"i{item}")  # an item is asked for only when there is room for it
+            yield item
+
+    Pipeline(stages, num_ahead=2, num_unfinished=1).run(items())
+    expected = "i0 r0 i1 r1 w0 i2 r2 w1 f0 i3 r3 w2 f1 w3 f2 f3"
+    assert stages.events == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [
+        ("r1", "r0 r1 a0 a1"),
+        ("w1", "r0 r1 w0 r2 w1 a0 a1 a2"),
+        ("f0", "r0 r1 w0 r2 w1 f0 a0 a1 a2"),
+        ("f3", "r0 r1 w0 r2 w1 f0 r3 w2 f1 w3 f2 f3 a3"),
+    ],
+)
+def test_after_a_failure_everything_in_flight_is_abandoned_and_the_first_error_is_raised(
+    fails: str, expected: str
+) -> None:
+    stages = Recorder(fails)
+    with pytest.raises(OSError, match=fails):
+        Pipeline(stages, num_ahead=2, num_unfinished=1).run(range(4))
+    assert stages.events == expected.split()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_pipeline_never_waits_for_buffers_of_its_own(count: int) -> None:
+    """Far more may be in flight than there are buffers; the pool would block for ever."""
+    pool, held, most = BufferPool(HostArena(pin=False, num_threads=1), 4096, count), dict[int, Lease](), [0]
+
+    class Stages(Recorder):
+        def read(self, item: int) -> None:
+            held[item] = pipeline.lease()
+            most[0] = max(most[0], len(held))
+
+        def finish(self, item: int) -> None:
+            pipeline.give_back(held.pop(item))
+
+    pipeline = Pipeline(Stages(), num_ahead=8, num_unfinished=8, pool=pool)
+    pipeline.run(range(20))
+    assert not held
+    assert most[0] == count
