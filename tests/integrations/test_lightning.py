@@ -100,9 +100,8 @@ def compare(rank: int, world_size: int, tier: str, folder: str, calls_itself: bo
     plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
     with launched(rank, world_size):
         plain = Net(calls_itself)
-        make_trainer(f"{folder}/plain", world_size, "ddp" if world_size > 1 else "auto").fit(
-            plain, loader(rank), loader(rank)
-        )
+        theirs = "ddp" if world_size > 1 else "auto"
+        make_trainer(f"{folder}/plain", world_size, theirs).fit(plain, loader(rank), loader(rank))
         ours, strategy = Net(calls_itself), unbounded.lightning.UnboundedStrategy(plan)
         trainer = make_trainer(f"{folder}/ours", world_size, strategy)
         trainer.fit(ours, loader(rank), loader(rank))
@@ -110,9 +109,12 @@ def compare(rank: int, world_size: int, tier: str, folder: str, calls_itself: bo
         resumed = make_trainer(f"{folder}/ours", world_size, strategy, num_sanity_val_steps=0)
         resumed.fit(again, loader(rank), loader(rank), ckpt_path=f"{folder}/ours/step=2.ckpt")
         tested = trainer.validate(ours, loader(rank), verbose=False)
+        ours.seen, first = [], ours.seen
+        for module, kind in ((plain, theirs), (ours, unbounded.lightning.UnboundedStrategy(plan))):  # a second fit
+            make_trainer(f"{folder}/second", world_size, kind, max_steps=2).fit(module, loader(rank))
         weights = ours.state_dict()
         same = all(torch.allclose(weights[name], value.cpu(), atol=1e-6) for name, value in plain.state_dict().items())
-        return plain.seen, ours.seen, again.seen, same, tested
+        return plain.seen, first, again.seen, same, tested, ours.seen
 
 
 @pytest.mark.parametrize(
@@ -123,9 +125,12 @@ def test_trainer_trains_validates_and_resumes_as_the_plain_one(
     ranks: Any, tmp_path: Path, world_size: int, tier: str, calls_itself: bool
 ) -> None:
     results = ranks(world_size, compare, tier, str(tmp_path), calls_itself, timeout=120)
-    for plain, ours, again, same, tested in results:
-        assert ours[: len(plain)] == pytest.approx(plain, rel=1e-5)
-        assert again == pytest.approx(ours[len(plain) - len(again) : len(plain)], rel=1e-6)
+    for plain, ours, again, same, tested, second in results:
+        length = len(plain) - len(second)
+        assert ours[:length] == pytest.approx(plain[:length], rel=1e-5)
+        assert second == pytest.approx(plain[length:], rel=1e-5)
+        assert len(second) == 4
+        assert again == pytest.approx(ours[length - len(again) : length], rel=1e-6)
         assert same
         assert tested[0]["val"] == pytest.approx(ours[-1], rel=1e-5)
     saved = tmp_path / "ours" / "step=2.ckpt"
