@@ -2,7 +2,7 @@
 
 `direct` is the array itself where it can be addressed (device and host memory). `fetch` and `evict` move a
 stretch of it to and from a buffer: memory is copied on the current stream, disk is read and written by the
-disk engine. Both return something to `wait` on.
+disk engine. Both return a transfer in flight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from unbounded.native.disk import ExtentStore
+from unbounded.native.disk import DiskHandle, ExtentStore
 from unbounded.observe import trace
 from unbounded.tiers.lane import finished
 from unbounded.tiers.pool import BufferPool
@@ -22,9 +22,13 @@ PAGE = 4096
 
 
 class Waitable(Protocol):
-    """A transfer in flight: `wait` blocks the host until it may touch both ends, and raises what went wrong."""
+    """A transfer in flight. Both raise what went wrong."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Blocks the host until it may touch both ends."""
+
+    def order_stream(self) -> object:
+        """Has the current stream wait for the transfer; blocks the host where no stream carries it out."""
 
 
 class Array(Protocol):
@@ -124,7 +128,7 @@ class DiskArray:
 class _Traced:
     """A disk transfer whose time, from submission to the end of the wait for it, goes to its lane."""
 
-    def __init__(self, lane: str, handle: Waitable, buffer: torch.Tensor) -> None:
+    def __init__(self, lane: str, handle: DiskHandle, buffer: torch.Tensor) -> None:
         self._lane, self._handle = lane, handle
         self._num_bytes = buffer.numel() * buffer.element_size()
         self._start = time.perf_counter_ns()
@@ -135,15 +139,21 @@ class _Traced:
             trace.record(self._lane, "piece", self._start, time.perf_counter_ns(), bytes=self._num_bytes)
             self._num_bytes = 0
 
+    def order_stream(self) -> None:
+        self.wait()
+
 
 class DeviceCopy:
-    """A copy on its way to or from a GPU: `wait` returns when the host may touch both ends."""
+    """A copy on its way to or from a GPU."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
     def wait(self) -> None:
         self.event.synchronize()
+
+    def order_stream(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> Waitable:

@@ -283,7 +283,7 @@ def put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:
         )
     if tuple(value.shape) != slot.shape:
         raise RuntimeError(f"the gradient of {slot.name!r} must be {slot.shape}, but has shape {tuple(value.shape)}.")
-    gradient.wait()
+    gradient.order_stream()
     gradient.put_slot(index, value.detach())
 
 

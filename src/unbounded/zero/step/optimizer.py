@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with self.engine.failures.noting():
                 for handle in (unit.weights_ready, unit.states_written):
                     if handle is not None:
-                        handle.synchronize()
+                        handle.wait()
         self.engine.failures.meet()
         with self.engine.phases.during("optimizer.wait()"):
             self.engine.gathering.complete(self.engine.units)
@@ -224,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for unit in self.engine.units:
             with self.engine.failures.noting():
                 if unit.states_written is not None and unit.states_written.launched():
-                    unit.states_written.wait()  # raises where the last step's states could not be written
+                    unit.states_written.order_stream()  # raises where the last step's states could not be written
         units = [unit for unit in self.engine.forward_order() if unit.trainable]
         return [unit for unit in units if unit.gradient.is_present or unit in self._updated]
 
