@@ -22,13 +22,17 @@ PAGE = 4096
 
 
 class Waitable(Protocol):
-    """A transfer in flight. Both raise what went wrong."""
+    """Work in flight that the host can wait for."""
 
     def wait(self) -> object:
-        """Blocks the host until it may touch both ends."""
+        """Blocks the host until it may touch what the work reads and writes; raises what went wrong."""
+
+
+class InFlight(Waitable, Protocol):
+    """A transfer between an array and a buffer."""
 
     def order_stream(self) -> object:
-        """Has the current stream wait for the transfer; blocks the host where no stream carries it out."""
+        """Has the current stream wait for the transfer, or the host where no stream carries it out; raises likewise."""
 
 
 class Array(Protocol):
@@ -41,9 +45,9 @@ class Array(Protocol):
     @property
     def direct(self) -> torch.Tensor | None: ...
 
-    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable: ...
+    def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight: ...
 
-    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable: ...
+    def evict(self, source: torch.Tensor, start: int = 0) -> InFlight: ...
 
     def free(self) -> None: ...
 
@@ -60,10 +64,10 @@ class MemoryArray:
     def direct(self) -> torch.Tensor | None:
         return self.tensor
 
-    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable:
+    def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight:
         return _copy(self.tensor[start : start + target.numel()], target)
 
-    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable:
+    def evict(self, source: torch.Tensor, start: int = 0) -> InFlight:
         return _copy(source, self.tensor[start : start + source.numel()])
 
     def free(self) -> None:
@@ -85,7 +89,7 @@ class DiskArray:
     def direct(self) -> torch.Tensor | None:
         return None
 
-    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable:
+    def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight:
         if is_reachable(target):
             return _Traced(
                 "disk read", self._store.read(self._extent, as_bytes(target), start * self.dtype.itemsize), target
@@ -101,7 +105,7 @@ class DiskArray:
                 lease.release(_mark(target))
         return finished()
 
-    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable:
+    def evict(self, source: torch.Tensor, start: int = 0) -> InFlight:
         if is_reachable(source):
             return _Traced(
                 "disk write", self._store.write(self._extent, as_bytes(source), start * self.dtype.itemsize), source
@@ -156,7 +160,7 @@ class DeviceCopy:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> Waitable:
+def _copy(source: torch.Tensor, target: torch.Tensor) -> InFlight:
     if source.device == target.device:
         target.copy_(source)
         return finished()
