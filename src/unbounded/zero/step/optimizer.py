@@ -170,14 +170,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Param groups and counters, in torch's form. The states are where the plan put them: `unbounded.save`."""
-        return {**super().state_dict(), digest.KEY: digest.describe(self)}
+        return {**super().state_dict(), digest.KEY: digest.describe(self, self.engine.units)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; nothing is changed where it does not fit.
 
         The states must already be those of that moment: `unbounded.load` brings them.
         """
-        digest.restore(self, state_dict)
+        digest.restore(self, self.engine.units, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "engine"):
