@@ -91,11 +91,12 @@ class FolderTokenizer:
         self.name = str(folder)
         self.inner = _load_tokenizer(folder)
         self.vocabulary_size = max(self.inner.get_vocab().values()) + 1
-        begin, self.end = _first(self.inner, "bos", "cls"), _first(self.inner, "eos", "sep")
-        if self.end is None:
+        begin, end = _first(self.inner, "bos", "cls"), _first(self.inner, "eos", "sep")
+        if end is None:
             raise DataError(
                 f'tokenizer "{folder}" has no end-of-text token. Set "eos_token" in its tokenizer_config.json.'
             )
+        self.end = end
         self._begin = [begin] if begin is not None and self.inner("a")["input_ids"][:1] == [begin] else []
         self._fast = getattr(self.inner, "backend_tokenizer", None)
 
