@@ -145,7 +145,7 @@ def test_states_move_into_what_activations_leave_of_the_budget() -> None:
     started, ended = (sum(tier == "device" for _, tier in p.optimizer) for p in (first, plan))
     assert 0 < started < len(first.optimizer)
     assert started <= ended
-    for tiers in ({kind: "host" for kind in KINDS}, {kind: getattr(plan, kind) for kind in KINDS}):
+    for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
         others, given, kept = train_tower({"device_bytes": budget, **tiers})
         assert given.optimizer == kept.optimizer
         assert losses == pytest.approx(others, rel=1e-2)
