@@ -32,7 +32,7 @@ class Relocation:
         """To "device" or "host". Where that has no room an error is raised, and the unit stays where it was."""
         for handle in (unit.weights_ready, unit.states_written):
             if handle is not None:
-                handle.synchronize()
+                handle.wait()
         if unit.reader is not None:  # a save that still reads them
             unit.reader.make_way()
             unit.reader = None
