@@ -104,7 +104,7 @@ class _Pass:
     num_blocks: int = 0  # that have begun
     before_bytes: int = 0  # allocated before the block that runs now
     input_bytes: int = 1
-    end_bytes: int = 0  # allocated behind the last block so far
+    end_bytes: int = 0  # allocated after the last block so far
     keeps_all: bool = True
     is_watched: bool = False
     is_cautious: bool = False  # inputs went to the host for a tail that is a bound only

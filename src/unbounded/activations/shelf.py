@@ -59,11 +59,11 @@ class Parcel:
         return self._origin() is tensor and tensor._version == self._version
 
     def leave(self, buffers: HostBuffers, ready: Event, block: str) -> None:
-        """Starts the copy to the host, behind `ready`."""
+        """Starts the copy to the host, after `ready`."""
         assert self._flat is not None
         self._check_unchanged(block)
         self._buffer = buffers.take(self._flat.nbytes, pin=self._flat.is_cuda)
-        self._sent = self._mover.send(self._flat, self._stored(), behind=(ready, *self._buffer.after))
+        self._sent = self._mover.send(self._flat, self._stored(), after=(ready, *self._buffer.after))
         self._buffer.after = (self._sent,) if self._sent is not None else ()
         self.place = Place.LEAVING
         if self._sent is None:
@@ -80,7 +80,7 @@ class Parcel:
         """Starts the copy back, unless the values are still on the device."""
         if self._flat is None and self._arrival is None and self._alive() is None:
             assert self._buffer is not None
-            self._arrival = self._mover.bring(self._stored(), behind=self._sent)
+            self._arrival = self._mover.bring(self._stored(), after=self._sent)
             self._buffer.after = (self._arrival.event,) if self._arrival.event is not None else ()
 
     def fetch(self) -> torch.Tensor:

@@ -36,7 +36,7 @@ def on(kind: Any) -> Any:
 class ShardingTrainer:
     """What `on` puts before a Trainer class."""
 
-    # Of the Trainer behind this class; named for type checkers.
+    # Of the Trainer that this class is mixed into; named for type checkers.
     args: Any
     model: Any
     optimizer: Any
