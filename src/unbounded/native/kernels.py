@@ -16,8 +16,8 @@ from torch import Tensor
 
 from unbounded.errors import PlanError
 from unbounded.native.library import declare
-from unbounded.native.pool import Pool, default_pool, simd
 from unbounded.native.states import BLOCK, FORMATS, RULES, ArraySpec, Rule, moments, state_arrays
+from unbounded.native.thread_pool import Pool, default_pool, simd
 
 __all__ = [
     "BLOCK",

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from unbounded.checkpoint.format.checks import integer, items, mapping, text
 from unbounded.checkpoint.format.described import check_values
+from unbounded.checkpoint.format.field_checks import integer, items, mapping, text
 from unbounded.checkpoint.format.manifest import (
     BLOCK_BYTES,
     BUFFER,
