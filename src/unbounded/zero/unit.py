@@ -1,8 +1,8 @@
 """A unit at run time: parameters that move together in one flat buffer, and the bytes under it.
 
-    RELEASED --request--> FETCHING --wait--> GATHERED --release--> RELEASED
-       STALE --request--> FETCHING             |
-         ^---------------- update -------------+        (weights that are whole on the device)
+    RELEASED --request--> FETCHING --order_stream--> GATHERED --release--> RELEASED
+       STALE --request--> FETCHING                     |
+         ^------------------- update ------------------+        (weights that are whole on the device)
 
 RELEASED: no bytes. STALE: the bytes are there but older than the owned weights, which were updated since. FETCHING: a
 lane brings them. GATHERED: they may be read. `Gathering` alone moves a unit between these. A *resident* unit (weights
