@@ -240,7 +240,7 @@ def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
     """All ranks must call this. What runs the batches of a model that was sharded with a pipeline axis.
 
     Called with a batch it runs the forwards and backwards of all micro-batches and returns the batch's loss, the same
-    on every rank; `optimizer.step()` follows as ever. The loss is the model's own (`labels` in the batch), or
+    on every rank; `optimizer.step()` follows as usual. The loss is the model's own (`labels` in the batch), or
     `loss(output, batch)` of what the model returns. On a model without a pipeline axis it does the same on one stage.
     """
     state = sharded(model)

@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 class Device:
-    """A device with a memory: blocks and what comes behind them take so much of it, and a backward frees it."""
+    """A device with a memory: blocks and what comes after them take so much of it, and a backward frees it."""
 
     def __init__(self, states: int = 0) -> None:
         self.now = self.peak = states
@@ -167,7 +167,7 @@ def test_a_batch_of_another_size_is_foreseen_by_those_that_were_seen() -> None:
 
 def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
     """Where it can be: the limit is what recomputing takes, or more. A first step may go beyond by a few percent, for
-    which a tenth of the budget is left: what it needs behind its blocks nobody has seen."""
+    which a tenth of the budget is left: what it needs after its blocks nobody has seen."""
     for seed in range(300):
         random = Random(seed)
         num_blocks, kept = random.choice([2, 8, 26, 48, 80]), int(random.uniform(4, 60) * 2**20)

@@ -257,7 +257,7 @@ class ForceField(Task):
 
 
 class Keeping(Block):
-    """Keeps an auxiliary loss on itself, made behind its output, so that its backward comes first."""
+    """Keeps an auxiliary loss on itself, made after its output, so that its backward comes first."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -373,7 +373,7 @@ def test_branches_that_differ_by_rank_neither_hang_nor_change_the_result(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_may_end_before_the_blocks_that_were_fetched_ahead_for_it(ranks: Any, stage: int) -> None:
-    plan = {"stage": stage, "unit_numel": None}  # nothing comes behind the blocks but the root
+    plan = {"stage": stage, "unit_numel": None}  # nothing comes after the blocks but the root
     assert_parity(ranks(2, train_both, LastSkipped(), plan))
 
 
@@ -439,7 +439,7 @@ def test_a_step_reduces_what_one_rank_alone_has_kept_back(ranks: Any) -> None:
 
 
 def break_off(rank: int, world_size: int) -> list[float]:
-    """The norm of a first microbatch, and again behind a second one whose backward fails before it comes to a unit."""
+    """The norm of a first microbatch, and again after a second one whose backward fails before it comes to a unit."""
     torch.manual_seed(3)
     model = TinyGPT()
     model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 2})
@@ -483,5 +483,5 @@ def evaluate_alone(rank: int, world_size: int, stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_behind_a_wait_one_rank_may_evaluate_alone_where_weights_are_whole(ranks: Any, stage: int) -> None:
+def test_after_a_wait_one_rank_may_evaluate_alone_where_weights_are_whole(ranks: Any, stage: int) -> None:
     assert all(ranks(2, evaluate_alone, stage))

@@ -1,17 +1,17 @@
 """What a block may keep between its forward and its backward, decided as it runs: as much as the device has room for.
 
-How many tokens a batch has, nobody knows before it comes, so nothing is planned: before each block the device's memory
+The number of tokens is not known before a batch arrives, so nothing is planned: before each block the device's memory
 is read, and the block keeps its activations if that leaves room for what must still come. That is
 
     this block     what blocks kept last time, for an input of this size
-    later blocks   an input each, which is the least they can do with
+    later blocks   an input each, which is the least that they need
     the tail       what a pass takes beyond the end of its last block: logits, loss, gradients, one block run again
 
 The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
 others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
 of what is free are left for it. A peak that something else left behind, a model's construction or an evaluation, says
 little about the tail: where no pass of this size has come to a peak of its own, the next one has the device forget the
-old. What a pass puts on the host before its tail is known that well is given back.
+old. Host memory that a pass took before its tail was known that precisely is freed.
 
 Note: ranks decide alone. A block that is recomputed is gathered at the same place in the backward as one that is
 kept, so the order of collectives does not depend on it.
@@ -106,7 +106,7 @@ class _Pass:
     num_blocks: int = 0  # that have begun
     before_bytes: int = 0  # allocated before the block that runs now
     input_bytes: int = 1
-    end_bytes: int = 0  # allocated behind the last block so far
+    end_bytes: int = 0  # allocated after the last block so far
     keeps_all: bool = True
     is_watched: bool = False
     is_cautious: bool = False  # inputs went to the host for a tail that is a bound only

@@ -44,7 +44,7 @@ Fill = Callable[[Entries, Installer], None]
 
 @dataclass(eq=False)
 class Sharded:
-    """Everything that runs behind one sharded model."""
+    """Everything that belongs to one sharded model."""
 
     engine: Engine
     rules: dict[torch.dtype, UpdateRule]
@@ -124,7 +124,7 @@ class Assembly:
             )
             unit.gradient = Gradient(spec.layout, unit.owned, store, self.device)
             unit.gradient.counted = counted_ranges(spec.layout, unit.owned)
-            tiers = {"weights": where.weights, "optimizer": where.optimizer, "low": where.completion}
+            tiers = {"weights": where.weights, "optimizer": where.optimizer, "remainder": where.remainder}
             entries.append((unit, spec.members, tiers))
         return entries
 

@@ -50,7 +50,7 @@ class UnitSpec:
         if self.rule is None:
             return UnitBytes(self.name, weights, 0, 0)
         states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in self.rule.specs}
-        low = states.pop("low", 0)
+        remainder = states.pop("remainder", 0)
         summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
         deferred = self.layout.numel * self.dtype.itemsize if stage == 1 and owned < self.layout.numel else 0
         return UnitBytes(
@@ -58,7 +58,7 @@ class UnitSpec:
             weights,
             owned * self.dtype.itemsize,
             sum(states.values()),
-            completion=low,
+            remainder=remainder,
             summed_gradients=summed,
             deferred=deferred,
             owned=owned * self.dtype.itemsize,
@@ -71,7 +71,7 @@ class UnitSpec:
             arrays.append(sizes.weights)
         if self.rule is not None:
             for spec in self.rule.specs:
-                if (where.completion if spec.name == "low" else where.optimizer) == "disk":
+                if (where.remainder if spec.name == "remainder" else where.optimizer) == "disk":
                     arrays.append(spec.numel(owned) * spec.dtype.itemsize)
             if where.gradients == "disk":
                 arrays.append(sizes.size("gradients", "disk"))
