@@ -15,6 +15,10 @@ class BudgetError(PlanError, MemoryError):
     """The states do not fit the budgets of the tiers."""
 
 
+class MissingFrameworkError(PlanError, ImportError):
+    """A part was used whose framework is not installed."""
+
+
 class StateError(UnboundedError, RuntimeError):
     """Something was asked of a model or optimizer in a state that cannot give it."""
 

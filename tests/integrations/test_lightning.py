@@ -131,7 +131,7 @@ def compare(rank: int, world_size: int, tiers: list[tuple[str, bool]], folder: s
 def test_trainer_trains_validates_resumes_and_fits_again_as_the_plain_one(
     ranks: Any, tmp_path: Path, world_size: int, tiers: list[tuple[str, bool]]
 ) -> None:
-    results = ranks(world_size, compare, tiers, str(tmp_path), timeout=240)
+    results = ranks(world_size, compare, tiers, str(tmp_path))
     for plain, ours, again, same, tested, second in (one for rank in results for one in rank):
         length = len(plain) - len(second)
         assert ours[:length] == pytest.approx(plain[:length], rel=1e-5)

@@ -44,11 +44,6 @@ class RecordKind:
     fields: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether documents have answers, on which alone the loss is."""
-        return self.name != TEXT
-
     def check_fields(self, present: Collection[str], where: Where, noun: str) -> None:
         """Raises where a field is missing, naming what is there."""
         missing = next((name for name in self.fields if name not in present), None)
