@@ -47,3 +47,15 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 class UnsavableError(CheckpointError, TypeError):
     """A value of the user's that a checkpoint cannot represent."""
+
+
+class InputError(UnboundedError, ValueError):
+    """Something that the user gave a command cannot work; it ends with exit code 2."""
+
+
+class DataError(InputError):
+    """Data for training that is missing, empty or malformed."""
+
+
+class TrainingError(UnboundedError, RuntimeError):
+    """Training cannot go on; the command ends with exit code 1."""

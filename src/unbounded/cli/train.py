@@ -22,9 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0: done, 1: failed, 2: bad input, 130 and 143: interrupted by Ctrl-C or SIGTERM, after saving."""
-    from unbounded.errors import CheckpointError, PlanError, UnboundedError
+    from unbounded.errors import CheckpointError, InputError, PlanError, UnboundedError
     from unbounded.launcher import read_numbers
-    from unbounded.train.errors import InputError
     from unbounded.train.options.flags import make_config
     from unbounded.train.run.interrupts import exit_code
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from unbounded.errors import DataError
 from unbounded.planner.spelling import did_you_mean
-from unbounded.train.errors import DataError
 
 TEXT, CHAT, SHAREGPT, ALPACA, PROMPT = "text", "chat", "sharegpt", "alpaca", "prompt"
 Message = dict[str, str]
