@@ -183,6 +183,27 @@ def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
             assert run.device.peak <= limit, seed
 
 
+def test_states_give_way_to_a_pass_that_would_not_fit() -> None:
+    """By what a pass is likely to take before one was seen, then by its tail; after a shortage by an eighth more."""
+    asked: list[int] = []
+    run = Training(states=100 * 2**20, limit=120 * 2**20, num_blocks=2, kept=4 * 2**20, tail=30 * 2**20)
+
+    def give(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        run.states -= num_bytes
+        run.device.now -= num_bytes
+
+    run.headroom.make_room = give
+    run.step()
+    assert asked == [28 * 2**20]  # 48 times an input, of which 20 were free
+    run.step()
+    assert len(asked) == 1
+    for _ in range(2):
+        run.headroom.note_shortage()
+        run.step()
+    assert [num_bytes // 2**20 for num_bytes in asked[1:]] == [36 + 15 - 48, 15]  # the tail, and an eighth of 120
+
+
 def test_what_gradients_will_grow_by_is_left_free() -> None:
     room, input_bytes = 3 * 2**20, 2**10
     for growth, policy in ((0, "keep"), (room, "recompute")):

@@ -38,3 +38,8 @@ def choose_streamed(candidates: Sequence[bool], part: float) -> list[bool]:
         seen += candidate
         chosen.append(bool(candidate and int(seen * part) > int((seen - 1) * part)))
     return chosen
+
+
+def carries_weights(*, states: str, weights: str) -> bool:
+    """Whether the weights alone have to be brought to the GPU for an update, which a lane does beside the forward."""
+    return states == "device" and weights != "device"
