@@ -17,8 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
+from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
-from unbounded.lightning.values import as_plain
 from unbounded.optim.recognition import unwrap
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.sharding import is_sharded, shard, sharded, unshard
