@@ -56,9 +56,9 @@ from unbounded.zero.sites import find_members, find_sites
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
-_parts: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 _expected: weakref.WeakKeyDictionary[nn.Module, os.PathLike[str]] = weakref.WeakKeyDictionary()
 _shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()
+_PARTS = "_unbounded_parts"  # an attribute of the model, which they hold: a table of ours would keep it alive
 _promises: weakref.WeakKeyDictionary[nn.Module, DevicePromise] = weakref.WeakKeyDictionary()
 
 
@@ -104,9 +104,11 @@ def shard(
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
     with _lifted_policies(model):
         state = Assembly(model, sites, blueprint, axes, device).build(optimizer, fill, cast_inputs)
-        _sharded[model], _parts[model] = state, parts
+        _sharded[model], model.__dict__[_PARTS] = state, parts
         parts.attach()
-        state.add_detach(parts.detach)
+        state.add_detach(partial(_detach_parts, weakref.ref(model)))
+        if parts.hollow is not None:
+            parts.hollow.answer = lambda *call: pipeline(model).answer(*call)
         if promise is not None:
             _promises[model] = promise
             state.add_detach(promise.attach(model, partial(_device_states, state.tiers)))
@@ -119,6 +121,12 @@ def shard(
     if optimizer is not None and not hasattr(model, "peft_config"):
         state.add_detach(_refuse_late_adapters(model))
     return model, state.optimizer  # type: ignore[return-value]
+
+
+def _detach_parts(held: weakref.ref[nn.Module]) -> None:
+    model = held()
+    if model is not None:
+        model.__dict__.pop(_PARTS).detach()
 
 
 def _refuse_old_optimizer(*_: Any) -> None:
@@ -232,15 +240,21 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
+def pipeline(
+    model: nn.Module, loss: Loss | None = None, *, targets: Sequence[str] = (), reduction: str = "mean"
+) -> Pipeline:
     """All ranks must call this. What runs the batches of a model that was sharded with a pipeline axis.
 
     Called with a batch it runs the forwards and backwards of all micro-batches and returns the batch's loss, the same
     on every rank; `optimizer.step()` follows as ever. The loss is the model's own (`labels` in the batch), or
-    `loss(output, batch)` of what the model returns. On a model without a pipeline axis it does the same on one stage.
+    `loss(output, batch)` of what the model returns; `targets` names what in the batch is for `loss` alone. The losses
+    of micro-batches are averaged, or added up with reduction="sum". On a model without a pipeline axis it does the same
+    on one stage.
     """
+    if reduction not in ("mean", "sum"):
+        raise PlanError(f'reduction is {reduction!r}. Choose "mean" or "sum".')
     state = sharded(model)
-    axes, parts = state.engine.axes, _parts[model]
+    axes, parts = state.engine.axes, model.__dict__[_PARTS]
 
     def add_up() -> None:
         for ranks, parameters in parts.copies:
@@ -257,6 +271,8 @@ def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
         trainer=state.optimizer,
         sum_copies=add_up,
         loss=loss,
+        targets=targets,
+        reduction=reduction,
     )
 
 

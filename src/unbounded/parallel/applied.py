@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,10 @@ class Applied:
     replaced: dict[int, nn.Parameter] = field(default_factory=dict)  # what stands for a parameter, by its id
     attaches: list[Callable[[], None]] = field(default_factory=list)
     detaches: list[Callable[[], None]] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: Any) -> Applied:
+        """A copy of a model is a plain one."""
+        return Applied()
 
     def attach(self) -> None:
         for attach in self.attaches:

@@ -88,7 +88,10 @@ class HollowModel:
         self._kept: Payload = {}
         self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._detaches: list[Detach] = []
+        self._runs = False
         self.watcher: Watcher | None = None
+        # What a call of the model outside `run` does; given the model's own forward and the arguments.
+        self.answer: Callable[[Callable[..., Any], Any, Any], Any] | None = None
         self._views = [self._arrange(chunk) for chunk in range(cutting.chunks)]
 
     # -- what is here --------------------------------------------------------------------------------------------------
@@ -166,12 +169,19 @@ class HollowModel:
             module._parameters[name] = parameter
         self._removed.clear()
 
-    def run(self, chunk: int, received: Payload, args: Any, kwargs: Any) -> tuple[Any, Payload]:
-        """A forward of one of this rank's stages: what the model returned (of the last), and what the blocks did."""
-        self._received, self._kept = received, dict(received)
-        with self._arranged(chunk):
-            result = self.model(*args, **kwargs)
-        kept, self._received, self._kept = self._kept, {}, {}
+    def run(
+        self, chunk: int, received: Payload, args: Any, kwargs: Any, forward: Callable[..., Any] | None = None
+    ) -> tuple[Any, Payload]:
+        """A forward of one of this rank's stages: what the model returned (of the last), and what the blocks did.
+
+        `forward` is the model's own where its call has begun already.
+        """
+        self._received, self._kept, self._runs = received, dict(received), True
+        try:
+            with self._arranged(chunk):
+                result = (forward or self.model)(*args, **kwargs)
+        finally:
+            kept, self._received, self._kept, self._runs = self._kept, {}, {}, False
         return result, kept
 
     def _make_leaving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +191,12 @@ class HollowModel:
             except _Left:
                 return list(self._kept.values())
 
-        return leaving
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._runs or self.answer is None:
+                return leaving(*args, **kwargs)
+            return self.answer(leaving, args, kwargs)
+
+        return called
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 

@@ -44,13 +44,18 @@ def _takes_cache(model: Any) -> bool:
 
 
 def summed_loss(model: nn.Module, part: MicroBatch) -> Tensor:
-    """Cross entropy in fp32, summed over the targets that are not ignored.
+    """Cross entropy in fp32, summed over the targets that are not ignored."""
+    return sum_losses(logits_of(model, part.inputs, part.positions), part.targets)
+
+
+def sum_losses(output: Any, targets: Tensor) -> Tensor:
+    """The summed loss of what a model returned.
 
     Logits are turned to fp32 a tile of rows at a time, and again in the backward pass: the fp32 copy of all of them
     would be the largest tensor of a step.
     """
-    logits = logits_of(model, part.inputs, part.positions).flatten(0, 1)
-    wanted = part.targets.flatten()
+    logits = (output if isinstance(output, Tensor) else output.logits).flatten(0, 1)
+    wanted = targets.flatten()
     rows = max(_TILE_LOGITS // logits.shape[-1], 1)
     if len(logits) <= rows:
         return _tile_loss(logits, wanted)
