@@ -81,13 +81,15 @@ def shard(
     optimizer = unwrap(optimizer) if optimizer is not None else None
     admitted = admit(model, optimizer, plan, mesh=mesh, is_known=model in _sharded)
     axes, device = admitted.axes, admitted.device
+    is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
+    if is_cut:
+        _refuse_tiles(model)
     parts = take_parts(model, optimizer, admitted.plan, axes, device)
     open_plan = _close_activations(model, admitted.plan, device)
     if weights is None:
         weights = next((_expected[part] for part in model.modules() if part in _expected), None)
     fill = _choose_fill(model, optimizer, weights, device, parts)
     lowered = DTYPES[open_plan.precision] if open_plan.precision is not None else None
-    is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
     if not is_cut:
         tile_to_fit(model, open_plan.device_bytes)
     sites = find_sites(model, with_tiles=True)
@@ -114,13 +116,21 @@ def shard(
             state.add_detach(promise.attach(model, partial(_device_states, state.tiers)))
     if blueprint.plan.activations is not None:
         checkpoint_activations(model, blueprint.plan.activations)
-    if not is_cut:  # a head that the tensor axis cuts keeps its logits where they are made
-        state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes).remove)
+    state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes, cut=parts.heads).remove)
     if optimizer is not None:
         state.add_detach(optimizer.register_step_pre_hook(_refuse_old_optimizer).remove)
     if optimizer is not None and not hasattr(model, "peft_config"):
         state.add_detach(_refuse_late_adapters(model))
     return model, state.optimizer  # type: ignore[return-value]
+
+
+def _refuse_tiles(model: nn.Module) -> None:
+    tile_to_fit(model, None)  # takes those off that a failed call made for a budget
+    if has_tiles(model):
+        raise PlanError(
+            "layers of the model are tiled, and the job has a tensor, pipeline or context axis, which cuts the model "
+            "too. Leave out unbounded.tile: a tensor axis makes large layers smaller."
+        )
 
 
 def _detach_parts(held: weakref.ref[nn.Module]) -> None:

@@ -23,6 +23,7 @@ from unbounded.parallel.pipeline.stages import Cutting, cut_model
 from unbounded.parallel.tensor.cutting import TensorParallel
 from unbounded.parallel.tensor.given import GivenTensors, find_given
 from unbounded.parallel.tensor.layers import attach_loading
+from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.planner.plan import Plan
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
@@ -42,6 +43,7 @@ class Applied:
     copies: list[tuple[list[int], list[nn.Parameter]]] = field(
         default_factory=list
     )  # parameters that several stages hold
+    heads: dict[nn.Module, HeadPart] = field(default_factory=dict)  # last layers whose logits stay cut
     replaced: dict[int, nn.Parameter] = field(default_factory=dict)  # what stands for a parameter, by its id
     attaches: list[Callable[[], None]] = field(default_factory=list)
     detaches: list[Callable[[], None]] = field(default_factory=list)
@@ -99,6 +101,8 @@ def take_parts(
             if not (cut.is_first if cut is not None else first):
                 uncounted.add(id(parameter))
         applied.cuts = tensor.cuts
+        if isinstance(tensor, TensorParallel):
+            applied.heads = tensor.heads
         applied.attaches.append(tensor.attach)
         for module in model.modules():
             places = {name: tensor.cuts[id(p)] for name, p in module._parameters.items() if id(p) in tensor.cuts}

@@ -124,10 +124,10 @@ class Trainer:
         return self._cut(batch, length, slice(None))
 
     def _cut(self, batch: Batch, length: int, rows: slice) -> MicroBatch:
-        inputs, targets, starts = (
-            array.reshape(-1, length)[rows] for array in (batch.inputs, batch.targets, batch.starts)
-        )
-        positions = self._move(count_positions(starts)) if self.settings.packing == "separated" else None
+        inputs, targets = batch.inputs.reshape(-1, length)[rows], batch.targets.reshape(-1, length)[rows]
+        positions = None
+        if self.settings.packing == "separated":
+            positions = self._move(count_positions(batch.starts.reshape(-1, length)[rows]))
         return MicroBatch(self._move(inputs), self._move(targets), positions)
 
     def _move(self, array: NDArray[np.int64]) -> Tensor:
