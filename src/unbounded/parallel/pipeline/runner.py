@@ -87,11 +87,12 @@ class Pipeline:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """All ranks must call this. The batch's loss; with gradients enabled its backward has run."""
-        args, kwargs = self._on_device(args), {name: self._on_device(value) for name, value in kwargs.items()}
         if self._without_cache:
             kwargs.setdefault("use_cache", False)
         count = self.num_micros or batches.choose_count((args, kwargs), self.axis.size)
-        micros = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
+        # Labels are counted where they are: on a GPU that would wait for all that it has to do.
+        cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
+        micros = [Micro(self._on_device(micro.args), self._on_device(micro.kwargs), micro.weight) for micro in cut]
         trains = torch.is_grad_enabled()
         order = [action for action in self.order(count) if trains or action.work is Work.FORWARD]
         self._losses = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -120,7 +121,7 @@ class Pipeline:
                 "the model is cut into pipeline stages, so a call of it cannot be followed by a backward. Train with "
                 "pipeline = unbounded.pipeline(model) and loss = pipeline(**batch); call the model under no_grad()."
             )
-        args, kwargs = self._on_device(args), {name: self._on_device(value) for name, value in kwargs.items()}
+        args, kwargs = self._on_device(args), self._on_device(kwargs)
         if self._without_cache:
             kwargs.setdefault("use_cache", False)
         micro, result = Micro(args, kwargs, 1.0), None
@@ -173,7 +174,7 @@ class Pipeline:
         if stage < self.num_stages - 1:
             gradients = self._wire().receive(state.parts, (stage + 1) % self.axis.size, back=True)
             if self.trainer is not None:
-                self.trainer.scale(gradients[0])  # what came is scaled already; this stage's step must know
+                self.trainer.scale(self._losses)  # what came is scaled already; this stage's step must know
         torch.autograd.backward(state.outputs, gradients)  # type: ignore[arg-type]
         if stage:
             back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in state.received if t.requires_grad]
