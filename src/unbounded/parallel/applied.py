@@ -32,6 +32,8 @@ from unbounded.ranks.mesh import Axes
 # Chunks of layers a rank has in the interleaved schedule.
 CHUNKS = 2
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 
 @dataclass
 class Applied:
@@ -80,7 +82,9 @@ def take_parts(
             _match_ranks(model, axis, device)
     uncounted: set[int] = set()
     if cutting is not None:
-        _take_stages(applied, model, optimizer, cutting, axes.pipeline)
+        lowered = _DTYPES[plan.precision] if plan.precision is not None else None
+        applied.hollow = HollowModel(model, cutting, axes.pipeline, lowered)
+        _take_stages(applied, applied.hollow, optimizer, axes.pipeline)
         uncounted |= {id(p) for ranks, held in applied.copies if axes.pipeline.rank > ranks[0] for p in held}
     stacks = applied.hollow.own_stacks() if applied.hollow is not None else None
     if axes.context.size > 1:
@@ -147,10 +151,7 @@ def _find_stages(model: nn.Module, plan: Plan, axes: Axes) -> Cutting | None:
     return cut_model(model, axes.pipeline.size, num_chunks(plan))
 
 
-def _take_stages(
-    applied: Applied, model: nn.Module, optimizer: torch.optim.Optimizer | None, cutting: Cutting, axis: Axis
-) -> None:
-    hollow = applied.hollow = HollowModel(model, cutting, axis)
+def _take_stages(applied: Applied, hollow: HollowModel, optimizer: torch.optim.Optimizer | None, axis: Axis) -> None:
     copies = hollow.copies()
     gone = {id(parameter) for parameter in hollow.take_out()}
     if optimizer is not None:

@@ -82,8 +82,9 @@ class _Ending(_Beside):
 class HollowModel:
     """The stages of one rank inside the whole model. `run` is a forward of one of them."""
 
-    def __init__(self, model: nn.Module, cutting: Cutting, axis: Axis) -> None:
+    def __init__(self, model: nn.Module, cutting: Cutting, axis: Axis, lowered: torch.dtype | None = None) -> None:
         self.model, self.cutting, self.axis, self.rank = model, cutting, axis, axis.rank
+        self._lowered = lowered  # what weights are computed with, where that is another dtype than theirs
         self._received: Payload = {}
         self._kept: Payload = {}
         self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -153,9 +154,11 @@ class HollowModel:
 
     def attach(self) -> None:
         """Lets absent embeddings answer, and the model's forward end where a stage does."""
+        dtypes = {module: parameter.dtype for module, _, parameter in self._removed}
         for module, homes in self.cutting.homes.items():
-            if self.rank not in homes and isinstance(module, nn.Embedding):
-                self._detaches.append(replace_forward(module, _make_nothing(module)))
+            if self.rank not in homes and isinstance(module, nn.Embedding) and module in dtypes:
+                dtype = self._lowered or dtypes[module]
+                self._detaches.append(replace_forward(module, _make_nothing(module, dtype)))
         self._detaches.append(replace_forward(self.model, self._make_leaving))
         if self.axis.size > 1:
             self._detaches.append(self.model.register_state_dict_post_hook(partial(self._complete)).remove)
@@ -283,10 +286,9 @@ class HollowModel:
         return keep
 
 
-def _make_nothing(module: nn.Embedding) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An embedding of another stage gives NaNs of the right shape: whatever uses them shows."""
+def _make_nothing(module: nn.Embedding, dtype: torch.dtype) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An embedding of another stage gives NaNs of the right shape and dtype: whatever uses them shows."""
     width = module.embedding_dim
-    dtype = module.weight.dtype if module.weight is not None else torch.get_default_dtype()
 
     def make(_: Callable[..., Any]) -> Callable[..., Any]:
         def nothing(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
