@@ -87,8 +87,8 @@ def without_dropout(model: nn.Module) -> nn.Module:
 def worst_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The largest relative error of a tensor in the 2-norm, and whose it is."""
     assert found.keys() == wanted.keys()
-    errors = [(float((found[name] - value).norm() / (value.norm() + 1e-3)), name) for name, value in wanted.items()]
-    return max(errors)
+    pairs = [(name, found[name].cpu(), value.cpu()) for name, value in wanted.items()]
+    return max((float((own - value).norm() / (value.norm() + 1e-3)), name) for name, own, value in pairs)
 
 
 def compare(
