@@ -38,7 +38,7 @@ def test_four_ranks_of_two_chunks_train_as_one(ranks: Any) -> None:
 
 def test_data_tensor_and_pipeline_over_eight_ranks(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tests.ranks, "MAX_RANKS", 8)
-    check(ranks(8, compare, "llama", list(EIGHT.values()), {}, 2, timeout=120.0))
+    check(ranks(8, compare, "llama", list(EIGHT.values()), {}, 2))
 
 
 def test_every_mesh_is_some_familys() -> None:

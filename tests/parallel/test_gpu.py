@@ -18,15 +18,15 @@ STEPS, TOLERANCE = 3, 1e-4  # products of other shapes are added up in another o
 
 def test_two_processes_train_as_one(ranks: Any) -> None:
     plans = [*TWO.values(), {"tensor": 2, "weights": "host", "optimizer": "host", "activations": "recompute"}]
-    results = ranks(2, compare, "gpt2", plans, WITHOUT_DROPOUT, STEPS, "cuda", timeout=120.0)
+    results = ranks(2, compare, "gpt2", plans, WITHOUT_DROPOUT, STEPS, "cuda")
     check(results, TOLERANCE)
 
 
 def test_stages_drop_what_one_process_drops(ranks: Any) -> None:
     plans = [TWO["1f1b"], TWO["interleaved"]]
-    check(ranks(2, compare, "gpt2", plans, {}, STEPS, "cuda", timeout=120.0), TOLERANCE)
+    check(ranks(2, compare, "gpt2", plans, {}, STEPS, "cuda"), TOLERANCE)
 
 
 def test_pairs_of_axes_over_four_processes_train_as_one(ranks: Any) -> None:
     plans = [FOUR[name] for name in ("tensor, pipeline", "data, context", "data, tensor")]
-    check(ranks(4, compare, "llama", plans, {"attention_dropout": 0.0}, STEPS, "cuda", timeout=120.0), TOLERANCE)
+    check(ranks(4, compare, "llama", plans, {"attention_dropout": 0.0}, STEPS, "cuda"), TOLERANCE)

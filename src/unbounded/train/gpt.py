@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Shape:
+class GPTShape:
     """The sizes of a GPT."""
 
     layers: int
@@ -49,7 +49,7 @@ class Embedding(nn.Embedding):
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.num_heads, self.head_dim = shape.heads, shape.width // shape.heads
         self.inputs = Linear(shape.width, 3 * shape.width)
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 class GPTBlock(nn.Module):
     """Attention, then a feed-forward layer of four times the width."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(shape.width)
         self.attention = Attention(shape)
@@ -93,7 +93,7 @@ class GPT(nn.Module):
         "head": "head",
     }
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.shape = shape
         self.tokens = Embedding(shape.vocabulary, shape.width)

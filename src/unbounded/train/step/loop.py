@@ -18,7 +18,8 @@ from unbounded.observe import trace
 from unbounded.observe.lanes import PASS, STEP
 from unbounded.train.data.heldout import share
 from unbounded.train.data.loader import Batch
-from unbounded.train.data.sequences import Sequence
+from unbounded.train.data.sample import Sequence
+from unbounded.train.data.tokenizer import IGNORED
 from unbounded.train.options.settings import Settings
 from unbounded.train.step.objective import MicroBatch, logits_of, summed_loss
 from unbounded.train.step.staged import StagedModel
@@ -128,7 +129,10 @@ class Trainer:
         positions = None
         if self.settings.packing == "separated":
             positions = self._move(count_positions(batch.starts.reshape(-1, length)[rows]))
-        return MicroBatch(self._move(inputs), self._move(targets), positions)
+        places = None
+        if self.settings.objective == "masked" and self.staged is None:
+            places = self._move(np.flatnonzero(targets != IGNORED))
+        return MicroBatch(self._move(inputs), self._move(targets), positions, places)
 
     def _move(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.world.device)
