@@ -11,8 +11,8 @@ import pytest
 
 from tests.train.corpora import write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
-from unbounded.observe.metrics import read_metrics
 from unbounded.errors import InputError
+from unbounded.observe.metrics import read_metrics
 from unbounded.train.options.flags import make_config
 from unbounded.train.options.settings import close_settings
 
