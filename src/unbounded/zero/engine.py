@@ -34,6 +34,7 @@ from unbounded.zero.parameters.snapshots import Snapshots
 from unbounded.zero.parameters.views import takes_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
+from unbounded.zero.passes.buffers import Buffers
 from unbounded.zero.passes.direction import Pass, RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
@@ -61,12 +62,14 @@ class Engine:
         failures: Failures,
         writes: Writes,
         thawing: Thawing,
+        buffers: Buffers,
     ) -> None:
         self._owner = OwningProcess()
         self.sites, self.device, self.inputs, self.phases = sites, device, inputs, phases
         self.axes, self.ranks = axes, axes.data
         self.gathering, self.reduction, self.failures, self.writes = gathering, reduction, failures, writes
         self._thawing, phases.standing = thawing, thawing.describe
+        self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
         self.snapshots = Snapshots(writes)
         self.on_complete: Callable[[Unit], None] | None = None  # called when a unit's gradient is final
@@ -109,12 +112,14 @@ class Engine:
             self._mark_compute(site)
             for unit in site.units:
                 self.writes.watch(unit)
+        self._buffers.swap_in(index)
         for unit in site.units:
             unit.views.swap_in()
 
     def after_forward(self, index: int, outputs: Any) -> None:
         """A site's forward is over: the user's parameters return."""
         site = self.sites[index]
+        self._buffers.swap_out(index)
         if hooks.in_backward():
             for unit in site.units:
                 unit.views.end_forward(check=False)
@@ -310,6 +315,7 @@ class Engine:
         if any(unit.views.is_swapped for unit in self.units) and not hooks.in_module_call():
             self.forward.abandon()
             self._saving.reset()
+            self._buffers.reset()
             self._mark_compute(None)
             self.settle()
 

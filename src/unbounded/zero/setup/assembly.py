@@ -23,6 +23,7 @@ from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.views import ModuleViews
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
+from unbounded.zero.passes.buffers import Buffers
 from unbounded.zero.passes.direction import RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
@@ -117,7 +118,7 @@ class Assembly:
         return entries
 
     def _move_buffers(self, lowered: torch.dtype | None) -> None:
-        """To the device. They keep their dtype, except the statistics of batch norms, which must have the weights'."""
+        """To the device. They keep their dtype (`buffers`), except the statistics of norms, which get the weights'."""
         for module in self.model.modules():
             follows = lowered is not None and isinstance(module, nn.modules.batchnorm._NormBase)
             for name, buffer in module._buffers.items():
@@ -162,6 +163,7 @@ class Assembly:
             failures=failures,
             writes=Writes(),
             thawing=thawing,
+            buffers=Buffers(self.model, [site.name for site in self.sites], cast_inputs),
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:
