@@ -76,6 +76,11 @@ class ModuleViews:
     def make(self) -> Sequence[torch.Tensor]:
         """Views of the gathered buffer: in the graph where gradients are wanted, otherwise plain ones."""
         if self.unit.trainable and torch.is_grad_enabled():
+            if torch._C._are_functorch_transforms_active():
+                raise StateError(
+                    "torch.func's transforms (grad, vmap, jacrev) cannot follow the weights of a sharded model, which "
+                    "come and go. Use torch.autograd.grad, or give the transform a plain copy: copy.deepcopy(model)."
+                )
             views = _Views.apply(self.unit, *self.parameters)
             if views[0].requires_grad:
                 return views  # type: ignore[no-any-return]
@@ -193,8 +198,8 @@ class ModuleViews:
             if held is not parameter:
                 raise StateError(
                     f"the parameter {parameter.name!r} was replaced or removed after `shard`, so the engine would "
-                    "train one that the model no longer has. Change the model before `shard`, or write values inside "
-                    "`with unbounded.full_params(model):`."
+                    "train one that the model no longer has. Change the model before `shard`, write values inside "
+                    "`with unbounded.full_params(model):`, and run torch.func.functional_call on copy.deepcopy(model)."
                 )
 
 

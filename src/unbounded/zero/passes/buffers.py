@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type"}
+_NORMS = {"batch_norm", "instance_norm"}  # they write to their statistics, and count no version up
 _plain = torch._C.DisableTorchFunctionSubclass
 
 
@@ -34,10 +35,11 @@ class ComputingBuffer(torch.Tensor):
         if name == "__get__":  # shape, dtype, device
             return super().__torch_function__(func, types, args, kwargs)
         own, others = _sort(args, kwargs)
-        if _is_written(name, args, kwargs):
+        if _is_written(name, args, kwargs) or name in _NORMS:
             args, kwargs = _cast((args, kwargs), others, torch.float32)
             with _plain():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                return result.to(others[0].dtype) if name in _NORMS else result
         others = [tensor for tensor in others if tensor.dim() > 0]  # one without dims has no say in the dtype
         if (lowered := _lowered(others)) is not None:
             return _compute(func, args, kwargs, own, lowered)

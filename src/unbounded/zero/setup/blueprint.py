@@ -30,15 +30,13 @@ from unbounded.zero.sites import Member, Site, split_members
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(eq=False)
-class UnitSpec:
-    """One unit before it runs."""
+@dataclass(eq=False, kw_only=True)
+class UnitShape:
+    """What the bytes of a unit follow from."""
 
-    site: Site
     name: str
     dtype: torch.dtype
     trainable: bool
-    members: list[Member]
     layout: Layout
     rule: UpdateRule | None = None
 
@@ -77,6 +75,18 @@ class UnitSpec:
             if where.gradients == "disk":
                 arrays.append(sizes.size("gradients", "disk"))
         return sum(disk_size(num_bytes) for num_bytes in arrays)
+
+
+@dataclass(eq=False, kw_only=True)
+class UnitSpec(UnitShape):
+    """One unit before it runs, with its modules and parameters."""
+
+    site: Site
+    members: list[Member]
+
+    def shape(self) -> UnitShape:
+        """The same, for whoever must not keep the model."""
+        return UnitShape(name=self.name, dtype=self.dtype, trainable=self.trainable, layout=self.layout, rule=self.rule)
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ def _spec(
     cuts = {m.names[0]: held.cuts[id(m.parameter)] for m in members if id(m.parameter) in held.cuts}
     uncounted = frozenset(m.names[0] for m in members if id(m.parameter) in held.uncounted)
     layout = _with_wholes(lay_out(entries, num_shards, cuts, uncounted), members)
-    return UnitSpec(site, name, target, trainable, members, layout)
+    return UnitSpec(name=name, dtype=target, trainable=trainable, layout=layout, site=site, members=members)
 
 
 def _with_wholes(layout: Layout, members: Sequence[Member]) -> Layout:

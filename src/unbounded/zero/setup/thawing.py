@@ -35,8 +35,10 @@ class Thawing:
 
     def __init__(self, blueprint: Blueprint, units: Sequence[Unit], ranks: Axis, installer: Installer) -> None:
         self.tiers = installer.tiers
-        self._installer, self._blueprint, self._ranks = installer, blueprint, ranks
-        self._specs = dict(zip(units, blueprint.specs, strict=True))
+        self._installer, self._ranks = installer, ranks
+        # Not the specs: they hold the model, which holds this.
+        self._shapes = {unit: spec.shape() for unit, spec in zip(units, blueprint.specs, strict=True)}
+        self._blueprint = replace(blueprint, specs=())
         self._changed: dict[str, bool] = {}  # parameters that are trained now and were not at `shard`, and vice versa
         self._described = ""
 
@@ -53,13 +55,13 @@ class Thawing:
 
     def thaw(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Gives `unit`, one of `units`, what training needs. Where it raises, everything is as it was."""
-        spec, plan = self._specs[unit], self._blueprint.plan
+        plan = self._blueprint.plan
         rule = self._blueprint.rules.get(unit.dtype)
-        trained = replace(spec, trainable=True, rule=rule)
+        trained = replace(self._shapes[unit], trainable=True, rule=rule)
         sizes = replace(trained.sizes(plan.stage, DTYPES[plan.accumulate_dtype]), weights=0)
         where = self._place(unit, sizes, units)
         is_partitioned = self._ranks.size > 1 and plan.stage > 0
-        owned = spec.layout.shard_range(self._ranks.rank) if is_partitioned else unit.owned
+        owned = unit.layout.shard_range(self._ranks.rank) if is_partitioned else unit.owned
         gradient = make_gradient(unit, owned, where.gradients, plan)
         taken = use_of(sizes, {"gradients": where.gradients, "optimizer": where.optimizer, "weights": where.weights})
         disk_bytes = trained.disk_bytes(where, sizes, plan.stage)
@@ -82,7 +84,7 @@ class Thawing:
     def note(self, unit: Unit, index: int, *, is_trained: bool) -> None:
         """A parameter was unfrozen or frozen."""
         name = unit.layout.slots[index].name
-        if is_trained == self._specs[unit].trainable:
+        if is_trained == self._shapes[unit].trainable:
             self._changed.pop(name, None)
         else:
             self._changed[name] = is_trained
