@@ -49,7 +49,7 @@ def measure(rank: int, world_size: int, plan: dict[str, Any]) -> dict[str, float
         loss.backward()
         del loss
         for unit in optimizer.engine.units:
-            unit.gradient.wait()
+            unit.gradient.order_stream()
         held = settled_bytes() - before if step else 0
         optimizer.step()
         optimizer.zero_grad()
@@ -180,7 +180,7 @@ def test_a_slow_reduction_holds_the_backward_back_instead_of_piling_gradients_up
 
 
 class Normed(Stack):
-    """The same with a norm of the root's own behind the layers, as every language model has."""
+    """The same with a norm of the root's own after the layers, as every language model has."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ class Engine:
         self._thawing, phases.standing = thawing, thawing.describe
         self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
-        self.snapshots = Snapshots(writes)
+        self.snapshots = Snapshots()
         self.on_complete: Callable[[Unit], None] | None = None  # called when a unit's gradient is final
         self.is_shown = False  # every parameter holds its full value
         self._defer_reduction = defer_reduction
@@ -251,7 +251,7 @@ class Engine:
         self.reduction.forget()
         for unit in trainable:
             with self.failures.noting():
-                unit.gradient.wait()
+                unit.gradient.order_stream()
 
     def adopt_gradients(self) -> None:
         """Takes over the gradients that parameters had before `shard`, as those of a backward that was not reduced."""
@@ -365,7 +365,7 @@ class Engine:
             value = unit.views.lend()[unit.picks[index]]
             if wants_graph:
                 return value if in_pass or unit.resident else value.clone()
-            is_lasting = unit.resident and not unit.is_completed
+            is_lasting = unit.resident and not unit.has_master
             return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
 
     def snapshot(self, unit: Unit, index: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """A unit at run time: parameters that move together in one flat buffer, and the bytes under it.
 
-    RELEASED --request--> FETCHING --wait--> GATHERED --release--> RELEASED
-       STALE --request--> FETCHING             |
-         ^---------------- update -------------+        (weights that are whole on the device)
+    RELEASED --request--> FETCHING --order_stream--> GATHERED --release--> RELEASED
+       STALE --request--> FETCHING                     |
+         ^------------------- update ------------------+        (weights that are whole on the device)
 
 RELEASED: no bytes. STALE: the bytes are there but older than the owned weights, which were updated since. FETCHING: a
 lane brings them. GATHERED: they may be read. `Gathering` alone moves a unit between these. A *resident* unit (weights
@@ -13,14 +13,17 @@ it is refused (see `saved`).
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
+from unbounded.optim.formats import MASTER_STATES
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array
 from unbounded.tiers.lane import Handle
@@ -28,9 +31,6 @@ from unbounded.tiers.reader import Reader
 from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.layout import Layout, find_runs
 from unbounded.zero.passes import saved
-
-if TYPE_CHECKING:
-    from unbounded.zero.parameters.views import ModuleViews
 
 _data = operator.attrgetter("data")
 _owners = torch._C._storage_Use_Count
@@ -64,6 +64,39 @@ class Keeper(Protocol):
     def train(self, unit: Unit, index: int, *, is_trained: bool) -> None: ...
 
 
+class Views(Protocol):
+    """What modules hold of a unit, and when (`ModuleViews`)."""
+
+    hooks: dict[int, OrderedDict[int, Any]]
+    frozen: set[int]
+    first_gradients: list[torch.Tensor | None]
+    is_swapped: bool
+    accumulator: Any
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+
+    def swap_in(self) -> None: ...
+
+    def swap_out(self) -> None: ...
+
+    def end_forward(self, *, check: bool) -> list[int]: ...
+
+    def show(self) -> None: ...
+
+    def hide(self) -> None: ...
+
+    def place_data(self) -> None: ...
+
+    def take_over_training(self) -> None: ...
+
+    def watch(self) -> None: ...
+
+    def lend(self) -> Sequence[torch.Tensor]: ...
+
+    def note_change(self) -> None: ...
+
+
 class Unit:
     """See the module's docstring. `owned` is the part of the flat buffer whose states this rank keeps."""
 
@@ -84,7 +117,7 @@ class Unit:
         self.states: dict[str, Array] = {}
         self.gradient: Gradient
         self.keeper: Keeper
-        self.views: ModuleViews
+        self.views: Views
 
         # The gathered weights: `Gathering` moves these.
         self.state = WeightState.RELEASED
@@ -105,9 +138,9 @@ class Unit:
         return self.owned == (0, self.layout.numel)
 
     @property
-    def is_completed(self) -> bool:
-        """Whether other arrays complete the weights to what is trained: writing to the buffer alone would be undone."""
-        return "low" in self.states or "master" in self.states
+    def has_master(self) -> bool:
+        """Whether more than the weights is trained: a write to the buffer alone would be undone by the next update."""
+        return any(name in self.states for name in MASTER_STATES)
 
     @property
     def num_bytes(self) -> int:
@@ -157,7 +190,8 @@ class Unit:
         return self.buffer[self.owned[0] : self.owned[1]]
 
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """A view of the gathered buffer."""
+        """A view of the gathered buffer, fetched where it is not there."""
+        self.keeper.before_reading(self)
         return self._flat.as_strided(shape, stride, offset).data
 
     def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from unbounded.ranks.phases import Phases
 from unbounded.tiers.budget import BOUNCE_BUFFERS, host_threads
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.memory import Tiers
+from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.views import ModuleViews
@@ -42,14 +43,20 @@ Fill = Callable[[Entries, Installer], None]
 
 @dataclass(eq=False)
 class Sharded:
-    """Everything that runs behind one sharded model."""
+    """Everything that belongs to one sharded model."""
 
     engine: Engine
     rules: dict[torch.dtype, UpdateRule]
     tiers: Tiers
-    plan: Plan
+    bounce: BufferPool
+    first_plan: Plan
     optimizer: ShardedOptimizer | None
     detach: Callable[[], None]
+
+    @property
+    def plan(self) -> Plan:
+        """The closed plan, as it is now: states may move while a model trains."""
+        return self.first_plan if self.optimizer is None else self.optimizer.plan
 
     def add_detach(self, remove: Callable[[], None]) -> None:
         """Has `remove` called with the hooks' own."""
@@ -99,7 +106,7 @@ class Assembly:
         engine = self._engine([unit for unit, _, _ in entries], thawing, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
         engine.adopt_gradients()
-        return Sharded(engine, dict(self.blueprint.rules), tiers, plan, sharded_optimizer, self._attach(engine))
+        return Sharded(engine, dict(self.blueprint.rules), tiers, bounce, plan, sharded_optimizer, self._attach(engine))
 
     def _entries(self) -> Entries:
         places, entries = self.blueprint.places, []
@@ -113,7 +120,7 @@ class Assembly:
             unit.streamed = is_streamed
             unit.rule = spec.rule
             unit.gradient = make_gradient(unit, unit.owned, where.gradients, self.plan)
-            tiers = {"weights": where.weights, "optimizer": where.optimizer, "low": where.completion}
+            tiers = {"weights": where.weights, "optimizer": where.optimizer, "remainder": where.remainder}
             entries.append((unit, spec.members, tiers))
         return entries
 

@@ -15,10 +15,11 @@ import torch
 
 from unbounded.native.disk import ExtentStore
 from unbounded.optim import formats
-from unbounded.optim.rules import UpdateRule
+from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.plan import Plan
 from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.states import KINDS, Budget, UnitBytes, UnitPlace, use_of
+from unbounded.planner.step.streaming import carries_weights
 from unbounded.ranks.axis import Axis
 from unbounded.tiers.array import MemoryArray
 from unbounded.zero.gradients.gradient import Gradient
@@ -68,7 +69,7 @@ class Thawing:
         store = self.tiers.extend(host_bytes=taken["host"], disk_bytes=disk_bytes)
         try:
             if rule is not None:
-                places = {"optimizer": where.optimizer, "low": where.completion}
+                places = {"optimizer": where.optimizer, "remainder": where.remainder}
                 given = _complete(unit, owned, rule)
                 unit.states = self._installer.make_states(
                     rule, owned[1] - owned[0], places, given, pin=False, store=store
@@ -78,6 +79,8 @@ class Thawing:
             raise
         self.connect(gradient, store)
         unit.gradient, unit.owned, unit.rule, unit.trainable = gradient, owned, rule, True
+        is_carried = carries_weights(states=where.optimizer, weights=where.weights)
+        unit.streamed = unit.device.type == "cuda" and is_carried and isinstance(rule, NativeRule)
         if unit.resident:
             unit.weights = MemoryArray(unit.owned_part(), "device")
 
@@ -121,7 +124,7 @@ class Thawing:
 
 def _complete(unit: Unit, owned: tuple[int, int], rule: UpdateRule) -> dict[str, torch.Tensor]:
     """What completes the weights to what is trained, where the rule keeps that apart."""
-    if not {"low", "master"} & {spec.name for spec in rule.specs}:
+    if not {*formats.MASTER_STATES} & {spec.name for spec in rule.specs}:
         return {}
     values = fetch_owned(unit, owned[0] - unit.owned[0], owned[1] - unit.owned[0])
     arrays = formats.encode_weight(values.float(), unit.dtype, rule)

@@ -1,0 +1,57 @@
+"""The house that newcomers walk through: folders that fit one glance, and a map whose rooms and ways exist."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import unbounded
+from tests.test_layers import files, imports_of, module_of
+
+PACKAGE = Path(unbounded.__file__).parent
+REPOSITORY = Path(__file__).parent.parent
+MAP = REPOSITORY / "docs" / "map.md"
+MAX_FILES = 12
+
+
+def test_no_folder_of_the_package_has_more_than_twelve_files() -> None:
+    counts = Counter(path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    assert {str(folder): count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_every_file_that_the_map_names_exists() -> None:
+    rows = [row for row in MAP.read_text().splitlines() if row.startswith("| ") and not row.startswith("| the change")]
+    assert len(rows) >= 10
+    missing = []
+    for row in rows:
+        folder, named = Path(), re.findall(r"`([\w./-]+(?:\.py|\.md|/))`", row)
+        assert named, row
+        for name in named:
+            found = [place for place in (PACKAGE / name, REPOSITORY / name, folder / name) if place.exists()]
+            if found:  # a name alone is of the folder of the one before it
+                folder = found[0] if found[0].is_dir() else found[0].parent
+            else:
+                missing.append(name)
+    assert not missing
+
+
+def test_the_walk_of_a_parameter_goes_down_all_the_way() -> None:
+    """Every file on it is imported by the one before, directly or through others; no circle leads back up."""
+    walk = re.findall(r"^[0-9]+\. `([\w./]+)`", MAP.read_text(), re.MULTILINE)
+    assert len(walk) >= 8
+    graph = {module_of(path): imports_of(path) for path in files()}
+    names = [module_of(PACKAGE / name) for name in walk]
+    for above, below in pairwise(names):
+        assert below in _reachable(graph, above)
+        assert above not in _reachable(graph, below)
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found, waiting = set(), [start]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
