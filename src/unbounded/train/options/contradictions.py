@@ -1,4 +1,4 @@
-"""What settings cannot mean together. Each one by itself is checked as it is read (`values`)."""
+"""What settings cannot mean together. Each one by itself is checked as it is read (`fitting`)."""
 
 from __future__ import annotations
 
