@@ -30,7 +30,7 @@ from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import BudgetError, PlanError, StateError
 from unbounded.native.memory import available_bytes
 from unbounded.optim.recognition import unwrap
-from unbounded.optim.rules import NativeRule, read_rule
+from unbounded.optim.rules import NativeRule
 from unbounded.parallel.applied import Applied, take_parts
 from unbounded.parallel.pipeline.exchange import sum_among
 from unbounded.parallel.pipeline.hollow import HollowModel
@@ -49,7 +49,7 @@ from unbounded.zero.parameters.parameter import unmanage
 from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision, compute_device
 from unbounded.zero.setup.assembly import Assembly, Entries, Fill, Sharded
-from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units
+from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units, set_rules
 from unbounded.zero.setup.initial import Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
 from unbounded.zero.sites import find_members, find_sites
@@ -98,12 +98,10 @@ def shard(
     holdings = Holdings(parts.cuts, parts.uncounted)
     groups = {id(parts.replaced[key]) if key in parts.replaced else key: g for key, g in admitted.groups.items()}
     specs = find_specs(sites, groups, axes.data.size, lowered, holdings)
-    for spec in specs:
-        if spec.trainable and optimizer is not None:
-            spec.rule = read_rule(optimizer, spec.dtype, open_plan.optimizer_format)
+    rules = set_rules(specs, optimizer, open_plan.optimizer_format)
     promise = _promise(axes, device, open_plan.device_bytes)
     resolved = replace(open_plan, precision=open_plan.precision or common_precision(model))
-    blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size)
+    blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size, rules=rules)
     cast_inputs = lowered if lowered != torch.float32 else None
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
     with _lifted_policies(model):
