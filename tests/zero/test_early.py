@@ -1,4 +1,4 @@
-"""Updates inside the backward: the same bits as updates after it, whatever happens between the backward and the step."""
+"""Updates inside the backward: the same bits as updates after it, whatever happens between backward and step."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class Raised(Training):
     def between(self, step: int) -> None:
         if step != 3:
             return
-        loss = self.model.loss(Batch(50, 0, self.rank).tokens())
         handle = self.model.blocks[0].register_full_backward_hook(self._break)
+        loss = self.model.loss(Batch(50, 0, self.rank).tokens())
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         handle.remove()
@@ -147,8 +147,7 @@ class SavedBetween(Training):
             path = self.folder / f"{type(self).__name__}{step}"
             unbounded.save(path, self.model, self.optimizer, wait=step == 3)
             if step == 3:
-                for parameter in self.model.parameters():
-                    self.optimizer.param_groups[0]["lr"] = 7.0
+                self.optimizer.param_groups[0]["lr"] = 7.0  # the checkpoint's comes back
                 self.optimizer.zero_grad()
                 unbounded.load(path, self.model, self.optimizer)
 
@@ -168,33 +167,30 @@ class SavedBetween(Training):
 TAKEN = (Plain, Accumulated, Unclipped, Scheduled)
 REFUSED = (ClippedLater, TorchClipped, LateRate, UnlikeSteps, WrittenWeights, SavedBetween)
 PROGRAMS = (*TAKEN, *REFUSED, LeftOut)
-PRECISIONS = ({"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "optimizer_format": "compact"})
+BF16, OTHERS = {"precision": "bf16"}, ({"precision": "fp32"}, {"precision": "bf16", "optimizer_format": "compact"})
+Cases = tuple[tuple[type[Training], dict[str, Any]], ...]
 
 
-def run_programs(
-    rank: int, world_size: int, programs: tuple[type[Training], ...], precisions: tuple[dict[str, Any], ...], folder: str
-) -> list[tuple[str, bool, int, int, int]]:
+def run_programs(rank: int, world_size: int, cases: Cases, folder: str) -> list[tuple[str, bool, int, int, int]]:
     """Whether each program ends in the same bits with drafts and without, and what became of its drafts."""
     found = []
-    for program in programs:
-        for index, precision in enumerate(precisions):
-            path = Path(folder) / f"{index}"
-            path.mkdir(exist_ok=True)
-            late = program(rank, {**precision, "early_units": 0}, path).run()
-            training = program(rank, {**precision, "early_units": 99}, path)
-            early = training.run()
-            outlook = training.optimizer.updates.drafts.outlook
-            same = all(torch.equal(value, late[name]) for name, value in early.items())
-            early_units = training.optimizer.plan.early_units
-            found.append((program.__name__, same, outlook.num_taken, outlook.num_refused, early_units))
+    for program, precision in cases:
+        late = program(rank, {**precision, "early_units": 0}, Path(folder)).run()
+        training = program(rank, {**precision, "early_units": 99}, Path(folder))
+        early = training.run()
+        outlook = training.optimizer.updates.drafts.outlook
+        same = all(torch.equal(value, late[name]) for name, value in early.items())
+        early_units = training.optimizer.plan.early_units
+        found.append((program.__name__, same, outlook.num_taken, outlook.num_refused, early_units))
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_units_updated_inside_the_backward_end_in_the_same_bits(ranks: Any, tmp_path: Path, world_size: int) -> None:
-    programs = (*PROGRAMS, Raised) if world_size == 1 else PROGRAMS
-    precisions = PRECISIONS if world_size == 1 else PRECISIONS[1:2]
-    for results in ranks(world_size, run_programs, programs, precisions, str(tmp_path)):
+    cases = [(program, BF16) for program in PROGRAMS]
+    if world_size == 1:  # a backward that breaks off on every rank ends the job's collectives
+        cases += [(Raised, BF16), *[(program, other) for program in (Plain, ClippedLater) for other in OTHERS]]
+    for results in ranks(world_size, run_programs, tuple(cases), str(tmp_path)):
         for name, same, num_taken, num_refused, num_units in results:
             assert same, name
             assert num_units == 6, name  # blocks, embedding, head, and what is left
@@ -268,18 +264,18 @@ def test_a_unit_is_updated_while_the_backward_of_others_still_runs(monkeypatch: 
 
 
 def test_drafts_stay_within_the_budget_and_the_plan_says_how_many_there_are() -> None:
-    sizes = {}
-    for budget in ("2MiB", "64MiB"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
+    counts = {}
+    for budget in ("36MiB", "128MiB"):
+        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
         plan = {**HOST, "host_bytes": budget, "early_units": 99}
         model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
         for _ in range(4):
-            model(torch.randn(2, 128)).square().mean().backward()
+            model(torch.randn(2, 512)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+        optimizer.wait()
         use = optimizer.memory()["host"]
         assert use.used_bytes <= use.budget_bytes
-        sizes[budget] = optimizer.plan.early_units
-        assert optimizer.updates.drafts.outlook.num_taken == 3 * optimizer.plan.early_units or sizes[budget] == 0
-    assert 0 <= sizes["2MiB"] < sizes["64MiB"] == 4
+        counts[budget] = optimizer.plan.early_units
+        assert (optimizer.updates.drafts.outlook.num_taken > 0) == (counts[budget] > 0)
+    assert 0 < counts["36MiB"] < counts["128MiB"] == 4
