@@ -140,6 +140,10 @@ class Draft:
     def is_written(self) -> bool:
         return self._basis is not None
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.numel * array.dtype.itemsize for array in _arrays_of(self.unit).values())
+
 
 def _arrays_of(unit: Unit) -> dict[str, Array]:
     return {"weight": unit.weights, **unit.states}
@@ -195,6 +199,11 @@ class Drafts:
         if adding is not None:
             adding.wait()
         draft.write(jobs, factor, self._pool)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the spare arrays take once all were used."""
+        return sum(draft.num_bytes for draft in self.of.values())
 
     def cancel(self) -> None:
         """The step begins: units whose drafts have not are updated in its order."""

@@ -191,7 +191,7 @@ class Updates:
             draft = self.drafts.of.get(part.unit)
             num_written += draft is not None and draft.is_written
             if part.before is not None:
-                part.before.wait()
+                part.before.order_stream()
             if draft is not None and draft.take(replace(part.basis, factor=part.factor)):
                 part.home.complete(event=lane.mark())
                 part.written.complete(event=lane.mark())
