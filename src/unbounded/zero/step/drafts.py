@@ -70,8 +70,8 @@ class Draft:
     def ask(self, groups: Sequence[dict[str, Any]]) -> tuple[Job, ...] | None:
         """What shall be written, from hyper-parameters as they are now; None where the update would leave some out."""
         self._basis = self._asked = None
-        if 0 not in self.unit.gradient.used:
-            self._asked = tuple(plan_jobs(self.unit, self._rule, groups))
+        if 0 not in self.unit.gradient.used and 0 not in self.unit.is_grouped:
+            self._asked = tuple(plan_jobs(self.unit, groups))
         return self._asked
 
     def cancel(self) -> None:

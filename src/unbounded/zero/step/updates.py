@@ -134,7 +134,7 @@ class Updates:
         if gradient.state is GradientState.ZERO:
             gradient.apply_factor()
         piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
-        jobs = plan_jobs(unit, self.rules[unit.dtype], groups)
+        jobs = plan_jobs(unit, groups)
         return jobs, cut_pieces(unit, jobs, piece_numel)
 
     def _begin(self, planned: Sequence[tuple[Unit, list[Job], list[Piece]]], queued: dict[Lane, list[Work]]) -> None:
