@@ -192,7 +192,7 @@ class Updates:
             num_written += draft is not None and draft.is_written
             if part.before is not None:
                 part.before.order_stream()
-            if draft is not None and draft.take(replace(part.basis, factor=part.factor)):
+            if draft is not None and draft.take(replace(part.basis, factor=float(part.factor))):
                 part.home.complete(event=lane.mark())
                 part.written.complete(event=lane.mark())
             else:
