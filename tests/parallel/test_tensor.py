@@ -44,9 +44,9 @@ def test_a_model_over_four_ranks_trains_as_on_one(ranks: Any, family: str) -> No
 @contextmanager
 def counted(counts: Counter[str]) -> Iterator[None]:
     """Counts the collectives of the tensor axis inside."""
-    from unbounded.parallel import collectives
+    from unbounded.ranks import axis
 
-    names = {"all_reduce": dist, "_gather_single": collectives, "_scatter_single": collectives}
+    names = {"all_reduce": dist, "_gather": axis, "all_to_all_single": dist}  # a scattered sum is an exchange on a CPU
     plain = {name: getattr(home, name) for name, home in names.items()}
 
     def wrap(name: str) -> Any:
@@ -90,5 +90,5 @@ def test_a_block_has_two_all_reduces_forward_and_two_backward(ranks: Any, family
 
 def test_with_sequence_parallelism_each_is_split_in_two(ranks: Any) -> None:
     for forward, backward in ranks(2, count_collectives, "llama", True):
-        assert forward == {"_gather_single": 2, "_scatter_single": 2, "all_reduce": 0}
-        assert backward == {"_gather_single": 2, "_scatter_single": 2, "all_reduce": 1}  # 1: the block's norms
+        assert forward == {"_gather": 2, "all_to_all_single": 2, "all_reduce": 0}
+        assert backward == {"_gather": 2, "all_to_all_single": 2, "all_reduce": 1}  # 1: the block's norms

@@ -14,7 +14,7 @@ from torch import nn
 
 from unbounded.parallel import collectives
 from unbounded.parallel.blocks import asked_loss
-from unbounded.parallel.collectives import ParallelAxis
+from unbounded.parallel.collectives import Site
 from unbounded.parallel.tensor.layers import Detach, replace_forward
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
@@ -28,13 +28,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, axis: ParallelAxis
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, site: Site
     ) -> torch.Tensor:
         inside = labels - start
         is_here = (inside >= 0) & (inside < logits.shape[-1])
         inside = inside.masked_fill(~is_here, 0)
         own = logits.gather(-1, inside.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
-        told = collectives.join_parts(torch.stack([logits.logsumexp(-1), own]).unsqueeze(0), 0, axis)
+        stacked = torch.stack([logits.logsumexp(-1), own]).unsqueeze(0)
+        told = collectives.join_parts(stacked, 0, site, "the loss")
         total = told[:, 0].logsumexp(0)
         is_counted = labels != ignore_index
         ctx.save_for_backward(logits, total, inside, is_here, is_counted)
@@ -52,27 +53,27 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    axis: ParallelAxis,
+    site: Site,
     *,
     start: int,
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
     """All ranks of the axis must call this. The cross entropy of `logits`: this rank's classes, from `start` on."""
-    losses = _CrossEntropy.apply(logits, labels, start, ignore_index, axis)
+    losses = _CrossEntropy.apply(logits, labels, start, ignore_index, site)
     if reduction == "none":
         return losses
     return losses.sum() / (1 if reduction == "sum" else (labels != ignore_index).sum())
 
 
-def attach_head(module: nn.Module, scene: Scene, cut: Cut, keeps: Callable[[], bool]) -> Detach:
+def attach_head(module: nn.Module, scene: Scene, site: Site, cut: Cut, keeps: Callable[[], bool]) -> Detach:
     """The last layer: its part of the logits where the loss `keeps` them so, joined otherwise."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def head(x: torch.Tensor) -> torch.Tensor:
-            part = forward(scene.enter(x))
+            part = forward(scene.enter(x, site))
             scene.hold = Hold.COPIES
-            return part if keeps() else collectives.join(part, -1, scene.axis, cut.shape[cut.dim])
+            return part if keeps() else collectives.join(part, -1, site, cut.shape[cut.dim])
 
         return head
 
@@ -82,8 +83,8 @@ def attach_head(module: nn.Module, scene: Scene, cut: Cut, keeps: Callable[[], b
 class TokenLoss:
     """The loss of a transformers model, from joined logits or from parts of them."""
 
-    def __init__(self, base: nn.Module, axis: ParallelAxis, cut: Cut) -> None:
-        self.base, self.axis, self.cut = base, axis, cut
+    def __init__(self, base: nn.Module, site: Site, cut: Cut) -> None:
+        self.base, self.site, self.cut = base, site, cut
         self.has_labels = False
         self._plain: Callable[..., torch.Tensor] = base.loss_function  # type: ignore[assignment]
         self.__name__ = self._plain.__name__
@@ -131,7 +132,7 @@ class TokenLoss:
         losses = cross_entropy(
             logits.float().reshape(wanted.numel(), -1),
             wanted,
-            self.axis,
+            self.site,
             start=self.cut.intervals[0][0],
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",

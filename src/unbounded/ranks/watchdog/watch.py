@@ -120,13 +120,16 @@ class Watch:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _is_over(self, work: Work, post: Post) -> bool:
+        slice_of_time = timedelta(seconds=self.beat)
         try:
-            work.wait(timedelta(seconds=self.beat))
-        except RuntimeError as error:
+            work.wait(slice_of_time)
+        except RuntimeError:
             if not work.is_completed():
                 return False
-            post.end()
-            raise self._give_up(self._explain(error, post)) from error
+            try:
+                work.wait(slice_of_time)  # it may have ended well just after the slice
+            except RuntimeError as error:
+                raise self.explain(error, post) from error
         return True
 
     def _give_up(self, reason: str) -> PeerError:
@@ -155,8 +158,13 @@ class Watch:
             return None
         return f"rank {failure[0]} failed: {failure[1]} (rank {self.rank} was in {what})"
 
-    def _explain(self, error: RuntimeError, post: Post) -> str:
-        """A connection broke: mostly because a rank at its other end failed or was killed."""
+    def explain(self, error: RuntimeError, post: Post) -> PeerError:
+        """What this rank raises where a connection broke; it goes on no more."""
+        post.end()
+        return self._give_up(self._find_reason(error, post))
+
+    def _find_reason(self, error: RuntimeError, post: Post) -> str:
+        """Why a connection broke: mostly because a rank at its other end failed or was killed."""
         what, deadline = post.what, time.monotonic() + max(FAREWELL_SECONDS, 6 * self.beat)
         with self.heartbeat.looking():
             while time.monotonic() < deadline:
