@@ -57,7 +57,8 @@ from unbounded.zero.sites import find_members, find_sites
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
-_parts: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+# Weakly, since parts know their model, which holds them (`_hold`): a table that did would keep both for ever.
+_parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Applied]] = weakref.WeakKeyDictionary()
 _expected: weakref.WeakKeyDictionary[nn.Module, os.PathLike[str]] = weakref.WeakKeyDictionary()
 _shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()
 _promises: weakref.WeakKeyDictionary[nn.Module, DevicePromise] = weakref.WeakKeyDictionary()
@@ -105,9 +106,9 @@ def shard(
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
     with _lifted_policies(model):
         state = Assembly(model, sites, blueprint, axes, device).build(optimizer, fill, cast_inputs)
-        _sharded[model], _parts[model] = state, parts
+        _sharded[model], _parts[model] = state, weakref.ref(parts)
         parts.attach()
-        state.add_detach(parts.detach)
+        state.add_detach(_hold(model, parts))
         if promise is not None:
             _promises[model] = promise
             state.add_detach(promise.attach(model, partial(_device_states, state.tiers)))
@@ -120,6 +121,23 @@ def shard(
     if optimizer is not None and not hasattr(model, "peft_config"):
         state.add_detach(_refuse_late_adapters(model))
     return model, state.optimizer  # type: ignore[return-value]
+
+
+def _hold(model: nn.Module, parts: Applied) -> Callable[[], None]:
+    """Keeps `parts` for as long as the model lives; what it returns detaches them."""
+
+    def holding(*_: Any, held: Applied = parts) -> None:
+        pass
+
+    handle, found = model.register_load_state_dict_post_hook(holding), weakref.ref(parts)
+
+    def detach() -> None:
+        held = found()
+        assert held is not None
+        held.detach()
+        handle.remove()
+
+    return detach
 
 
 def _refuse_old_optimizer(*_: Any) -> None:
@@ -241,7 +259,8 @@ def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
     `loss(output, batch)` of what the model returns. On a model without a pipeline axis it does the same on one stage.
     """
     state = sharded(model)
-    axes, parts = state.engine.axes, _parts[model]
+    axes, parts = state.engine.axes, _parts[model]()
+    assert parts is not None
     wire = Wire(axes.pipeline)
 
     def add_up() -> None:

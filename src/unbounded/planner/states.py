@@ -11,6 +11,8 @@ from unbounded.errors import PlanError
 from unbounded.planner.plan import Placement, Plan
 
 KINDS = ("weights", "gradients", "optimizer")
+# What of the disk one byte of checksums covers: four bytes for a page of 4096.
+CHECKED_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class UnitBytes:
     deferred: int = 0  # whole gradients that wait for their reduction, on the device wherever they go then
 
     owned: int | None = None  # of the weights, what this rank updates; None: all it keeps
+    checks_disk: bool = True  # what is on disk has checksums, in host memory
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
@@ -93,6 +96,8 @@ def use_of(unit: UnitBytes, tiers: Mapping[str, str]) -> Counter[str]:
     completion = _completion_tier(tiers)
     if completion is not None:
         use[completion] += unit.completion
+    if unit.checks_disk:
+        use["host"] += -(-use["disk"] // CHECKED_BYTES)
     return use
 
 

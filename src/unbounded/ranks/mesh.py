@@ -146,6 +146,8 @@ def _make_mesh(sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
     """Tensor innermost. Axes of one rank are part of it, so that every mesh made here has the same names."""
     world = dist.group.WORLD
     assert world is not None
+    for ended in [job for job in _made if job is not world]:  # which its mesh holds, where an axis has all its ranks
+        del _made[ended]
     made = _made.setdefault(world, {})
     shape = tuple(sizes[name] for name in ORDER)
     if shape not in made:

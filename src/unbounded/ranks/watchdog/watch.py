@@ -53,6 +53,7 @@ class Watch:
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.rank, self.heartbeat = heartbeat.rank, heartbeat
         self._reason: str | None = None  # why this rank gave up waiting
+        self._slice = timedelta(seconds=self.beat)
         self._device_waits = DeviceWaits()
         self._device_thread: threading.Thread | None = None
 
@@ -64,6 +65,7 @@ class Watch:
     def quicken(self, limit: float) -> None:
         """Beats often enough for a limit of so many seconds."""
         self.heartbeat.seconds = min(self.heartbeat.seconds, limit / 4)
+        self._slice = timedelta(seconds=self.beat)
 
     def check(self, post: Post) -> None:
         """Raises where the job has failed already: what is about to begin would not end."""
@@ -120,14 +122,13 @@ class Watch:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _is_over(self, work: Work, post: Post) -> bool:
-        slice_of_time = timedelta(seconds=self.beat)
         try:
-            work.wait(slice_of_time)
+            work.wait(self._slice)
         except RuntimeError:
             if not work.is_completed():
                 return False
             try:
-                work.wait(slice_of_time)  # it may have ended well just after the slice
+                work.wait(self._slice)  # it may have ended well just after the slice
             except RuntimeError as error:
                 raise self.explain(error, post) from error
         return True
