@@ -217,8 +217,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_
 
 def _rule_bytes(rule: UpdateRule, dtype: torch.dtype) -> StateBytes:
     sizes = {spec.name: spec.dtype.itemsize / spec.every for spec in rule.specs}
-    low = sizes.pop("low", 0.0)
-    return StateBytes(dtype.itemsize, dtype.itemsize, sum(sizes.values()), low, max(4, dtype.itemsize))
+    remainder = sizes.pop("remainder", 0.0)
+    return StateBytes(dtype.itemsize, dtype.itemsize, sum(sizes.values()), remainder, max(4, dtype.itemsize))
 
 
 def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | None, asked: Plan) -> Footprint:

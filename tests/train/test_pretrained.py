@@ -13,7 +13,7 @@ import torch
 from tests.train.corpora import save_model, save_tokenizer, sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, train
 from unbounded.cli import main
-from unbounded.train.errors import InputError
+from unbounded.errors import InputError
 from unbounded.train.options.config import Config
 
 CHAT_TEMPLATE = (
@@ -152,6 +152,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_allocated(
             "not a multiple of --sequence-length 32. The nearest that is: 96",
         ),
         ({"model": str(folder), "micro_batch": 3}, "does not divide the 8 sequences"),
+        ({"model": str(folder), "objective": "masked"}, "can be trained with --objective masked"),
         ({"model": str(folder), "lora_rank": 4, "lora_targets": ("nothing",)}, "the adapters do not fit this model"),
     ):
         with pytest.raises(InputError, match=said) as caught:

@@ -152,17 +152,6 @@ class _Split(torch.autograd.Function):
         return join_parts(gradient, ctx.dim, ctx.site, ctx.site.gradient, ctx.length), None, None
 
 
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 def enter(x: torch.Tensor, site: Site) -> torch.Tensor:
     return _Enter.apply(x, site) if site.size > 1 else x
 
@@ -185,8 +174,3 @@ def join(x: torch.Tensor, dim: int, site: Site, length: int | None = None) -> to
 
 def split(x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
     return _Split.apply(x, dim, site) if site.size > 1 else x
-
-
-def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """`x`, whose gradient is multiplied by `factor`."""
-    return _Scale.apply(x, factor)

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbounded.train.data.sequences import Corpus, Sequence, Stream, StreamPlace
+from unbounded.errors import DataError, InputError
+from unbounded.train.data.sample import Sequence
+from unbounded.train.data.sequences import Corpus, Stream, StreamPlace
 from unbounded.train.data.tokenizer import IGNORED
-from unbounded.train.errors import DataError, InputError
 
 State = dict[str, Any]
 

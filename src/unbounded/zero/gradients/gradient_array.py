@@ -1,7 +1,7 @@
 """The bytes of a gradient on its tier: stored, added to, scaled, measured.
 
 The first backward after a step stores what came out of the reduction as it is; nothing is lost by that. From
-the second on gradients are added up in the plan's accumulation dtype (fp32 unless said), and the store stays
+the second on gradients are added up in the plan's accumulation dtype (fp32 by default), and the store stays
 that wide, so a job that accumulates pays for it and one that does not keeps half the bytes.
 """
 
@@ -40,6 +40,12 @@ class GradientArray:
     def connect(self, allocate: Allocate, bounce: BufferPool) -> None:
         """Says where its memory comes from, and the buffers through which the host reaches what it cannot address."""
         self._allocate_on, self._bounce = allocate, bounce
+
+    def move(self, tier: str, allocate: Allocate) -> None:
+        """Has the next gradient on another tier; there must be none now."""
+        if self.array is not None:
+            self.array.free()
+        self.array, self.tier, self._allocate_on = None, tier, allocate
 
     @property
     def dtype(self) -> torch.dtype:
