@@ -11,8 +11,6 @@ from unbounded.errors import PlanError
 from unbounded.planner.plan import Placement, Plan
 
 KINDS = ("weights", "gradients", "optimizer")
-# What of the disk one byte of checksums covers: four bytes for a page of 4096.
-CHECKED_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,6 @@ class UnitBytes:
     deferred: int = 0  # whole gradients that wait for their reduction, on the device wherever they go then
 
     owned: int | None = None  # of the weights, what this rank updates; None: all it keeps
-    checks_disk: bool = True  # what is on disk has checksums, in host memory
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
@@ -96,8 +93,6 @@ def use_of(unit: UnitBytes, tiers: Mapping[str, str]) -> Counter[str]:
     remainder = _remainder_tier(tiers)
     if remainder is not None:
         use[remainder] += unit.remainder
-    if unit.checks_disk:
-        use["host"] += -(-use["disk"] // CHECKED_BYTES)
     return use
 
 

@@ -152,8 +152,7 @@ def plan_units(
     `world_size` counts the ranks of all axes: those of one machine share its memory, its disk and its cores.
     """
     _check(specs, plan, ranks.size)
-    sum_dtype = DTYPES[plan.accumulate_dtype]
-    sizes = [replace(spec.sizes(plan.stage, sum_dtype), checks_disk=plan.disk_checksums) for spec in specs]
+    sizes = [spec.sizes(plan.stage, DTYPES[plan.accumulate_dtype]) for spec in specs]
     ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
     own = budgets.measure(plan, device, budgets.local_size(world_size))
     everyone = ranks.objects((own, budgets.this_machine(plan, device, world_size)))
