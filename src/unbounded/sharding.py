@@ -30,7 +30,7 @@ from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import BudgetError, PlanError, StateError
 from unbounded.native.memory import available_bytes
 from unbounded.optim.recognition import unwrap
-from unbounded.optim.rules import NativeRule, read_rule
+from unbounded.optim.rules import NativeRule
 from unbounded.parallel.applied import Applied, take_parts
 from unbounded.parallel.pipeline.exchange import sum_among
 from unbounded.parallel.pipeline.hollow import HollowModel
@@ -50,7 +50,7 @@ from unbounded.zero.parameters.parameter import unmanage
 from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision, compute_device
 from unbounded.zero.setup.assembly import Assembly, Entries, Fill, Sharded
-from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units
+from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units, set_rules
 from unbounded.zero.setup.initial import Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
 from unbounded.zero.sites import find_members, find_sites
@@ -59,10 +59,9 @@ from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.relocation import Relocation
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
-# Weakly, since parts know their model, which holds them (`_hold`): a table that did would keep both for ever.
-_parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Applied]] = weakref.WeakKeyDictionary()
 _expected: weakref.WeakKeyDictionary[nn.Module, os.PathLike[str]] = weakref.WeakKeyDictionary()
 _shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()
+_PARTS = "_unbounded_parts"  # an attribute of the model, which they hold: a table of ours would keep it alive
 _promises: weakref.WeakKeyDictionary[nn.Module, DevicePromise] = weakref.WeakKeyDictionary()
 
 
@@ -85,39 +84,40 @@ def shard(
     optimizer = unwrap(optimizer) if optimizer is not None else None
     admitted = admit(model, optimizer, plan, mesh=mesh, is_known=model in _sharded)
     axes, device = admitted.axes, admitted.device
+    is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
+    if is_cut:
+        _refuse_tiles(model)
     parts = take_parts(model, optimizer, admitted.plan, axes, device)
     open_plan = _close_activations(model, admitted.plan, device)
     if weights is None:
         weights = next((_expected[part] for part in model.modules() if part in _expected), None)
     fill = _choose_fill(model, optimizer, weights, device, parts)
     lowered = DTYPES[open_plan.precision] if open_plan.precision is not None else None
-    is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
     if not is_cut:
         tile_to_fit(model, open_plan.device_bytes)
     sites = find_sites(model, with_tiles=True)
     holdings = Holdings(parts.cuts, parts.uncounted)
     groups = {id(parts.replaced[key]) if key in parts.replaced else key: g for key, g in admitted.groups.items()}
     specs = find_specs(sites, groups, axes.data.size, lowered, holdings)
-    for spec in specs:
-        if spec.trainable and optimizer is not None:
-            spec.rule = read_rule(optimizer, spec.dtype, open_plan.optimizer_format)
+    rules = set_rules(specs, optimizer, open_plan.optimizer_format)
     promise = _promise(axes, device, open_plan.device_bytes)
     resolved = replace(open_plan, precision=open_plan.precision or common_precision(model))
-    blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size)
+    blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size, rules=rules)
     cast_inputs = lowered if lowered != torch.float32 else None
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
     with _lifted_policies(model):
         state = Assembly(model, sites, blueprint, axes, device).build(optimizer, fill, cast_inputs)
-        _sharded[model], _parts[model] = state, weakref.ref(parts)
+        _sharded[model], model.__dict__[_PARTS] = state, parts
         parts.attach()
-        state.add_detach(_hold(model, parts))
+        state.add_detach(partial(_detach_parts, weakref.ref(model)))
+        if parts.hollow is not None:
+            parts.hollow.answer = lambda *call: pipeline(model).answer(*call)
         if promise is not None:
             _promises[model] = promise
             state.add_detach(promise.attach(model, partial(_device_states, state.tiers)))
     if blueprint.plan.activations is not None:
         checkpoint_activations(model, blueprint.plan.activations)
-    if not is_cut:  # a head that the tensor axis cuts keeps its logits where they are made
-        state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes).remove)
+    state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes, cut=parts.heads).remove)
     if optimizer is not None:
         state.add_detach(optimizer.register_step_pre_hook(_refuse_old_optimizer).remove)
         if _may_balance(admitted.plan, state):
@@ -127,21 +127,19 @@ def shard(
     return model, state.optimizer  # type: ignore[return-value]
 
 
-def _hold(model: nn.Module, parts: Applied) -> Callable[[], None]:
-    """Keeps `parts` for as long as the model lives; what it returns detaches them."""
+def _refuse_tiles(model: nn.Module) -> None:
+    tile_to_fit(model, None)  # takes those off that a failed call made for a budget
+    if has_tiles(model):
+        raise PlanError(
+            "layers of the model are tiled, and the job has a tensor, pipeline or context axis, which cuts the model "
+            "too. Leave out unbounded.tile: a tensor axis makes large layers smaller."
+        )
 
-    def holding(*_: Any, held: Applied = parts) -> None:
-        pass
 
-    handle, found = model.register_load_state_dict_post_hook(holding), weakref.ref(parts)
-
-    def detach() -> None:
-        held = found()
-        assert held is not None
-        held.detach()
-        handle.remove()
-
-    return detach
+def _detach_parts(held: weakref.ref[nn.Module]) -> None:
+    model = held()
+    if model is not None:
+        model.__dict__.pop(_PARTS).detach()
 
 
 def _refuse_old_optimizer(*_: Any) -> None:
@@ -255,16 +253,21 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
+def pipeline(
+    model: nn.Module, loss: Loss | None = None, *, targets: Sequence[str] = (), reduction: str = "mean"
+) -> Pipeline:
     """All ranks must call this. What runs the batches of a model that was sharded with a pipeline axis.
 
     Called with a batch it runs the forwards and backwards of all micro-batches and returns the batch's loss, the same
     on every rank; `optimizer.step()` follows as usual. The loss is the model's own (`labels` in the batch), or
-    `loss(output, batch)` of what the model returns. On a model without a pipeline axis it does the same on one stage.
+    `loss(output, batch)` of what the model returns; `targets` names what in the batch is for `loss` alone. The losses
+    of micro-batches are averaged, or added up with reduction="sum". On a model without a pipeline axis it does the same
+    on one stage.
     """
+    if reduction not in ("mean", "sum"):
+        raise PlanError(f'reduction is {reduction!r}. Choose "mean" or "sum".')
     state = sharded(model)
-    axes, parts = state.engine.axes, _parts[model]()
-    assert parts is not None
+    axes, parts = state.engine.axes, model.__dict__[_PARTS]
     wire = Wire(axes.pipeline)
 
     def add_up() -> None:
@@ -282,6 +285,8 @@ def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
         trainer=state.optimizer,
         sum_copies=add_up,
         loss=loss,
+        targets=targets,
+        reduction=reduction,
     )
 
 

@@ -63,8 +63,11 @@ class UpdateRule(Protocol):
 
 def read_rule(optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_format: str) -> UpdateRule:
     """The rule of `optimizer` for weights of `dtype`, or an error that says why it has none."""
-    kind = kind_of(optimizer)
-    groups = optimizer.param_groups
+    return make_rule(kind_of(optimizer), optimizer.param_groups, dtype, optimizer_format)
+
+
+def make_rule(kind: str, groups: Groups, dtype: torch.dtype, optimizer_format: str) -> UpdateRule:
+    """The rule of an optimizer of `kind` with these param groups."""
     if any(isinstance(group.get("lr"), torch.Tensor) and group["lr"].numel() != 1 for group in groups):
         raise PlanError("a param group has a learning rate of several elements. Give one number a group.")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

@@ -85,9 +85,8 @@ class Contents:
 
     def _plan(self) -> None:
         for unit in self.state.engine.units:
-            rule = self.state.rules.get(unit.dtype) if unit.trainable else None
-            every = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
-            for part in plan_unit(unit, self.source, every, wanted_groups(unit, rule, with_states=self.with_optimizer)):
+            every = {spec.name: spec.every for spec in unit.rule.specs} if unit.rule is not None else {}
+            for part in plan_unit(unit, self.source, every, wanted_groups(unit, with_states=self.with_optimizer)):
                 if isinstance(part, Copy):
                     self.copies.append(part)
                 else:

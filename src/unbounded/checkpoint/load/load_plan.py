@@ -16,7 +16,6 @@ import torch
 from unbounded.checkpoint.format.manifest import WEIGHT, FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.format.slices import GRAIN, RunMap
 from unbounded.optim import formats
-from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array
 from unbounded.zero.layout import Slot, clip_range
 from unbounded.zero.unit import Unit
@@ -71,11 +70,11 @@ class StoredTensors:
         return entry.runs
 
 
-def wanted_groups(unit: Unit, rule: UpdateRule | None, *, with_states: bool) -> list[tuple[str, ...]]:
+def wanted_groups(unit: Unit, *, with_states: bool) -> list[tuple[str, ...]]:
     """The unit's arrays by what must be encoded together: the weights with what completes them, each moment."""
     groups = [(WEIGHT, *(kind for kind in formats.MASTER_STATES if kind in unit.states))]
-    if with_states and rule is not None:
-        for name in formats.moment_names(rule):
+    if with_states and unit.rule is not None:
+        for name in formats.moment_names(unit.rule):
             if name in unit.states:
                 groups.append((name, *(k for k in (f"{name}_scale",) if k in unit.states)))
     return groups

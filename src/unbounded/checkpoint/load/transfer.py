@@ -33,7 +33,6 @@ from unbounded.checkpoint.load.load_plan import (
 from unbounded.native.memory import host_buffer
 from unbounded.observe import trace
 from unbounded.optim import formats
-from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array, Waitable
 from unbounded.tiers.pipeline import Pipeline
 from unbounded.tiers.pool import BufferPool, Lease
@@ -64,13 +63,12 @@ class Transfer:
         self,
         files: Files,
         source: StoredTensors,
-        rules: Mapping[torch.dtype, UpdateRule],
         pool: BufferPool,
         *,
         staged: bool,
     ) -> None:
         """`pool` must be free; all of it is given back, also after a failure."""
-        self.files, self.source, self.rules, self.pool, self.staged = files, source, rules, pool, staged
+        self.files, self.source, self.pool, self.staged = files, source, pool, staged
         self._pipeline = Pipeline(self, num_ahead=DEPTH, num_unfinished=DEPTH, pool=pool)
         self._waiting: list[Callable[[], Waitable | None]] = []
 
@@ -182,7 +180,7 @@ class Transfer:
 
     def _encode(self, job: Conversion) -> dict[str, torch.Tensor]:
         """The values in fp32, decoded slot by slot, and encoded whole as the unit keeps them."""
-        rule = self.rules.get(job.unit.dtype) if job.unit.trainable else None
+        rule = job.unit.rule
         flat = torch.zeros(job.stop - job.start)
         for slot, start, stop in _slots(job):
             values = self._decode(job.kinds[0], slot, start, stop)
@@ -226,7 +224,7 @@ class Transfer:
         return values
 
     def _every(self, job: Conversion, kind: str) -> int:
-        rule = self.rules.get(job.unit.dtype)
+        rule = job.unit.rule
         specs = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
         return specs.get(kind, 1)
 

@@ -3,18 +3,15 @@
 Between passes a write is seen by the version counter of what was written to (`parameter`). Inside a forward modules
 hold plain tensors: an operation in place is seen by their version counters, but one on `weight.data`, or new `.data`,
 is not. So the first training forwards of a unit are checked against a fingerprint of its bytes, and a unit that was
-written to so once is checked in every forward from then on.
+written to in that way once is checked in every forward from then on.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 
 from unbounded.errors import StateError
 from unbounded.optim import formats
-from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import PAGE
 from unbounded.zero.layout import round_up
 from unbounded.zero.unit import Unit
@@ -25,8 +22,7 @@ CHECKED_FORWARDS, ALWAYS = 2, 1 << 30
 class Writes:
     """Watches forwards for writes, and keeps what was written."""
 
-    def __init__(self, rules: Mapping[torch.dtype, UpdateRule]) -> None:
-        self._rules = rules
+    def __init__(self) -> None:
         self._checks_left: dict[Unit, int] = {}
         self._before: dict[Unit, torch.Tensor] = {}
 
@@ -98,10 +94,9 @@ class Writes:
             unit.reader = None
         if not unit.resident:
             unit.weights.evict(now, start).wait()
-        rule = self._rules.get(unit.dtype) if unit.trainable else None
-        if rule is None:
+        if unit.rule is None:
             return
-        fresh = formats.encode_weight(now.float(), unit.dtype, rule)
+        fresh = formats.encode_weight(now.float(), unit.dtype, unit.rule)
         for name in formats.MASTER_STATES:
             if name in unit.states:
                 array = unit.states[name]

@@ -20,18 +20,17 @@ from unbounded.tiers.lane import Lane
 from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
-from unbounded.zero.gradients.gradient import Gradient
-from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.gradients.reduction import Reduction
-from unbounded.zero.layout import counted_ranges
 from unbounded.zero.parameters.views import ModuleViews
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
+from unbounded.zero.passes.buffers import Buffers
 from unbounded.zero.passes.direction import RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
-from unbounded.zero.setup.blueprint import DTYPES, Blueprint
+from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer, Places
+from unbounded.zero.setup.thawing import Thawing, make_gradient
 from unbounded.zero.sites import Member, Site
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
@@ -80,7 +79,6 @@ class Assembly:
         self.ranks = axes.data
         self.plan = blueprint.plan
         self.threads = host_threads(self.plan, axes.world.size)
-        self.rules = {spec.dtype: spec.rule for spec in blueprint.specs if spec.rule is not None}
         # Without overlap every lane works at once where it is asked to: for measuring what overlap is worth.
         self.inline = os.environ.get("UNBOUNDED_OVERLAP", "1") == "0"
 
@@ -98,15 +96,17 @@ class Assembly:
         tiers.planned_host_bytes = self.blueprint.host_bytes
         bounce = tiers.pool(BOUNCE_BUFFERS, buffers.bounce_bytes)
         entries = self._entries()
-        fill(entries, Installer(tiers, self.ranks, bounce, self.rules))
+        installer = Installer(tiers, self.ranks, bounce)
+        fill(entries, installer)
         for unit, _, _ in entries:
             unit.views.place_data()
         self._move_buffers(cast_inputs)
         self._share_buffers()
-        engine = self._engine([unit for unit, _, _ in entries], tiers, bounce, cast_inputs)
+        thawing = Thawing(self.blueprint, [unit for unit, _, _ in entries], self.ranks, installer)
+        engine = self._engine([unit for unit, _, _ in entries], thawing, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
         engine.adopt_gradients()
-        return Sharded(engine, self.rules, tiers, bounce, plan, sharded_optimizer, self._attach(engine))
+        return Sharded(engine, dict(self.blueprint.rules), tiers, bounce, plan, sharded_optimizer, self._attach(engine))
 
     def _entries(self) -> Entries:
         places, entries = self.blueprint.places, []
@@ -118,18 +118,14 @@ class Assembly:
                 unit.owned = spec.layout.shard_range(self.ranks.rank)
             unit.resident = where.weights == "device" and (not partitioned or self.plan.stage < 3)
             unit.streamed = is_streamed
-            owned_numel = unit.owned[1] - unit.owned[0]
-            store = GradientArray(
-                where.gradients, owned_numel, wire=spec.dtype, sum_dtype=DTYPES[self.plan.accumulate_dtype]
-            )
-            unit.gradient = Gradient(spec.layout, unit.owned, store, self.device)
-            unit.gradient.counted = counted_ranges(spec.layout, unit.owned)
+            unit.rule = spec.rule
+            unit.gradient = make_gradient(unit, unit.owned, where.gradients, self.plan)
             tiers = {"weights": where.weights, "optimizer": where.optimizer, "remainder": where.remainder}
             entries.append((unit, spec.members, tiers))
         return entries
 
     def _move_buffers(self, lowered: torch.dtype | None) -> None:
-        """To the device. They keep their dtype, except the statistics of batch norms, which must have the weights'."""
+        """To the device. They keep their dtype (`buffers`), except the statistics of norms, which get the weights'."""
         for module in self.model.modules():
             follows = lowered is not None and isinstance(module, nn.modules.batchnorm._NormBase)
             for name, buffer in module._buffers.items():
@@ -145,19 +141,17 @@ class Assembly:
             if whole.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(whole)
 
-    def _engine(
-        self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool, cast_inputs: torch.dtype | None
-    ) -> Engine:
+    def _engine(self, units: Sequence[Unit], thawing: Thawing, cast_inputs: torch.dtype | None) -> Engine:
         ranks, phases = self.ranks, Phases(self.ranks)
         reduction = Reduction(ranks.lane("reduce"), phases, self._lane("reduce"), replicate=self.plan.stage == 0)
         for unit in units:
-            unit.gradient.store.connect(partial(tiers.allocate, unit.gradient.tier, bounce=bounce), bounce)
+            thawing.connect(unit.gradient)
         by_site: dict[str, list[Unit]] = {site.name: [] for site in self.sites}
         for spec, unit in zip(self.blueprint.specs, units, strict=True):
             by_site[spec.site.name].append(unit)
         # Stages of a pipeline are not in step with each other; everywhere else all ranks meet at the same places.
         meeting = self.axes.world if self.axes.pipeline.size == 1 else self.ranks
-        failures = Failures(meeting, shared=self.blueprint.disk_bytes > 0)
+        failures = Failures(meeting, shared=thawing.uses_disk)
         return Engine(
             [
                 RunningSite(index, site.name or "root", site.is_outer or index == 0, by_site[site.name])
@@ -167,14 +161,16 @@ class Assembly:
             device=self.device,
             phases=phases,
             gathering=Gathering(
-                ranks, phases, self.device, self._lane("fetch"), failures, partial(tiers.count, "device")
+                ranks, phases, self.device, self._lane("fetch"), failures, partial(thawing.tiers.count, "device")
             ),
             reduction=reduction,
             prefetch_units=self.plan.prefetch_units,
             defer_reduction=self.plan.stage == 1 and ranks.size > 1,
             inputs=Inputs(self.device, cast_inputs),
             failures=failures,
-            writes=Writes(self.rules),
+            writes=Writes(),
+            thawing=thawing,
+            buffers=Buffers(self.model, [site.name for site in self.sites], cast_inputs),
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:
@@ -182,7 +178,7 @@ class Assembly:
         leased = tiers.pool(buffers.num_update, buffers.update_bytes)
         streams = [self._lane(f"stream-{index}") for index in range(2)]
         lanes = Lanes(self._lane("update"), self._lane("buffered"), streams)
-        updates = Updates(engine, self.rules, lanes, self.threads, leased, buffers.depth)
+        updates = Updates(engine, dict(self.blueprint.rules), lanes, self.threads, leased, buffers.depth)
         return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
 
     def _attach(self, engine: Engine) -> Callable[[], None]:

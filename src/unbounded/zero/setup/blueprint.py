@@ -6,18 +6,19 @@ makes it real.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from unbounded.errors import BudgetError, PlanError
-from unbounded.optim.rules import NativeRule, UpdateRule
+from unbounded.optim.rules import NativeRule, UpdateRule, read_rule
 from unbounded.planner.machine import Machine
 from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.solve import Shortage, solve
-from unbounded.planner.states import UnitBytes, UnitPlace, check_patterns, sum_bytes
+from unbounded.planner.states import Budget, UnitBytes, UnitPlace, check_patterns, sum_bytes
 from unbounded.planner.step.streaming import carries_weights, choose_streamed, streamed_part
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
@@ -29,15 +30,13 @@ from unbounded.zero.sites import Member, Site, split_members
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(eq=False)
-class UnitSpec:
-    """One unit before it runs."""
+@dataclass(eq=False, kw_only=True)
+class UnitShape:
+    """What the bytes of a unit follow from."""
 
-    site: Site
     name: str
     dtype: torch.dtype
     trainable: bool
-    members: list[Member]
     layout: Layout
     rule: UpdateRule | None = None
 
@@ -67,7 +66,7 @@ class UnitSpec:
     def disk_bytes(self, where: UnitPlace, sizes: UnitBytes, stage: int) -> int:
         """What the unit takes of the disk store, each array rounded up as the store does."""
         owned, arrays = self.owned_numel(stage), []
-        if where.weights == "disk":
+        if where.weights == "disk" and sizes.weights:
             arrays.append(sizes.weights)
         if self.rule is not None:
             for spec in self.rule.specs:
@@ -76,6 +75,18 @@ class UnitSpec:
             if where.gradients == "disk":
                 arrays.append(sizes.size("gradients", "disk"))
         return sum(disk_size(num_bytes) for num_bytes in arrays)
+
+
+@dataclass(eq=False, kw_only=True)
+class UnitSpec(UnitShape):
+    """One unit before it runs, with its modules and parameters."""
+
+    site: Site
+    members: list[Member]
+
+    def shape(self) -> UnitShape:
+        """The same, for whoever must not keep the model."""
+        return UnitShape(name=self.name, dtype=self.dtype, trainable=self.trainable, layout=self.layout, rule=self.rule)
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,10 @@ class Blueprint:
     disk_bytes: int
     host_bytes: int
     buffers: budgets.Buffers
+    rules: Mapping[torch.dtype, UpdateRule]  # also for parameters that are frozen, and may be trained later
+    asked: Plan  # with what was left open
+    budget: Budget
+    machine: Machine
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ def _spec(
     cuts = {m.names[0]: held.cuts[id(m.parameter)] for m in members if id(m.parameter) in held.cuts}
     uncounted = frozenset(m.names[0] for m in members if id(m.parameter) in held.uncounted)
     layout = _with_wholes(lay_out(entries, num_shards, cuts, uncounted), members)
-    return UnitSpec(site, name, target, trainable, members, layout)
+    return UnitSpec(name=name, dtype=target, trainable=trainable, layout=layout, site=site, members=members)
 
 
 def _with_wholes(layout: Layout, members: Sequence[Member]) -> Layout:
@@ -144,8 +159,30 @@ def _with_wholes(layout: Layout, members: Sequence[Member]) -> Layout:
     return replace(layout, slots=tuple(slots))
 
 
+def set_rules(
+    specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer | None, optimizer_format: str
+) -> dict[torch.dtype, UpdateRule]:
+    """Gives every unit that is trained its rule; those of all dtypes that ever may be."""
+    if optimizer is None:
+        return {}
+    trained = {spec.dtype for spec in specs if spec.trainable}
+    rules = {}
+    for dtype in dict.fromkeys(spec.dtype for spec in specs):
+        with contextlib.nullcontext() if dtype in trained else contextlib.suppress(PlanError):
+            rules[dtype] = read_rule(optimizer, dtype, optimizer_format)
+    for spec in specs:
+        spec.rule = rules[spec.dtype] if spec.trainable else None
+    return rules
+
+
 def plan_units(
-    specs: Sequence[UnitSpec], plan: Plan, ranks: Axis, device: torch.device, *, world_size: int
+    specs: Sequence[UnitSpec],
+    plan: Plan,
+    ranks: Axis,
+    device: torch.device,
+    *,
+    world_size: int,
+    rules: Mapping[torch.dtype, UpdateRule],
 ) -> Blueprint:
     """All ranks of the axis must call this. Places the units within what the poorest rank has.
 
@@ -158,7 +195,7 @@ def plan_units(
     everyone = ranks.objects((own, budgets.this_machine(plan, device, world_size)))
     on_device, host, disk = (min(column) for column in zip(*(sizes for sizes, _ in everyone), strict=True))
     machine = everyone[0][1]  # all ranks decide by one
-    arrays = 2 + max((len(spec.rule.specs) for spec in specs if spec.rule is not None), default=0)
+    arrays = 2 + max((len(rule.specs) for rule in rules.values()), default=0)
     buffers = budgets.size_buffers(host, arrays)
     budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers)
     solved = solve(sizes, budget, plan, machine)
@@ -184,7 +221,9 @@ def plan_units(
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
     streamed = _stream(specs, places, machine, device)
-    return Blueprint(tuple(specs), places, streamed, closed, disk_bytes, host_bytes, buffers)
+    return Blueprint(
+        tuple(specs), places, streamed, closed, disk_bytes, host_bytes, buffers, rules, plan, budget, machine
+    )
 
 
 def _stream(

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from unbounded.native.disk import ExtentStore
 from unbounded.optim import formats
 from unbounded.optim.rules import UpdateRule
 from unbounded.ranks.axis import Axis
-from unbounded.tiers.array import MemoryArray
+from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.sites import Member
@@ -29,13 +30,13 @@ Carried = Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
 class Installer:
     """Puts the first values of units on their tiers."""
 
-    def __init__(self, tiers: Tiers, ranks: Axis, bounce: BufferPool, rules: Mapping[torch.dtype, UpdateRule]) -> None:
-        self.tiers, self.ranks, self.bounce, self.rules = tiers, ranks, bounce, rules
+    def __init__(self, tiers: Tiers, ranks: Axis, bounce: BufferPool) -> None:
+        self.tiers, self.ranks, self.bounce = tiers, ranks, bounce
 
     def install(self, unit: Unit, values: torch.Tensor, places: Places, moments: Mapping[str, torch.Tensor]) -> None:
         """All ranks of the axis must call this. `values` is the whole unit, flat; the first rank's are taken."""
         self.ranks.broadcast(values)
-        rule = self.rules.get(unit.dtype) if unit.trainable else None
+        rule = unit.rule
         low, high = unit.owned
         owned = values[low:high]
         narrowed = unit.dtype != values.dtype
@@ -57,30 +58,38 @@ class Installer:
             unit.weights = self.tiers.allocate(places["weights"], unit.dtype, high - low, self.bounce)
             unit.weights.evict(arrays["weight"].contiguous()).wait()
         if rule is not None:
-            self._install_states(unit, rule, places, arrays, moments)
+            given = {name: value for name, value in arrays.items() if name != "weight"}
+            for name, value in moments.items():
+                given |= formats.encode_moment(value[low:high].contiguous(), name, rule)
+            unit.states = self.make_states(rule, high - low, places, given, pin=unit.streamed)
 
-    def _install_states(
+    def make_states(
         self,
-        unit: Unit,
         rule: UpdateRule,
+        numel: int,
         places: Places,
-        arrays: Mapping[str, torch.Tensor],
-        moments: Mapping[str, torch.Tensor],
-    ) -> None:
-        low, high = unit.owned
-        given = {name: value for name, value in arrays.items() if name != "weight"}
-        for name, values in moments.items():
-            given |= formats.encode_moment(values[low:high].contiguous(), name, rule)
-        for spec in rule.specs:
-            tier = places["remainder"] if spec.name == "remainder" else places["optimizer"]
-            # States that only the host's kernel touches need no pinning.
-            array = self.tiers.allocate(
-                tier, spec.dtype, spec.numel(high - low), self.bounce, initial=spec.initial, pin=unit.streamed
-            )
-            value = given.get(spec.name)
-            if value is not None and bool(value.any()):
-                array.evict(value.contiguous()).wait()
-            unit.states[spec.name] = array
+        given: Mapping[str, torch.Tensor],
+        *,
+        pin: bool,
+        store: ExtentStore | None = None,
+    ) -> dict[str, Array]:
+        """The arrays that `rule` keeps for `numel` weights, with the values of `given`; none where one fails."""
+        states: dict[str, Array] = {}
+        try:
+            for spec in rule.specs:
+                tier = places["remainder"] if spec.name == "remainder" else places["optimizer"]
+                # States that only the host's kernel touches need no pinning.
+                array = states[spec.name] = self.tiers.allocate(
+                    tier, spec.dtype, spec.numel(numel), self.bounce, initial=spec.initial, pin=pin, store=store
+                )
+                value = given.get(spec.name)
+                if value is not None and bool(value.any()):
+                    array.evict(value.contiguous()).wait()
+        except BaseException:
+            for array in states.values():
+                self.tiers.free(array)
+            raise
+        return states
 
 
 def install_model(units: Entries, installer: Installer, carried: Carried | None) -> None:

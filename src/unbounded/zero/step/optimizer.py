@@ -7,19 +7,23 @@ exact and returns early: what it started is waited for by whoever needs it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from unbounded.errors import PlanError, StateError
 from unbounded.optim.recognition import kind_of
+from unbounded.optim.rules import make_rule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.memory import Tiers, TierUse
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.managed_grad import keep_alive
+from unbounded.zero.parameters.parameter import ManagedParameter
+from unbounded.zero.parameters.tiled_parameter import parts_of
 from unbounded.zero.step import digest
 from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.step.progress import StepProgress
@@ -82,12 +86,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forgets all gradients, or makes them zeros. An update under way keeps what it reads."""
         self.engine.check_process()
         for unit in self.engine.units:
-            if unit.trainable:
-                keep_alive(unit.gradient)
-                if set_to_none:
-                    unit.gradient.drop()
-                else:
-                    unit.gradient.zero()
+            if not unit.trainable:
+                continue
+            if 0 in unit.is_grouped:  # what the optimizer does not have keeps its gradient
+                for index in map(int, np.flatnonzero(unit.is_grouped)):
+                    keep_alive(unit.gradient, [index])
+                    (unit.gradient.drop_slot if set_to_none else unit.gradient.zero_slot)(index)
+                continue
+            keep_alive(unit.gradient)
+            if set_to_none:
+                unit.gradient.drop()
+            else:
+                unit.gradient.zero()
         self.engine.reduction.forget()
         self._updated.clear()
 
@@ -180,13 +190,54 @@ class ShardedOptimizer(torch.optim.Optimizer):
         digest.restore(self, self.engine.units, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "engine"):
-            raise StateError(
-                f"a group of {len(list(param_group.get('params', ())))} parameters cannot be added to a sharded "
-                "optimizer: their states have no place yet. Add the group before `shard`; parameters that are trained "
-                "later may be frozen until then."
-            )
-        super().add_param_group(param_group)
+        """All ranks must call this. Adds parameters of the model that no group has; they are frozen or unfrozen now.
+
+        What a frozen one needs for training is allocated when it is unfrozen: by `requires_grad_()`.
+        """
+        super().add_param_group(param_group)  # checks it, and fills in the defaults
+        if not hasattr(self, "engine"):
+            return
+        try:
+            places = self._find_places(self.param_groups[-1])
+            self._check_states(places)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for unit, indices in places.items():
+            unit.regroup(dict.fromkeys(indices, len(self.param_groups) - 1))
+        self._members = self._membership()
+
+    def _find_places(self, group: dict[str, Any]) -> dict[Unit, list[int]]:
+        """All ranks must call this. Where the parameters of a new group lie, the same on every rank."""
+        if self.engine.axes.pipeline.size > 1:
+            raise StateError("a group cannot be added to an optimizer over pipeline stages. Add it before `shard`.")
+        places: dict[Unit, list[int]] = {}
+        names = []
+        for parameter in (part for whole in group["params"] for part in parts_of(whole)):
+            if not isinstance(parameter, ManagedParameter) or parameter._unit not in self.engine.units:
+                raise StateError(
+                    "a parameter of the new group is not one of the sharded model. Add parameters to the model before "
+                    "`shard`."
+                )
+            places.setdefault(parameter._unit, []).append(parameter._index)
+            names.append(parameter.name)
+        options = describe_groups(
+            f"params={names!r}", [{key: value for key, value in group.items() if key != "params"}]
+        )
+        with self.engine.phases.during("optimizer.add_param_group()"):
+            self.engine.phases.begin("optimizer.add_param_group()", options)
+        return places
+
+    def _check_states(self, units: Iterable[Unit]) -> None:
+        """Raises where the options of the groups need states that the units do not keep."""
+        for dtype in {unit.dtype for unit in units}:
+            wanted = make_rule(self.kind, self.param_groups, dtype, self.plan.optimizer_format)
+            if wanted.specs != self.updates.rules[dtype].specs:
+                raise StateError(
+                    f"the new group's options need other states ({', '.join(s.name for s in wanted.specs)}) than the "
+                    f"optimizer kept at `shard` ({', '.join(s.name for s in self.updates.rules[dtype].specs)}). Give "
+                    "it the switches of the other groups (momentum, amsgrad, centered)."
+                )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning and Fabric wrap an optimizer in a subclass of its class: what is set there is meant for it."""

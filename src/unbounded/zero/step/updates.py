@@ -122,7 +122,7 @@ class Updates:
         if gradient.state is GradientState.ZERO:
             gradient.apply_factor()
         piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
-        return cut_pieces(unit, plan_jobs(unit, self.rules[unit.dtype], groups), piece_numel)
+        return cut_pieces(unit, plan_jobs(unit, groups), piece_numel)
 
     def _begin(self, planned: Sequence[tuple[Unit, list[Piece]]], queued: dict[Lane, list[Work]]) -> None:
         """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
