@@ -17,7 +17,7 @@ from unbounded.parallel.pipeline import runner
 from unbounded.parallel.pipeline.deferred import WeightWork
 from unbounded.parallel.pipeline.exchange import Exchange, Part
 from unbounded.parallel.pipeline.runner import Pipeline
-from unbounded.parallel.pipeline.schedules import Work, make_schedule, simulate
+from unbounded.parallel.pipeline.schedules import PassKind, make_schedule, simulate
 from unbounded.parallel.pipeline.stages import balance
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
@@ -27,7 +27,12 @@ PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 def test_bubbles_are_those_of_the_paper(num_ranks: int, num_micros: int) -> None:
     def bubble(schedule: str, chunks: int = 1) -> float:
         """Idle time as a part of the time that computing takes."""
-        seconds = {Work.FORWARD: 1 / chunks, Work.BACKWARD: 2 / chunks, Work.INPUTS: 1.0, Work.WEIGHTS: 1.0}
+        seconds = {
+            PassKind.FORWARD: 1 / chunks,
+            PassKind.BACKWARD: 2 / chunks,
+            PassKind.INPUTS: 1.0,
+            PassKind.WEIGHTS: 1.0,
+        }
         orders = [make_schedule(schedule, rank, num_ranks, num_micros, chunks) for rank in range(num_ranks)]
         return simulate(orders, seconds, chunks) / (3 * num_micros) - 1
 
@@ -44,7 +49,7 @@ def test_a_stage_keeps_no_more_micro_batches_than_its_schedule_says() -> None:
         for schedule, most in (("gpipe", 8), ("1f1b", 4 - rank), ("zero_bubble", 4 - rank)):
             kept = peak = 0
             for action in make_schedule(schedule, rank, 4, 8):
-                kept += (action.work is Work.FORWARD) - (action.work in (Work.BACKWARD, Work.INPUTS))
+                kept += (action.work is PassKind.FORWARD) - (action.work in (PassKind.BACKWARD, PassKind.INPUTS))
                 peak = max(peak, kept)
             assert peak == most
 

@@ -102,7 +102,7 @@ def compare_in_tiles(rank: int, size: int, family: str, plans: list[dict[str, An
     """`compare` with a loss in tiles of three rows."""
     from unbounded.activations.tiled import heads, loss
 
-    saved, tiles = (heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.Rows), []
+    saved, tiles = (heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.EntropyRows), []
 
     def count(*args: Any) -> Any:
         tiles.append(args[0].shape)
@@ -110,10 +110,10 @@ def compare_in_tiles(rank: int, size: int, family: str, plans: list[dict[str, An
 
     try:
         heads.LEAST_TILE_BYTES = 3 * 18 * 4  # 18: the larger part of the vocabulary over two ranks
-        heads.TILE_BYTES, loss.Rows = {"cpu": heads.LEAST_TILE_BYTES}, count  # type: ignore[misc, assignment]
+        heads.TILE_BYTES, loss.EntropyRows = {"cpu": heads.LEAST_TILE_BYTES}, count  # type: ignore[misc, assignment]
         results = compare(rank, size, family, plans, {}, 2)
     finally:
-        heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.Rows = saved  # type: ignore[misc]
+        heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.EntropyRows = saved  # type: ignore[misc]
     return results, len(tiles)
 
 

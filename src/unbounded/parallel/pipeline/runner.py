@@ -28,13 +28,13 @@ from unbounded.parallel.pipeline.deferred import Deferring, WeightWork
 from unbounded.parallel.pipeline.draws import Draws
 from unbounded.parallel.pipeline.exchange import Exchange, Part, Template, take_apart
 from unbounded.parallel.pipeline.hollow import HollowModel
-from unbounded.parallel.pipeline.schedules import Action, Work, check_schedule, make_schedule
+from unbounded.parallel.pipeline.schedules import Action, PassKind, check_schedule, make_schedule
 from unbounded.ranks.axis import Axis
 
 Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
 
 
-class Trainer(Protocol):
+class PipelineOptimizer(Protocol):
     """The optimizer as a pipeline needs it."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
@@ -43,7 +43,7 @@ class Trainer(Protocol):
 
 
 @dataclass
-class _Pass:
+class _MicroState:
     """One micro-batch between its forward and its backward in one stage."""
 
     received: list[torch.Tensor] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Pipeline:
         *,
         schedule: str,
         num_micros: int | None,
-        trainer: Trainer | None,
+        trainer: PipelineOptimizer | None,
         sum_copies: Callable[[], None],
         loss: Loss | None = None,
         targets: Sequence[str] = (),
@@ -94,9 +94,9 @@ class Pipeline:
         cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
         micros = [Micro(self._on_device(micro.args), self._on_device(micro.kwargs), micro.weight) for micro in cut]
         trains = torch.is_grad_enabled()
-        order = [action for action in self.order(count) if trains or action.work is Work.FORWARD]
+        order = [action for action in self.order(count) if trains or action.work is PassKind.FORWARD]
         self._losses = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._passes: dict[tuple[int, int], _MicroState] = {}
         self._prepare_draws(micros)
         deferring = self.trainer.no_sync() if self.trainer is not None and trains else nullcontext()
         with deferring:
@@ -126,7 +126,7 @@ class Pipeline:
             kwargs.setdefault("use_cache", False)
         micro, result = Micro(args, kwargs, 1.0), None
         for chunk in range(self.chunks):
-            stage, state = self._stage(Action(Work.FORWARD, chunk, 0)), _Pass()
+            stage, state = self._stage(Action(PassKind.FORWARD, chunk, 0)), _MicroState()
             payload = self._receive(stage, micro, state) if stage else {}
             result, kept = self.hollow.run(chunk, payload, args, kwargs, forward)
             if stage < self.num_stages - 1:
@@ -140,15 +140,15 @@ class Pipeline:
     # -- one piece of work -------------------------------------------------------------------------------------------
 
     def _do(self, action: Action, micro: Micro) -> None:
-        if action.work is Work.FORWARD:
+        if action.work is PassKind.FORWARD:
             self._forward(action, micro)
-        elif action.work is Work.WEIGHTS:
+        elif action.work is PassKind.WEIGHTS:
             self._passes.pop((action.chunk, action.micro)).work.run()
         else:
-            self._backward(action, keep=action.work is Work.INPUTS)
+            self._backward(action, keep=action.work is PassKind.INPUTS)
 
     def _forward(self, action: Action, micro: Micro) -> None:
-        stage, state = self._stage(action), _Pass()
+        stage, state = self._stage(action), _MicroState()
         payload = self._receive(stage, micro, state) if stage else {}
         halves = Deferring(state.work) if self.schedule == "zero_bubble" and torch.is_grad_enabled() else nullcontext()
         with self._draws.at(stage, action.micro), halves:
@@ -161,7 +161,7 @@ class Pipeline:
         if torch.is_grad_enabled():
             self._passes[action.chunk, action.micro] = state
 
-    def _keep_loss(self, result: Any, micro: Micro, state: _Pass) -> None:
+    def _keep_loss(self, result: Any, micro: Micro, state: _MicroState) -> None:
         loss = batches.read_loss(result) if self.loss is None else self.loss(result, micro.kwargs)
         weighted = loss * micro.weight if self.reduction == "mean" else loss
         self._losses += weighted.detach().double()
@@ -185,7 +185,7 @@ class Pipeline:
 
     # -- payloads ------------------------------------------------------------------------------------------------------
 
-    def _receive(self, stage: int, micro: Micro, state: _Pass) -> Any:
+    def _receive(self, stage: int, micro: Micro, state: _MicroState) -> Any:
         wire, source = self._wire(), (stage - 1) % self.axis.size
         key = stage, *batches.signature(micro)
         if key not in self._templates:
@@ -196,7 +196,7 @@ class Pipeline:
             tensor.requires_grad_(part.wants_gradient and torch.is_grad_enabled())
         return template.fill(state.received)
 
-    def _send(self, stage: int, micro: Micro, kept: Any, state: _Pass) -> None:
+    def _send(self, stage: int, micro: Micro, kept: Any, state: _MicroState) -> None:
         wire, to = self._wire(), (stage + 1) % self.axis.size
         tensors, template = take_apart(kept)
         key = stage, *batches.signature(micro)
@@ -215,7 +215,7 @@ class Pipeline:
         if not self._draws.knows(key):
             with torch.no_grad(), self._draws.recording(key):
                 for chunk in range(self.chunks):
-                    self._forward(Action(Work.FORWARD, chunk, 0), micros[0])
+                    self._forward(Action(PassKind.FORWARD, chunk, 0), micros[0])
             if self.exchange is not None:
                 self.exchange.finish()
             self._losses.zero_()
