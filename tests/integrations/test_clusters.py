@@ -110,16 +110,8 @@ def test_ray_trains_with_two_workers(tmp_path: Path) -> None:
     source = str(Path(unbounded.__file__).parents[1])
     command = [sys.executable, str(SCRIPTS / "ray_train.py"), str(SCRIPTS), str(tmp_path), "2"]
     patient = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}  # Ray gives up on a busy machine otherwise
-<<<<<<< HEAD
-    environment = {
-        **patient,
-        "RAY_DEDUP_LOGS": "0",
-        "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
-    }
-=======
     paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
     environment = {**patient, "RAY_DEDUP_LOGS": "0", "PYTHONPATH": paths}
->>>>>>> main
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, **environment}
     )
