@@ -1,6 +1,7 @@
 """The disk engine against the best raw O_DIRECT loop of the same run, and what the disk tier's checksums cost a step.
 
-    python benchmarks/disk_engine.py [--path FOLDER] [--size MIB] [--repetitions N]
+    python benchmarks/disk_engine.py [--path FOLDER] [--size MIB] [--repetitions N]      # each figure moves 30 x SIZE
+    python benchmarks/disk_engine.py --checksums [--size MIB]                           # what checksums cost, alone
 
 Wanted: at least 0.95 x the loop on its best number of threads for transfers of 16 MiB and more, and 0.9 x for
 reading and writing at once. The engine starts without knowing the disk: what it learns about it, it learns in the run.
@@ -54,6 +55,7 @@ def training_step(path: str, size_bytes: int, *, checksums: bool) -> Callable[[]
 
 def checksum_ratio(path: str, size_bytes: int, repetitions: int) -> float:
     """The time of a step with checksums by that of one without."""
+    print(f"steps of {size_bytes >> 20} MiB of states, all on disk, with checksums and without", flush=True)
     checked, plain = (training_step(path, size_bytes, checksums=on) for on in (True, False))
     for step in (checked, plain):
         step()
@@ -61,7 +63,14 @@ def checksum_ratio(path: str, size_bytes: int, repetitions: int) -> float:
     for turn in range(repetitions):
         times = [step() for step in ((checked, plain) if turn % 2 else (plain, checked))]
         ratios.append(times[0] / times[1] if turn % 2 else times[1] / times[0])
+        print(f"  {max(times):.2f} s and {min(times):.2f} s: {ratios[-1]:.3f}", flush=True)
     return statistics.median(ratios)
+
+
+def tell(result: Result) -> None:
+    print(
+        f"  {result.what}, {result.transfer_bytes >> 20} MiB: {result.ours:.2f} GB/s, {result.ratio:.2f} x", flush=True
+    )
 
 
 def main() -> int:
@@ -69,9 +78,14 @@ def main() -> int:
     parser.add_argument("--path", default=".", help="a folder on the disk to measure")
     parser.add_argument("--size", type=int, default=2048, metavar="MIB", help="MiB read and written each time")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--checksums", action="store_true", help="measure what checksums cost, and nothing else")
     args = parser.parse_args()
-    results = disk(args.path, size_bytes=args.size << 20, transfers=TRANSFERS, repetitions=args.repetitions)
-    show(results, "disk engine")
+    results: list[Result] = []
+    if not args.checksums:
+        print("the engine and the raw loop take turns", flush=True)
+        sizes = {"size_bytes": args.size << 20, "transfers": TRANSFERS, "repetitions": args.repetitions}
+        results = disk(args.path, **sizes, tell=tell)
+        show(results, "disk engine")
     missed = [
         f"{result.what}, {result.transfer_bytes >> 20} MiB: {result.ratio:.2f} < {WANTED[result.what]}"
         for result in results

@@ -39,6 +39,7 @@ from unbounded.parallel.pipeline.stages import cut_model
 from unbounded.planner.plan import Placement, Plan
 from unbounded.ranks.cut import Cut
 from unbounded.ranks.mesh import Axes
+from unbounded.ranks.wire import Wire
 from unbounded.tiers.memory import Tiers
 from unbounded.tiers.room import FreeRoom, TierRoom
 from unbounded.weights.grafts import Grafts
@@ -267,10 +268,11 @@ def pipeline(
         raise PlanError(f'reduction is {reduction!r}. Choose "mean" or "sum".')
     state = sharded(model)
     axes, parts = state.engine.axes, model.__dict__[_PARTS]
+    wire = Wire(axes.pipeline)
 
     def add_up() -> None:
         for ranks, parameters in parts.copies:
-            sum_copies(parameters, lambda tensor: sum_among(tensor, ranks, axes.pipeline))  # noqa: B023
+            sum_copies(parameters, lambda tensor: sum_among(tensor, ranks, wire))  # noqa: B023
 
     hollow = parts.hollow or HollowModel(model, cut_model(model, 1, 1), axes.pipeline)
     return Pipeline(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,25 @@ def test_adapters_are_cut_with_their_layers(ranks: Any) -> None:
         for expected, found, worst in results:
             assert found == pytest.approx(expected, rel=1e-5)
             assert worst[0] < 1e-4, worst
+
+
+def make_and_forget(rank: int, size: int, plans: list[dict[str, Any]]) -> tuple[int, int]:
+    """The threads at the start of a job, and the engines that are left once its models are gone."""
+    from unbounded.zero.engine import Engine
+
+    gc.collect()
+    num_threads = len(os.listdir("/proc/self/task"))
+    for plan in plans:
+        model = models.build("llama", num_hidden_layers=2)
+        unbounded.shard(model, optimizer_of(model), plan)
+        del model
+    gc.collect()
+    return num_threads, sum(isinstance(thing, Engine) for thing in gc.get_objects())
+
+
+def test_models_over_axes_are_freed_with_their_threads_and_groups(ranks: Any) -> None:
+    plans = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}]
+    jobs = [ranks(2, make_and_forget, plans) for _ in range(3)]
+    for _, second, third in zip(*jobs, strict=True):
+        assert second[1] == third[1] == 0
+        assert third[0] <= second[0] + 1  # the heart of the job before may still beat

@@ -90,13 +90,14 @@ class Clock(Exchange):
     now = 0.0
     backward = 2.0
 
-    def send(self, tensors: list[torch.Tensor], to: int, *, back: bool) -> None:
+    def send(self, tensors: list[torch.Tensor], to: int, *, stage: int, back: bool) -> None:
         stamp = torch.tensor([Clock.now])
-        super().send([*tensors, stamp], to, back=back)
+        super().send([*tensors, stamp], to, stage=stage, back=back)
         self.sent_bytes -= stamp.nbytes
 
-    def receive(self, parts: list[Part], source: int, *, back: bool) -> list[torch.Tensor]:
-        *tensors, stamp = super().receive([*parts, Part((1,), torch.float32, False)], source, back=back)
+    def receive(self, parts: list[Part], source: int, *, stage: int, back: bool) -> list[torch.Tensor]:
+        stamped = [*parts, Part((1,), torch.float32, False)]
+        *tensors, stamp = super().receive(stamped, source, stage=stage, back=back)
         Clock.now = max(Clock.now, float(stamp))
         return tensors
 

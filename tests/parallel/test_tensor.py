@@ -20,9 +20,9 @@ PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 @contextmanager
 def counted(counts: Counter[str]) -> Iterator[None]:
     """Counts the collectives of the tensor axis inside."""
-    from unbounded.parallel import collectives
+    from unbounded.ranks import axis
 
-    names = {"all_reduce": dist, "_gather_single": collectives, "_scatter_single": collectives}
+    names = {"all_reduce": dist, "_gather": axis, "all_to_all_single": dist}  # a scattered sum is an exchange on a CPU
     plain = {name: getattr(home, name) for name, home in names.items()}
 
     def wrap(name: str) -> Any:
@@ -66,8 +66,8 @@ def test_a_block_has_two_all_reduces_forward_and_two_backward(ranks: Any, family
 
 def test_with_sequence_parallelism_each_is_split_in_two(ranks: Any) -> None:
     for forward, backward in ranks(2, count_collectives, "llama", True):
-        assert forward == {"_gather_single": 2, "_scatter_single": 2, "all_reduce": 0}
-        assert backward == {"_gather_single": 2, "_scatter_single": 2, "all_reduce": 1}  # 1: the block's norms
+        assert forward == {"_gather": 2, "all_to_all_single": 2, "all_reduce": 0}
+        assert backward == {"_gather": 2, "all_to_all_single": 2, "all_reduce": 1}  # 1: the block's norms
 
 
 def held(rank: int, size: int, plan: dict[str, Any]) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def compare_in_tiles(rank: int, size: int, family: str, plans: list[dict[str, An
     """`compare` with a loss in tiles of three rows."""
     from unbounded.activations.tiled import heads, loss
 
-    saved, tiles = (heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.Rows), []
+    saved, tiles = (heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.EntropyRows), []
 
     def count(*args: Any) -> Any:
         tiles.append(args[0].shape)
@@ -110,10 +110,10 @@ def compare_in_tiles(rank: int, size: int, family: str, plans: list[dict[str, An
 
     try:
         heads.LEAST_TILE_BYTES = 3 * 18 * 4  # 18: the larger part of the vocabulary over two ranks
-        heads.TILE_BYTES, loss.Rows = {"cpu": heads.LEAST_TILE_BYTES}, count  # type: ignore[misc, assignment]
+        heads.TILE_BYTES, loss.EntropyRows = {"cpu": heads.LEAST_TILE_BYTES}, count  # type: ignore[misc, assignment]
         results = compare(rank, size, family, plans, {}, 2)
     finally:
-        heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.Rows = saved  # type: ignore[misc]
+        heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.EntropyRows = saved  # type: ignore[misc]
     return results, len(tiles)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from unbounded.ranks.watchdog.post import Post
 from unbounded.ranks.watchdog.verdict import Place, Seen, Wait, judge
+from unbounded.ranks.watchdog.watch import Watch
 
 LIMIT, BEAT = 60.0, 1.0
 BOTH = (0, 1)
@@ -92,3 +95,25 @@ def test_a_collective_that_all_are_in_may_take_as_long_as_its_bytes() -> None:
 def test_ranks_of_other_communicators_are_no_concern() -> None:
     stopped = replace(elsewhere(2), silent_seconds=1000.0)
     assert judge(wait(59), seen(elsewhere(1, gather=4), stopped), LIMIT, BEAT) is None
+
+
+class EndsAfterTheSlice:
+    """A collective that ends between the end of a slice of waiting and the question whether it has ended."""
+
+    num_waits = 0
+
+    def wait(self, timeout: Any = None) -> None:
+        self.num_waits += 1
+        if self.num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_just_after_a_slice_has_not_failed() -> None:
+    watch, post, work = Watch(SimpleNamespace(rank=0, seconds=0.01)), Post("gather", (0, 1)), EndsAfterTheSlice()
+    post.begin("the gather", "unit 'a'")
+    watch.wait(work, None, post, limit=1.0)
+    assert work.num_waits == 2
+    assert not post.place().is_inside

@@ -126,5 +126,5 @@ def test_transfers_that_fall_short_in_a_step_are_carried_on(tmp_path: Path) -> N
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "LD_PRELOAD": str(shim)}
     command = [sys.executable, "-c", SHORT, str(tmp_path), str(shim), str(ROUNDS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -15,96 +15,93 @@ copies where every rank does the same with the copies. On one rank each is nothi
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from unbounded.observe import trace
+from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import share
 
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+class Site:
+    """A layer on the ranks of an axis: where its collectives happen, and what they are called when a rank is late."""
+
+    def __init__(self, axis: Axis, layer: str) -> None:
+        self.axis, self.layer = axis, layer
+        self.size, self.rank = axis.size, axis.rank
+        self.output, self.gradient = f"layer {layer!r}", f"the gradient of layer {layer!r}"
 
 
-class ParallelAxis(Protocol):
-    """The ranks of one axis of the mesh."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-
-
-def sum_parts(tensor: torch.Tensor, axis: ParallelAxis) -> torch.Tensor:
+def sum_parts(tensor: torch.Tensor, site: Site, subject: str) -> torch.Tensor:
     """All ranks of the axis must call this. The sum over the ranks, in a tensor of its own."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    with trace.device_span("reduce", "tensor", bytes=total.numel() * total.element_size()):
-        dist.all_reduce(total, group=axis.group)
-    return total
+    with trace.device_span("reduce", site.layer, bytes=total.numel() * total.element_size()):
+        return site.axis.sum(total, f"the sum of {subject}")
 
 
-def join_parts(part: torch.Tensor, dim: int, axis: ParallelAxis, length: int | None = None) -> torch.Tensor:
+def join_parts(part: torch.Tensor, dim: int, site: Site, subject: str, length: int | None = None) -> torch.Tensor:
     """All ranks of the axis must call this. Every rank's part along `dim`; `length` of all where parts are unequal."""
     dim %= part.dim()
-    if length is None or length % axis.size == 0:
-        return _join_equal(part, dim, axis)
-    longest = -(-length // axis.size)
+    if length is None or length % site.size == 0:
+        return _join_equal(part, dim, site, subject)
+    longest = -(-length // site.size)
     rows = part.transpose(0, dim)
     padded = rows.new_zeros(longest, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
-    joined = _join_equal(padded, 0, axis)
+    joined = _join_equal(padded, 0, site, subject)
     kept = []
-    for rank in range(axis.size):
-        start, stop = share(length, rank, axis.size)
+    for rank in range(site.size):
+        start, stop = share(length, rank, site.size)
         kept.append(joined[rank * longest : rank * longest + stop - start])
     return torch.cat(kept).transpose(0, dim).contiguous()
 
 
-def _join_equal(part: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
+def _join_equal(part: torch.Tensor, dim: int, site: Site, subject: str) -> torch.Tensor:
     part = part.contiguous()
-    joined = part.new_empty(axis.size, *part.shape)
-    with trace.device_span("gather", "tensor", bytes=joined.numel() * joined.element_size()):
-        _gather_single(joined.view(-1), part.view(-1), group=axis.group)
-    return joined.movedim(0, dim).reshape(*part.shape[:dim], axis.size * part.shape[dim], *part.shape[dim + 1 :])
+    joined = part.new_empty(site.size, *part.shape)
+    site.axis.gather(joined.view(-1), part.view(-1), site.layer, subject)
+    return joined.movedim(0, dim).reshape(*part.shape[:dim], site.size * part.shape[dim], *part.shape[dim + 1 :])
 
 
-def scatter_sum(full: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
+def scatter_sum(full: torch.Tensor, dim: int, site: Site, subject: str) -> torch.Tensor:
     """All ranks of the axis must call this. This rank's equal part along `dim` of the sum of all `full`."""
     dim %= full.dim()
-    length = full.shape[dim] // axis.size
-    rows = full.unflatten(dim, (axis.size, length)).movedim(dim, 0).contiguous()
+    length = full.shape[dim] // site.size
+    rows = full.unflatten(dim, (site.size, length)).movedim(dim, 0).contiguous()
     part = rows.new_empty(rows.shape[1:])
-    with trace.device_span("reduce", "tensor", bytes=rows.numel() * rows.element_size()):
-        _scatter_single(part.view(-1), rows.view(-1), group=axis.group)
+    site.axis.scatter(part.view(-1), rows.view(-1), site.layer, subject)
     return part
 
 
-def take_part(full: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
+def exchange_parts(parts: torch.Tensor, site: Site, subject: str) -> torch.Tensor:
+    """All ranks of the axis must call this. Row by row of `parts`, what each rank has for this one."""
+    received = torch.empty_like(parts)
+    site.axis.exchange(received, parts, site.layer, subject)
+    return received
+
+
+def take_part(full: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
     """This rank's part of `full` along `dim`."""
-    start, stop = share(full.shape[dim], axis.rank, axis.size)
+    start, stop = share(full.shape[dim], site.rank, site.size)
     return full.narrow(dim, start, stop - start).contiguous()
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: ParallelAxis) -> torch.Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: torch.Tensor, site: Site) -> torch.Tensor:
+        ctx.site = site
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_parts(gradient, ctx.axis), None
+        return sum_parts(gradient, ctx.site, ctx.site.gradient), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: ParallelAxis) -> torch.Tensor:
-        return sum_parts(x, axis)
+    def forward(ctx: Any, x: torch.Tensor, site: Site) -> torch.Tensor:
+        return sum_parts(x, site, site.output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -113,67 +110,67 @@ class _Leave(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return join_parts(x, dim, axis)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+        ctx.dim, ctx.site = dim, site
+        return join_parts(x, dim, site, site.output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return scatter_sum(gradient, ctx.dim, ctx.axis), None, None
+        return scatter_sum(gradient, ctx.dim, ctx.site, ctx.site.gradient), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return scatter_sum(x, dim, axis)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+        ctx.dim, ctx.site = dim, site
+        return scatter_sum(x, dim, site, site.output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return join_parts(gradient, ctx.dim, ctx.axis), None, None
+        return join_parts(gradient, ctx.dim, ctx.site, ctx.site.gradient), None, None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, axis: ParallelAxis, length: int | None) -> torch.Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return join_parts(x, dim, axis, length)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, site: Site, length: int | None) -> torch.Tensor:
+        ctx.dim, ctx.site = dim, site
+        return join_parts(x, dim, site, site.output, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return take_part(gradient, ctx.dim, ctx.axis), None, None, None
+        return take_part(gradient, ctx.dim, ctx.site), None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
-        ctx.dim, ctx.axis, ctx.length = dim, axis, x.shape[dim]
-        return take_part(x, dim, axis)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+        ctx.dim, ctx.site, ctx.length = dim, site, x.shape[dim]
+        return take_part(x, dim, site)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return join_parts(gradient, ctx.dim, ctx.axis, ctx.length), None, None
+        return join_parts(gradient, ctx.dim, ctx.site, ctx.site.gradient, ctx.length), None, None
 
 
-def enter(x: torch.Tensor, axis: ParallelAxis) -> torch.Tensor:
-    return _Enter.apply(x, axis) if axis.size > 1 else x
+def enter(x: torch.Tensor, site: Site) -> torch.Tensor:
+    return _Enter.apply(x, site) if site.size > 1 else x
 
 
-def leave(x: torch.Tensor, axis: ParallelAxis) -> torch.Tensor:
-    return _Leave.apply(x, axis) if axis.size > 1 else x
+def leave(x: torch.Tensor, site: Site) -> torch.Tensor:
+    return _Leave.apply(x, site) if site.size > 1 else x
 
 
-def gather(x: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
-    return _Gather.apply(x, dim, axis) if axis.size > 1 else x
+def gather(x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+    return _Gather.apply(x, dim, site) if site.size > 1 else x
 
 
-def scatter(x: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
-    return _Scatter.apply(x, dim, axis) if axis.size > 1 else x
+def scatter(x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+    return _Scatter.apply(x, dim, site) if site.size > 1 else x
 
 
-def join(x: torch.Tensor, dim: int, axis: ParallelAxis, length: int | None = None) -> torch.Tensor:
-    return _Join.apply(x, dim, axis, length) if axis.size > 1 else x
+def join(x: torch.Tensor, dim: int, site: Site, length: int | None = None) -> torch.Tensor:
+    return _Join.apply(x, dim, site, length) if site.size > 1 else x
 
 
-def split(x: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
-    return _Split.apply(x, dim, axis) if axis.size > 1 else x
+def split(x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+    return _Split.apply(x, dim, site) if site.size > 1 else x

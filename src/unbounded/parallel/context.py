@@ -17,45 +17,43 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from unbounded.errors import PlanError, StateError
 from unbounded.parallel.blocks import find_stacks, unwrap
-from unbounded.parallel.collectives import ParallelAxis
+from unbounded.parallel.collectives import Site, exchange_parts
 from unbounded.parallel.tensor.dropout import SlicedDropout
 from unbounded.parallel.tensor.gradients import Partial, attach_sum
 from unbounded.parallel.tensor.layers import Detach, replace_forward, together
 from unbounded.parallel.tensor.scene import Hold, Scene
+from unbounded.ranks.axis import Axis
 
 
 class _Exchange(torch.autograd.Function):
     """[batch, heads, part of the sequence, width] to [batch, part of the heads, sequence, width], or back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: ParallelAxis, to_heads: bool) -> torch.Tensor:
-        ctx.axis, ctx.to_heads = axis, to_heads
-        return _exchange(x, axis, to_heads)
+    def forward(ctx: Any, x: torch.Tensor, site: Site, to_heads: bool) -> torch.Tensor:
+        ctx.site, ctx.to_heads = site, to_heads
+        return _exchange(x, site, site.output, to_heads)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _exchange(gradient, ctx.axis, not ctx.to_heads), None, None
+        return _exchange(gradient, ctx.site, ctx.site.gradient, not ctx.to_heads), None, None
 
 
-def _exchange(x: torch.Tensor, axis: ParallelAxis, to_heads: bool) -> torch.Tensor:
+def _exchange(x: torch.Tensor, site: Site, subject: str, to_heads: bool) -> torch.Tensor:
     cut, joined = (1, 2) if to_heads else (2, 1)
-    parts = x.unflatten(cut, (axis.size, -1)).movedim(cut, 0).contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=axis.group)
-    return received.movedim(0, joined).flatten(joined, joined + 1)
+    parts = x.unflatten(cut, (site.size, -1)).movedim(cut, 0).contiguous()
+    return exchange_parts(parts, site, subject).movedim(0, joined).flatten(joined, joined + 1)
 
 
 class ContextAttention(SlicedDropout):
     """Inside, attention sees the whole sequence, and what is dropped is what the one-rank model drops."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, site: Site) -> None:
         super().__init__(scene)
-        self.num_attentions = 0
+        self.site, self.num_attentions = site, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
@@ -82,13 +80,13 @@ class ContextAttention(SlicedDropout):
             )
         if groups > 1 and key.shape[1] % axis.size:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        query, key, value = (_Exchange.apply(part, axis, True) for part in (query, key, value))
+        query, key, value = (_Exchange.apply(part, self.site, True) for part in (query, key, value))
         mask = self._own_heads(attn_mask, query, key) if attn_mask is not None else None
         self.scene.hold = Hold.FEATURES
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": query.shape[1] > key.shape[1]}
         result = self._attention(query, key, value, mask, dropout_p, **options)
         self.scene.hold = Hold.SEQUENCE
-        return _Exchange.apply(result, axis, False)  # type: ignore[no-any-return]
+        return _Exchange.apply(result, self.site, False)  # type: ignore[no-any-return]
 
     def _own_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """This rank's heads of a mask of whole sequences, which most masks have only one of."""
@@ -107,7 +105,7 @@ class ContextAttention(SlicedDropout):
 class ContextParallel:
     """The blocks of a model over the ranks of a context axis."""
 
-    def __init__(self, model: nn.Module, axis: ParallelAxis, stacks: Sequence[Sequence[nn.Module]] | None) -> None:
+    def __init__(self, model: nn.Module, axis: Axis, stacks: Sequence[Sequence[nn.Module]] | None) -> None:
         base = unwrap(model)
         self.model, self.axis = model, axis
         self.stacks = [list(stack) for stack in (find_stacks(base) if stacks is None else stacks)]
@@ -127,21 +125,24 @@ class ContextParallel:
 
     def attach(self) -> None:
         """Lets the blocks hold parts of the sequence."""
+        names = {module: name for name, module in unwrap(self.model).named_modules()}
         for stack in self.stacks:
             for block in stack:
+                site = self.scene.at(names[block])
                 partials = [Partial(module, name, None) for module in block.modules() for name in module._parameters]
-                self._detaches.append(attach_sum(block, partials, self.axis))
-                self._detaches.append(replace_forward(block, self._make_attending(block)))
-                self._detaches.append(self._attach_block(block, is_first=block is stack[0], is_last=block is stack[-1]))
+                self._detaches.append(attach_sum(block, partials, site))
+                self._detaches.append(replace_forward(block, self._make_attending(block, site)))
+                is_first, is_last = block is stack[0], block is stack[-1]
+                self._detaches.append(self._attach_block(block, site, is_first=is_first, is_last=is_last))
 
     def detach(self) -> None:
         together(*self._detaches)()
         self._detaches.clear()
 
-    def _make_attending(self, block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _make_attending(self, block: nn.Module, site: Site) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(forward: Callable[..., Any]) -> Callable[..., Any]:
             def attending(*args: Any, **kwargs: Any) -> Any:
-                mode = ContextAttention(self.scene)
+                mode = ContextAttention(self.scene, site)
                 with mode:
                     result = forward(*args, **kwargs)
                 if not mode.num_attentions:
@@ -155,7 +156,7 @@ class ContextParallel:
 
         return make
 
-    def _attach_block(self, block: nn.Module, *, is_first: bool, is_last: bool) -> Detach:
+    def _attach_block(self, block: nn.Module, site: Site, *, is_first: bool, is_last: bool) -> Detach:
         scene, axis = self.scene, self.axis
 
         def cut(value: Any, length: int) -> Any:
@@ -170,14 +171,14 @@ class ContextParallel:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             given = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs["hidden_states"]
             length = given.shape[1] * (1 if is_first else axis.size)
-            hidden = self._begin(given, is_first=is_first)
+            hidden = self._begin(given, site, is_first=is_first)
             kwargs = {name: cut(value, length) for name, value in kwargs.items() if value is not given}
             if args and args[0] is given:
                 return (hidden, *(cut(value, length) for value in args[1:])), kwargs
             return args, {**kwargs, "hidden_states": hidden}
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
-            return scene.end_block(output, is_last=is_last)
+            return scene.end_block(output, site, is_last=is_last)
 
         handles = [
             block.register_forward_pre_hook(before, with_kwargs=True),
@@ -185,10 +186,10 @@ class ContextParallel:
         ]
         return together(*(handle.remove for handle in handles))
 
-    def _begin(self, hidden: torch.Tensor, *, is_first: bool) -> torch.Tensor:
+    def _begin(self, hidden: torch.Tensor, site: Site, *, is_first: bool) -> torch.Tensor:
         if is_first and hidden.shape[1] % self.axis.size:
             raise StateError(
                 f"the sequence has {hidden.shape[1]} tokens, which do not divide over context={self.axis.size}. "
                 "Pad the batch to a multiple of it."
             )
-        return self.scene.begin_block(hidden, is_first=is_first)
+        return self.scene.begin_block(hidden, site, is_first=is_first)

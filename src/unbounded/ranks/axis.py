@@ -51,10 +51,10 @@ class Axis:
         self.limit = LIMIT_SECONDS
         self._lease: GroupLease | None = None
         config = "" if group is None else str(dist.get_backend_config(group))
-        self._is_on_device = "nccl" in config  # torch launches, and the device waits
-        self._host = torch.device("cuda") if self._is_on_device and "gloo" not in config else torch.device("cpu")
+        self.is_on_device = "nccl" in config  # torch launches, and the device waits
+        self._host = torch.device("cuda") if self.is_on_device and "gloo" not in config else torch.device("cpu")
         self._start: torch.cuda.Event | None = None  # before the last collective on a device
-        self._post = None if group is None or watch is None else watch.heartbeat.post(group)
+        self._post = None if group is None or watch is None else watch.heartbeat.post(group.group_name, self.members())
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank {self.rank} of {self.size})"
@@ -78,14 +78,17 @@ class Axis:
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, name: str) -> None:
-        """All ranks of the axis must call this. Fills `full` with every rank's `shard`."""
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, name: str, subject: str = "") -> None:
+        """All ranks of the axis must call this. Fills `full` with every rank's `shard`.
+
+        `name` is the span's in a trace; `subject` what is gathered, in words, unless it is the unit of that name.
+        """
         num_bytes = full.numel() * full.element_size()
         with trace.device_span("gather", name, bytes=num_bytes):
             if self.size == 1:
                 full.copy_(shard)
                 return
-            self._begin("the gather", f"unit {name!r}", num_bytes)
+            self._begin("the gather", subject or f"unit {name!r}", num_bytes)
             self._end(self._launch(_gather, full, shard.contiguous()))
 
     def reduce(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> None:
@@ -100,6 +103,23 @@ class Axis:
                 self._end(self._launch(_scatter, shard, full, op=dist.ReduceOp.AVG))
             else:
                 shard.copy_(self._sum_in_rank_order(full).div_(self.size))
+
+    def scatter(self, part: torch.Tensor, full: torch.Tensor, name: str, subject: str) -> None:
+        """All ranks of the axis must call this. `part` becomes this rank's part of the sum of all `full`."""
+        num_bytes = full.numel() * full.element_size()
+        with trace.device_span("reduce", name, bytes=num_bytes):
+            self._begin("the scattered sum", subject, num_bytes)
+            if self.is_on_device:
+                self._end(self._launch(_scatter, part, full))
+            else:
+                part.copy_(self._sum_in_rank_order(full))
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, name: str, subject: str) -> None:
+        """All ranks of the axis must call this. Each rank gets its part of every rank's `sent`, in their order."""
+        num_bytes = sent.numel() * sent.element_size()
+        with trace.device_span("gather", name, bytes=num_bytes):
+            self._begin("the exchange", subject, num_bytes)
+            self._end(self._launch(dist.all_to_all_single, received, sent))
 
     def _sum_in_rank_order(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of all `full`, in fp32 or wider.
@@ -118,7 +138,7 @@ class Axis:
     def sum(self, tensor: torch.Tensor, what: str = "the sum over ranks") -> torch.Tensor:
         """All ranks of the axis must call this. Adds up `tensor` in place over the ranks."""
         if self.size > 1:
-            self._begin(what)
+            self._begin(what, num_bytes=tensor.numel() * tensor.element_size())
             self._end(self._launch(dist.all_reduce, tensor, op=dist.ReduceOp.SUM))
         return tensor
 
@@ -146,13 +166,13 @@ class Axis:
         if self._post is not None and self.watch is not None:
             self._post.begin(operation, subject, num_bytes)
             self.watch.check(self._post)
-            if self._is_on_device:
+            if self.is_on_device:
                 self._start = torch.cuda.Event()
                 self._start.record()
 
     def _launch(self, collective: Callable[..., Work | None], *tensors: torch.Tensor, **options: Any) -> Work | None:
         """Torch waits by itself on a device, in the current stream."""
-        return collective(*tensors, group=self.group, async_op=not self._is_on_device, **options)
+        return collective(*tensors, group=self.group, async_op=not self.is_on_device, **options)
 
     def _end(self, work: Work | None, number: int | None = None) -> None:
         """Returns when the collective is over, or, on a device, when the current stream waits for it."""

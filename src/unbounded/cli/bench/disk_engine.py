@@ -110,23 +110,21 @@ def engine_loop(bench: Bench, operations: tuple[int, ...], transfer_bytes: int) 
         handle.wait()
 
 
-def measure(bench: Bench, *, transfer_bytes: int, repetitions: int) -> list[Result]:
-    """Read, write and both at once, each as the median of alternating repetitions."""
+def measure(bench: Bench, *, transfer_bytes: int, repetitions: int) -> Iterator[Result]:
+    """Read, write and both at once, each as the median of alternating repetitions, as they are measured."""
     size = bench.size_bytes
     cases: list[tuple[str, int, Callable[[int], None], tuple[int, ...]]] = [
         ("read", size, lambda threads: raw_loop(bench, READ, threads), (READ,)),
         ("write", size, lambda threads: raw_loop(bench, WRITE, threads), (WRITE,)),
         ("read and write", 2 * size, lambda threads: raw_both(bench, threads), (READ, WRITE)),
     ]
-    results = []
     for what, nbytes, raw, operations in cases:
         ours = partial(engine_loop, bench, operations, transfer_bytes)
         best = _best_thread_count(raw, ours)
         raw_seconds, our_seconds = _take_turns(partial(raw, best), ours, repetitions)
         rates = [nbytes / 1e9 / statistics.median(times) for times in (raw_seconds, our_seconds)]
         ratio = statistics.median(raw / ours for raw, ours in zip(raw_seconds, our_seconds, strict=True))
-        results.append(Result(what, transfer_bytes, rates[0], best, rates[1], ratio))
-    return results
+        yield Result(what, transfer_bytes, rates[0], best, rates[1], ratio)
 
 
 def _take_turns(
@@ -177,11 +175,17 @@ def disk(
     size_bytes: int = 1 << 30,
     transfers: tuple[int, ...] = (16 << 20, 64 << 20),
     repetitions: int = 7,
+    tell: Callable[[Result], None] = lambda _: None,
 ) -> list[Result]:
-    """Measures the engine on `path` against the raw loop, for every size of transfer."""
+    """Measures the engine on `path` against the raw loop, for every size of transfer; `tell` gets each result first."""
     step = max(BUFFER_BYTES, *transfers)
     with opened(Path(path), max(step, size_bytes // step * step)) as bench:
-        return [line for size in transfers for line in measure(bench, transfer_bytes=size, repetitions=repetitions)]
+        results = []
+        for size in transfers:
+            for result in measure(bench, transfer_bytes=size, repetitions=repetitions):
+                tell(result)
+                results.append(result)
+        return results
 
 
 def show(results: list[Result], title: str) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from unbounded.ranks.axis import Axis
+from unbounded.ranks.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -58,84 +59,73 @@ class Exchange:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
         # Forward and backward traffic, and each of them up and down the ranks, never wait for one another.
-        self._lanes = {
-            (back, wraps): axis.lane(f"{'gradients' if back else 'activations'} {'down' if wraps else 'up'}")
+        self._wires = {
+            (back, wraps): Wire(axis.lane(f"{'gradients' if back else 'activations'} {'down' if wraps else 'up'}"))
             for back in (False, True)
             for wraps in (False, True)
         }
-        self._through_host = device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
-        self._in_flight: list[tuple[Any, torch.Tensor]] = []
+        self._where = _travelling_device(device, axis)
         self.sent_bytes = 0
 
-    def send(self, tensors: list[torch.Tensor], to: int, *, back: bool) -> None:
-        """Sends tensors to a rank of the axis; returns at once."""
-        group = self._group(self.axis.rank, to, back)
+    def send(self, tensors: list[torch.Tensor], to: int, *, stage: int, back: bool) -> None:
+        """Sends what `stage` made to a rank of the axis; returns at once."""
         for tensor in tensors:
-            data = tensor.detach().contiguous()
-            data = data.cpu() if self._through_host else data
+            data = tensor.detach().contiguous().to(self._where)
             self.sent_bytes += data.numel() * data.element_size()
-            self._in_flight.append((dist.isend(data, self._global(to), group=group), data))
+            self._wire(self.axis.rank, to, back).send(data, to, _describe(stage, back))
 
-    def receive(self, parts: list[Part], source: int, *, back: bool) -> list[torch.Tensor]:
-        """The tensors that a rank of the axis sends next."""
-        group, tensors = self._group(source, self.axis.rank, back), []
-        where = torch.device("cpu") if self._through_host else self.device
-        waits: list[Any] = []
-        for part in parts:
-            tensor = torch.empty(part.shape, dtype=part.dtype, device=where)
-            waits.append(dist.irecv(tensor, self._global(source), group=group))
-            tensors.append(tensor)
-        for wait in waits:
-            wait.wait()
-        return [tensor.to(self.device) for tensor in tensors] if self._through_host else tensors
+    def receive(self, parts: list[Part], source: int, *, stage: int, back: bool) -> list[torch.Tensor]:
+        """The tensors that `stage`, on a rank of the axis, sends next."""
+        tensors = [torch.empty(part.shape, dtype=part.dtype, device=self._where) for part in parts]
+        self._wire(source, self.axis.rank, back).receive(tensors, source, _describe(stage, back))
+        return [tensor.to(self.device) for tensor in tensors]
 
-    def send_template(self, template: Template, to: int) -> None:
-        group = self._group(self.axis.rank, to, False)
-        dist.send_object_list([template], self._global(to), group=group, device=self._object_device)
+    def send_template(self, template: Template, to: int, *, stage: int) -> None:
+        wire, subject = self._wire(self.axis.rank, to, False), f"the structure of {_describe(stage, False)}"
+        wire.send_object(template, to, subject, self._where)
 
-    def receive_template(self, source: int) -> Template:
-        told: list[Any] = [None]
-        group = self._group(source, self.axis.rank, False)
-        dist.recv_object_list(told, self._global(source), group=group, device=self._object_device)
-        return told[0]  # type: ignore[no-any-return]
+    def receive_template(self, source: int, *, stage: int) -> Template:
+        wire, subject = self._wire(source, self.axis.rank, False), f"the structure of {_describe(stage, False)}"
+        template: Template = wire.receive_object(source, subject, self._where)
+        return template
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
-        for work, _ in self._in_flight:
-            work.wait()
-        self._in_flight.clear()
+        for wire in self._wires.values():
+            wire.finish()
 
-    @property
-    def _object_device(self) -> torch.device:
-        return torch.device("cpu") if self._through_host or self.device.type == "cpu" else self.device
-
-    def _group(self, source: int, to: int, back: bool) -> dist.ProcessGroup | None:
-        return self._lanes[back, source > to].group
-
-    def _global(self, rank: int) -> int:
-        return _global_rank(self.axis, rank)
+    def _wire(self, source: int, to: int, back: bool) -> Wire:
+        return self._wires[back, source > to]
 
 
-def sum_among(tensor: torch.Tensor, ranks: Sequence[int], axis: Axis) -> torch.Tensor:
-    """All of `ranks`, which are of the axis, must call this. The sum of their tensors, in place."""
+def sum_among(tensor: torch.Tensor, ranks: Sequence[int], wire: Wire) -> torch.Tensor:
+    """All of `ranks`, which are of the wire's axis, must call this. The sum of their tensors, in place."""
+    axis, what = wire.axis, "parameters that several stages hold"
     if len(ranks) == axis.size:
-        return axis.sum(tensor)
+        return axis.sum(tensor, f"the sum of {what}")
     # No group of their own: torch names groups by how many a rank has made, so all would have to make as many.
-    data = tensor.cpu() if tensor.device.type == "cuda" and dist.get_backend(axis.group) == "gloo" else tensor
-    first, *others = (_global_rank(axis, rank) for rank in sorted(ranks))
-    if axis.rank == min(ranks):
+    data = tensor.to(_travelling_device(tensor.device, axis))
+    first, *others = sorted(ranks)
+    if axis.rank == first:
         part = torch.empty_like(data)
         for other in others:
-            dist.recv(part, other, group=axis.group)
+            wire.receive([part], other, what)
             data += part
         for other in others:
-            dist.send(data, other, group=axis.group)
+            wire.send(data, other, what)
     else:
-        dist.send(data, first, group=axis.group)
-        dist.recv(data, first, group=axis.group)
+        wire.send(data, first, what)
+        wire.finish()  # before it is overwritten
+        wire.receive([data], first, what)
+    wire.finish()
     return tensor if data is tensor else tensor.copy_(data)
 
 
-def _global_rank(axis: Axis, rank: int) -> int:
-    assert axis.group is not None
-    return dist.get_global_rank(axis.group, rank)
+def _describe(stage: int, back: bool) -> str:
+    return f"the {'gradients' if back else 'activations'} of stage {stage}"
+
+
+def _travelling_device(device: torch.device, axis: Axis) -> torch.device:
+    """Where tensors are sent from and received: gloo does neither on a GPU."""
+    through_host = device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
+    return torch.device("cpu") if through_host else device

@@ -172,13 +172,13 @@ class Pipeline:
         state = self._passes[action.chunk, action.micro]
         gradients: list[torch.Tensor] | None = None
         if stage < self.num_stages - 1:
-            gradients = self._wire().receive(state.parts, (stage + 1) % self.axis.size, back=True)
+            gradients = self._wire().receive(state.parts, (stage + 1) % self.axis.size, stage=stage + 1, back=True)
             if self.trainer is not None:
                 self.trainer.scale(self._losses)  # what came is scaled already; this stage's step must know
         torch.autograd.backward(state.outputs, gradients)  # type: ignore[arg-type]
         if stage:
             back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in state.received if t.requires_grad]
-            self._wire().send(back, (stage - 1) % self.axis.size, back=True)
+            self._wire().send(back, (stage - 1) % self.axis.size, stage=stage, back=True)
         state.outputs, state.received = [], []
         if not keep:
             del self._passes[action.chunk, action.micro]
@@ -189,9 +189,9 @@ class Pipeline:
         wire, source = self._wire(), (stage - 1) % self.axis.size
         key = stage, *batches.signature(micro)
         if key not in self._templates:
-            self._templates[key] = wire.receive_template(source)
+            self._templates[key] = wire.receive_template(source, stage=stage - 1)
         template = self._templates[key]
-        state.received = wire.receive(template.parts, source, back=False)
+        state.received = wire.receive(template.parts, source, stage=stage - 1, back=False)
         for tensor, part in zip(state.received, template.parts, strict=True):
             tensor.requires_grad_(part.wants_gradient and torch.is_grad_enabled())
         return template.fill(state.received)
@@ -202,8 +202,8 @@ class Pipeline:
         key = stage, *batches.signature(micro)
         if key not in self._told:
             self._told.add(key)
-            wire.send_template(template, to)
-        wire.send(tensors, to, back=False)
+            wire.send_template(template, to, stage=stage)
+        wire.send(tensors, to, stage=stage, back=False)
         state.outputs = [tensor for tensor in tensors if tensor.requires_grad]
         state.parts = [part for part in template.parts if part.wants_gradient]
 

@@ -16,13 +16,14 @@ from torch import nn
 
 from unbounded.errors import PlanError
 from unbounded.parallel.blocks import find_stacks, unwrap
-from unbounded.parallel.collectives import ParallelAxis
+from unbounded.parallel.collectives import Site
 from unbounded.parallel.tensor import attention, layers, vocabulary
 from unbounded.parallel.tensor.dropout import attach_dropout
 from unbounded.parallel.tensor.families import find_pairs
 from unbounded.parallel.tensor.gradients import Partial, attach_sum
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.parallel.tensor.styles import Kind, Pairs, Style, find_style, read_style
+from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut, cut_evenly
 
 
@@ -44,7 +45,7 @@ class TensorParallel:
     def __init__(
         self,
         model: nn.Module,
-        axis: ParallelAxis,
+        axis: Axis,
         styles: Pairs | None,
         *,
         sequence: bool,
@@ -230,25 +231,25 @@ class TensorParallel:
             self._detaches.append(self._attach_region(module))
 
     def _attach(self, layer: Layer) -> layers.Detach:
-        kind, module, scene = layer.style.kind, layer.module, self.scene
+        kind, module, scene, site = layer.style.kind, layer.module, self.scene, self.scene.at(layer.name)
         base = layers.adapted_layers(module)[0]
         if kind is Kind.COLUMN:
             cut = layer.cuts[base, "weight"]
-            attached = layers.attach_column(module, scene, joins=layer.style.joins, width=cut.shape[cut.dim])
+            attached = layers.attach_column(module, scene, site, joins=layer.style.joins, width=cut.shape[cut.dim])
             return layers.together(attached, layers.adjust_sizes(base, cut, is_row=False))
         if kind is Kind.ROW:
-            attached = layers.attach_row(module, scene, splits=layer.style.splits, inner=base)
+            attached = layers.attach_row(module, scene, site, splits=layer.style.splits, inner=base)
             return layers.together(attached, layers.adjust_sizes(base, layer.cuts[base, "weight"], is_row=True))
         if kind is Kind.VOCABULARY:
-            return layers.attach_vocabulary(module, scene, layer.cuts[module, "weight"])  # type: ignore[arg-type]
+            return layers.attach_vocabulary(module, scene, site, layer.cuts[module, "weight"])  # type: ignore[arg-type]
         if kind is Kind.EXPERTS:
-            return layers.attach_experts(module, scene)
+            return layers.attach_experts(module, scene, site)
         if kind is Kind.HEAD:
             return self._attach_head(layer, layer.cuts[base, "weight"])
         return lambda: None
 
     def _attach_head(self, layer: Layer, cut: Cut) -> layers.Detach:
-        part = vocabulary.HeadPart(self.scene, cut)
+        part = vocabulary.HeadPart(self.scene, self.scene.at(layer.name), cut)
         attached = vocabulary.attach_head(layer.module, part)
         if not vocabulary.TokenLoss.fits(self.base):
             return attached
@@ -278,30 +279,30 @@ class TensorParallel:
         return [module for module in found if module is not None]
 
     def _attach_region(self, module: nn.Module) -> layers.Detach:
-        scene = self.scene
+        scene, site = self.scene, self._site(module)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if scene.hold is not Hold.SEQUENCE:
                 return None
             if args and isinstance(args[0], torch.Tensor):
-                return (scene.gather_sequence(args[0]), *args[1:]), kwargs
+                return (scene.gather_sequence(args[0], site), *args[1:]), kwargs
             if isinstance(kwargs.get("hidden_states"), torch.Tensor):
-                return args, {**kwargs, "hidden_states": scene.gather_sequence(kwargs["hidden_states"])}
+                return args, {**kwargs, "hidden_states": scene.gather_sequence(kwargs["hidden_states"], site)}
             return None
 
         return module.register_forward_pre_hook(before, with_kwargs=True).remove
 
     def _attach_block(self, block: nn.Module, *, is_first: bool, is_last: bool) -> layers.Detach:
-        scene = self.scene
+        scene, site = self.scene, self._site(block)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if args and isinstance(args[0], torch.Tensor):
-                return (scene.begin_block(args[0], is_first=is_first), *args[1:]), kwargs
-            hidden = scene.begin_block(kwargs["hidden_states"], is_first=is_first)
+                return (scene.begin_block(args[0], site, is_first=is_first), *args[1:]), kwargs
+            hidden = scene.begin_block(kwargs["hidden_states"], site, is_first=is_first)
             return args, {**kwargs, "hidden_states": hidden}
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
-            return scene.end_block(output, is_last=is_last)
+            return scene.end_block(output, site, is_last=is_last)
 
         handles = [
             block.register_forward_pre_hook(before, with_kwargs=True),
@@ -318,7 +319,7 @@ class TensorParallel:
                 partial = Partial(holder, attribute, self.cuts.get(id(parameter)))
                 by_block.setdefault(self._block_of(name, holder), {})[id(parameter)] = partial
         for block, partials in by_block.items():
-            self._detaches.append(attach_sum(block, list(partials.values()), self.axis))
+            self._detaches.append(attach_sum(block, list(partials.values()), self._site(block)))
 
     def _partial_places(self) -> Iterator[tuple[str, nn.Module, str]]:
         for layer in self.layers:
@@ -338,6 +339,9 @@ class TensorParallel:
                 for module in block.modules():
                     if module in rows and "bias" in module._parameters:
                         yield names[module], module, "bias"
+
+    def _site(self, module: nn.Module) -> Site:
+        return self.scene.at(next(name for name, other in self.names.items() if other is module))
 
     def _block_of(self, name: str, holder: nn.Module) -> nn.Module:
         """The repeated block around a module, or the module."""

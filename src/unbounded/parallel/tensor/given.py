@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from unbounded.errors import PlanError
-from unbounded.parallel.collectives import ParallelAxis
+from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
 
 
@@ -25,7 +25,7 @@ def find_given(model: nn.Module) -> dict[str, DTensor]:
 class GivenTensors:
     """The DTensors of a model, with the cuts that their placements are."""
 
-    def __init__(self, model: nn.Module, given: dict[str, DTensor], axis: ParallelAxis) -> None:
+    def __init__(self, model: nn.Module, given: dict[str, DTensor], axis: Axis) -> None:
         self.model = model
         self._specs = {id(tensor): (tensor.device_mesh, tuple(tensor.placements)) for tensor in given.values()}
         self._shapes = {id(tensor): (tensor.shape, tensor.stride()) for tensor in given.values()}
@@ -98,7 +98,7 @@ class GivenTensors:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _read_cut(name: str, tensor: DTensor, axis: ParallelAxis) -> Cut | None:
+def _read_cut(name: str, tensor: DTensor, axis: Axis) -> Cut | None:
     """What of the whole a rank holds by a DTensor's placement; None where it holds all of it."""
     placements = tensor.placements
     if tensor.device_mesh.size() != axis.size or len(placements) != 1:

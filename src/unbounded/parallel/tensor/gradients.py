@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded.parallel.collectives import ParallelAxis, sum_parts
+from unbounded.parallel.collectives import Site, sum_parts
 from unbounded.parallel.tensor.layers import Detach
 from unbounded.ranks.cut import Cut
 
@@ -33,16 +33,16 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, axis: ParallelAxis, cuts: Sequence[Cut | None], *parameters: torch.Tensor
+        ctx: Any, site: Site, cuts: Sequence[Cut | None], *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.axis, ctx.cuts = axis, cuts
+        ctx.site, ctx.cuts = site, cuts
         ctx.shapes = [parameter.shape for parameter in parameters]
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         parts = [_spread(gradient, cut) for gradient, cut in zip(gradients, ctx.cuts, strict=True)]
-        total = sum_parts(torch.cat([part.reshape(-1) for part in parts]), ctx.axis)
+        total = sum_parts(torch.cat([part.reshape(-1) for part in parts]), ctx.site, ctx.site.gradient)
         found, position = [], 0
         for part, cut in zip(parts, ctx.cuts, strict=True):
             whole = total[position : position + part.numel()].view(part.shape)
@@ -60,7 +60,7 @@ def _spread(gradient: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     return whole
 
 
-def attach_sum(block: nn.Module, partials: Sequence[Partial], axis: ParallelAxis) -> Detach:
+def attach_sum(block: nn.Module, partials: Sequence[Partial], site: Site) -> Detach:
     """Sums the gradients of `partials` in one collective while `block` runs."""
 
     def before(*_: Any) -> None:
@@ -69,7 +69,7 @@ def attach_sum(block: nn.Module, partials: Sequence[Partial], axis: ParallelAxis
         if not wanted or not torch.is_grad_enabled():
             return
         cuts = [partials[i].cut for i in wanted]
-        summed = _Summed.apply(axis, cuts, *(held[i] for i in wanted))
+        summed = _Summed.apply(site, cuts, *(held[i] for i in wanted))
         for i, value in zip(wanted, summed, strict=True):
             replaced.append((partials[i].holder, partials[i].attribute, held[i]))
             partials[i].holder._parameters[partials[i].attribute] = value

@@ -14,6 +14,7 @@ from torch import nn
 
 from unbounded.errors import PlanError
 from unbounded.parallel import collectives
+from unbounded.parallel.collectives import Site
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
 
@@ -34,17 +35,17 @@ def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Call
     return detach
 
 
-def attach_column(module: nn.Module, scene: Scene, *, joins: bool, width: int) -> Detach:
+def attach_column(module: nn.Module, scene: Scene, site: Site, *, joins: bool, width: int) -> Detach:
     """Outputs are this rank's part of `width`, or made whole again."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            whole = scene.enter(x)
+            whole = scene.enter(x, site)
             scene.hold = Hold.COPIES  # what an adapter drops from its input, it drops from a whole one
             part = forward(whole, *args, **kwargs)
             if joins:
                 scene.hold = Hold.COPIES
-                return collectives.join(part, -1, scene.axis, width)
+                return collectives.join(part, -1, site, width)
             scene.hold = Hold.FEATURES
             return part
 
@@ -53,16 +54,16 @@ def attach_column(module: nn.Module, scene: Scene, *, joins: bool, width: int) -
     return replace_forward(module, make)
 
 
-def attach_row(module: nn.Module, scene: Scene, *, splits: bool, inner: nn.Module) -> Detach:
+def attach_row(module: nn.Module, scene: Scene, site: Site, *, splits: bool, inner: nn.Module) -> Detach:
     """Inputs are this rank's part, or are cut here; outputs are summed, and the bias of `inner` is added once."""
 
     # With one module for both, the layer's own formula without its bias is inside the layer that sums.
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def row(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if splits:
-                x = collectives.split(x, -1, scene.axis)
+                x = collectives.split(x, -1, site)
             scene.hold = Hold.FEATURES
-            whole = scene.leave(forward(x, *args, **kwargs))
+            whole = scene.leave(forward(x, *args, **kwargs), site)
             return whole if inner.bias is None else whole + inner.bias  # type: ignore[operator]
 
         return row
@@ -75,7 +76,7 @@ def attach_row(module: nn.Module, scene: Scene, *, splits: bool, inner: nn.Modul
     return together(replace_forward(inner, plain), replace_forward(module, make))
 
 
-def attach_vocabulary(module: nn.Embedding, scene: Scene, cut: Cut) -> Detach:
+def attach_vocabulary(module: nn.Embedding, scene: Scene, site: Site, cut: Cut) -> Detach:
     """Tokens of other ranks give zeros, and the sum over the ranks is every token's row."""
     if module.max_norm is not None:
         raise PlanError(
@@ -88,7 +89,7 @@ def attach_vocabulary(module: nn.Embedding, scene: Scene, cut: Cut) -> Detach:
         def vocabulary(tokens: torch.Tensor) -> torch.Tensor:
             is_other = (tokens < start) | (tokens >= stop)
             rows = forward((tokens - start).masked_fill(is_other, 0))
-            return scene.leave(rows.masked_fill(is_other.unsqueeze(-1), 0))
+            return scene.leave(rows.masked_fill(is_other.unsqueeze(-1), 0), site)
 
         return vocabulary
 
@@ -102,7 +103,7 @@ def attach_vocabulary(module: nn.Embedding, scene: Scene, cut: Cut) -> Detach:
     return restore
 
 
-def attach_experts(module: nn.Module, scene: Scene) -> Detach:
+def attach_experts(module: nn.Module, scene: Scene, site: Site) -> Detach:
     """Experts that each hold a part of their features: tokens and routing weights enter, what they add up leaves."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,13 +114,13 @@ def attach_experts(module: nn.Module, scene: Scene) -> Detach:
                 if not isinstance(value, torch.Tensor):
                     return value
                 if by_sequence:
-                    return collectives.gather(value, 0, scene.axis)
-                return scene.enter(value) if value.is_floating_point() else value
+                    return collectives.gather(value, 0, site)
+                return scene.enter(value, site) if value.is_floating_point() else value
 
             args = tuple(map(move, args))
             kwargs = {name: move(value) for name, value in kwargs.items()}
             scene.hold = Hold.FEATURES
-            return scene.leave(forward(*args, **kwargs))
+            return scene.leave(forward(*args, **kwargs), site)
 
         return experts
 

@@ -22,7 +22,8 @@ import torch
 
 from unbounded.errors import StateError
 from unbounded.parallel import collectives
-from unbounded.parallel.collectives import ParallelAxis
+from unbounded.parallel.collectives import Site
+from unbounded.ranks.axis import Axis
 
 # Inputs whose entered form is kept at once: those of a self- and of a cross-attention.
 KEPT_INPUTS = 2
@@ -39,41 +40,45 @@ class Hold(Enum):
 class Scene:
     """One model's forward on one rank of the tensor axis."""
 
-    def __init__(self, axis: ParallelAxis, *, by_sequence: bool) -> None:
+    def __init__(self, axis: Axis, *, by_sequence: bool) -> None:
         self.axis, self.by_sequence = axis, by_sequence
         self.hold = Hold.COPIES
         self.num_rows = 0  # of the batch that is cut along its sequence
         self._is_inside = False  # the blocks, where the sequence is cut
         self._entered: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
 
+    def at(self, layer: str) -> Site:
+        """Where the collectives of a layer happen."""
+        return Site(self.axis, layer)
+
     # -- regions of parts of the weights -----------------------------------------------------------------------------
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """`x` for a layer that holds a part of its outputs; once for all layers that read the same."""
         for reference, entered in self._entered:
             if reference() is x:
                 return entered
         if self.hold is Hold.SEQUENCE:
-            entered = collectives.gather(x, sequence_dim(x), self.axis)
+            entered = collectives.gather(x, sequence_dim(x), site)
         else:
-            entered = collectives.enter(x, self.axis)
+            entered = collectives.enter(x, site)
         self._remember(x, entered)
         return entered
 
-    def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
+    def gather_sequence(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """`x`, whole, for a module whose layers all read it; they need not enter it again."""
-        gathered = collectives.gather(x, sequence_dim(x), self.axis)
+        gathered = collectives.gather(x, sequence_dim(x), site)
         self._remember(gathered, gathered)
         self.hold = Hold.COPIES
         return gathered
 
-    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+    def leave(self, partial: torch.Tensor, site: Site) -> torch.Tensor:
         """The sum over the ranks of what each made from its part: whole, or this rank's part of the sequence."""
         self._entered.clear()
         self.hold = self.outside
         if self.hold is Hold.SEQUENCE:
-            return collectives.scatter(partial, sequence_dim(partial), self.axis)
-        return collectives.leave(partial, self.axis)
+            return collectives.scatter(partial, sequence_dim(partial), site)
+        return collectives.leave(partial, site)
 
     @property
     def outside(self) -> Hold:
@@ -90,7 +95,7 @@ class Scene:
         self._entered.clear()
         self._is_inside, self.hold = False, Hold.COPIES
 
-    def begin_block(self, hidden: torch.Tensor, *, is_first: bool) -> torch.Tensor:
+    def begin_block(self, hidden: torch.Tensor, site: Site, *, is_first: bool) -> torch.Tensor:
         """A block's forward begins, or is recomputed; the first one cuts the sequence."""
         if is_first:
             length = hidden.shape[1]
@@ -99,20 +104,20 @@ class Scene:
                     f"the sequence has {length} tokens, which do not divide over tensor={self.axis.size} with "
                     "sequence=True. Pad the batch to a multiple of it, or leave sequence out of the plan."
                 )
-            hidden = collectives.split(hidden, 1, self.axis)
+            hidden = collectives.split(hidden, 1, site)
         self._entered.clear()
         self._is_inside, self.hold, self.num_rows = True, Hold.SEQUENCE, hidden.shape[0]
         return hidden
 
-    def end_block(self, output: Any, *, is_last: bool) -> Any:
+    def end_block(self, output: Any, site: Site, *, is_last: bool) -> Any:
         """A block's forward is over; the last one joins the sequence again."""
         self._is_inside, self.hold = False, Hold.COPIES
         self._entered.clear()
         if not is_last:
             return output
         if isinstance(output, tuple):
-            return (collectives.join(output[0], 1, self.axis), *output[1:])
-        return collectives.join(output, 1, self.axis)
+            return (collectives.join(output[0], 1, site), *output[1:])
+        return collectives.join(output, 1, site)
 
 
 def sequence_dim(x: torch.Tensor) -> int:

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from unbounded.parallel import collectives
 from unbounded.parallel.blocks import asked_loss
-from unbounded.parallel.collectives import ParallelAxis
+from unbounded.parallel.collectives import Site
 from unbounded.parallel.tensor.layers import Detach, replace_forward
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
@@ -30,13 +29,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, axis: ParallelAxis
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, site: Site
     ) -> torch.Tensor:
         inside = labels - start
         is_here = (inside >= 0) & (inside < logits.shape[-1])
         inside = inside.masked_fill(~is_here, 0)
         own = logits.gather(-1, inside.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
-        told = collectives.join_parts(torch.stack([logits.logsumexp(-1), own]).unsqueeze(0), 0, axis)
+        stacked = torch.stack([logits.logsumexp(-1), own]).unsqueeze(0)
+        told = collectives.join_parts(stacked, 0, site, "the loss")
         total = told[:, 0].logsumexp(0)
         is_counted = labels != ignore_index
         ctx.save_for_backward(logits, total, inside, is_here, is_counted)
@@ -54,14 +54,14 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    axis: ParallelAxis,
+    site: Site,
     *,
     start: int,
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
     """All ranks of the axis must call this. The cross entropy of `logits`: this rank's classes, from `start` on."""
-    losses = _CrossEntropy.apply(logits, labels, start, ignore_index, axis)
+    losses = _CrossEntropy.apply(logits, labels, start, ignore_index, site)
     if reduction == "none":
         return losses
     return losses.sum() / (1 if reduction == "sum" else (labels != ignore_index).sum())
@@ -70,8 +70,8 @@ def cross_entropy(
 class HeadPart:
     """This rank's part of the vocabulary, for whoever computes with the head's weight: see `Vocabulary` in the loss."""
 
-    def __init__(self, scene: Scene, cut: Cut) -> None:
-        self.scene = scene
+    def __init__(self, scene: Scene, site: Site, cut: Cut) -> None:
+        self.scene, self.site = scene, site
         self.has_labels = False  # in the forward that runs, whose loss is computed from parts of the logits
         self.size, self.num_parts = cut.shape[cut.dim], scene.axis.size
         self.start, stop = cut.intervals[0]
@@ -83,18 +83,17 @@ class HeadPart:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, the same on all ranks, for a product with the part: its gradients are summed."""
-        entered = self.scene.enter(x)
+        entered = self.scene.enter(x, self.site)
         self.scene.hold = Hold.COPIES
         return entered
 
     def max(self, rows: torch.Tensor) -> torch.Tensor:
         """All ranks of the axis must call this."""
-        dist.all_reduce(rows, dist.ReduceOp.MAX, group=self.scene.axis.group)
-        return rows
+        return self.site.axis.max(rows, "the largest logits of the loss")
 
     def sum(self, rows: torch.Tensor) -> torch.Tensor:
         """All ranks of the axis must call this."""
-        return collectives.sum_parts(rows, self.scene.axis)
+        return collectives.sum_parts(rows, self.site, "the loss")
 
 
 def attach_head(module: nn.Module, part: HeadPart) -> Detach:
@@ -103,7 +102,7 @@ def attach_head(module: nn.Module, part: HeadPart) -> Detach:
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def head(x: torch.Tensor) -> torch.Tensor:
             logits = forward(part.enter(x))
-            return logits if part.keeps() else collectives.join(logits, -1, part.scene.axis, part.size)
+            return logits if part.keeps() else collectives.join(logits, -1, part.site, part.size)
 
         return head
 
@@ -161,7 +160,7 @@ class TokenLoss:
         losses = cross_entropy(
             logits.float().reshape(wanted.numel(), -1),
             wanted,
-            self.part.scene.axis,
+            self.part.site,
             start=self.part.start,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",

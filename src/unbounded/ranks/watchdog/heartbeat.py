@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,11 +65,10 @@ class Heartbeat:
 
     # -- for others ------------------------------------------------------------------------------------------------
 
-    def post(self, group: dist.ProcessGroup) -> Post:
-        """Where a communicator's collectives are noted, made at the first call."""
-        key = group.group_name
+    def post(self, key: str, members: Sequence[int]) -> Post:
+        """Where the collectives of these ranks are noted that come in one order, made at the first call."""
         if key not in self._posts:
-            self._posts[key] = Post(key, dist.get_process_group_ranks(group))
+            self._posts[key] = Post(key, members)
         return self._posts[key]
 
     def is_alive(self) -> bool:

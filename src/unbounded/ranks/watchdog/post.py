@@ -29,6 +29,11 @@ class Post:
         self.since = time.monotonic()
         self.ended = self.begun if number is None else number
 
+    def reopen(self, number: int) -> None:
+        """The `number`th, which nothing has waited for since it was launched, is waited for now."""
+        self.since = time.monotonic()
+        self.ended = number - 1
+
     @property
     def what(self) -> str:
         """The last collective in words."""

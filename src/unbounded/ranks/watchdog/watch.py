@@ -53,6 +53,7 @@ class Watch:
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.rank, self.heartbeat = heartbeat.rank, heartbeat
         self._reason: str | None = None  # why this rank gave up waiting
+        self._slice = timedelta(seconds=self.beat)
         self._device_waits = DeviceWaits()
         self._device_thread: threading.Thread | None = None
 
@@ -64,6 +65,7 @@ class Watch:
     def quicken(self, limit: float) -> None:
         """Beats often enough for a limit of so many seconds."""
         self.heartbeat.seconds = min(self.heartbeat.seconds, limit / 4)
+        self._slice = timedelta(seconds=self.beat)
 
     def check(self, post: Post) -> None:
         """Raises where the job has failed already: what is about to begin would not end."""
@@ -121,12 +123,14 @@ class Watch:
 
     def _is_over(self, work: Work, post: Post) -> bool:
         try:
-            work.wait(timedelta(seconds=self.beat))
-        except RuntimeError as error:
+            work.wait(self._slice)
+        except RuntimeError:
             if not work.is_completed():
                 return False
-            post.end()
-            raise self._give_up(self._explain(error, post)) from error
+            try:
+                work.wait(self._slice)  # it may have ended well just after the slice
+            except RuntimeError as error:
+                raise self.explain(error, post) from error
         return True
 
     def _give_up(self, reason: str) -> PeerError:
@@ -155,8 +159,13 @@ class Watch:
             return None
         return f"rank {failure[0]} failed: {failure[1]} (rank {self.rank} was in {what})"
 
-    def _explain(self, error: RuntimeError, post: Post) -> str:
-        """A connection broke: mostly because a rank at its other end failed or was killed."""
+    def explain(self, error: RuntimeError, post: Post) -> PeerError:
+        """What this rank raises where a connection broke; it goes on no more."""
+        post.end()
+        return self._give_up(self._find_reason(error, post))
+
+    def _find_reason(self, error: RuntimeError, post: Post) -> str:
+        """Why a connection broke: mostly because a rank at its other end failed or was killed."""
         what, deadline = post.what, time.monotonic() + max(FAREWELL_SECONDS, 6 * self.beat)
         with self.heartbeat.looking():
             while time.monotonic() < deadline:
