@@ -10,11 +10,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from unbounded.optim.rules import UpdateRule
+from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
+from unbounded.tiers.array import Array
 from unbounded.tiers.budget import BOUNCE_BUFFERS, host_threads
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.memory import Tiers
@@ -32,6 +33,7 @@ from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer, Places
 from unbounded.zero.setup.thawing import Thawing, make_gradient
 from unbounded.zero.sites import Member, Site
+from unbounded.zero.step.drafts import Draft
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
 from unbounded.zero.unit import Unit
@@ -178,8 +180,22 @@ class Assembly:
         leased = tiers.pool(buffers.num_update, buffers.update_bytes)
         streams = [self._lane(f"stream-{index}") for index in range(2)]
         lanes = Lanes(self._lane("update"), self._lane("buffered"), streams)
-        updates = Updates(engine, dict(self.blueprint.rules), lanes, self.threads, leased, buffers.depth)
+        drafts = self._drafts(engine.units, tiers, leased)
+        rules = dict(self.blueprint.rules)
+        updates = Updates(engine, rules, lanes, self.threads, leased, buffers.depth, drafts)
         return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
+
+    def _drafts(self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool) -> dict[Unit, Draft]:
+        """Spare states for the units that are updated inside the backward."""
+
+        def allocate(array: Array, *, pin: bool) -> Array:
+            return tiers.allocate(array.tier, array.dtype, array.numel, bounce, pin=pin)
+
+        drafts = {}
+        for unit, is_early in zip(units, self.blueprint.early, strict=True):
+            if is_early and isinstance(unit.rule, NativeRule):
+                drafts[unit] = Draft(unit, unit.rule, allocate)
+        return drafts
 
     def _attach(self, engine: Engine) -> Callable[[], None]:
         detaches = [hooks.attach(site.module, i, engine, is_root=i == 0) for i, site in enumerate(self.sites)]

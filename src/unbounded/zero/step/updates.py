@@ -10,8 +10,9 @@ unit carries a handle that whoever needs its new weights waits on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from unbounded.tiers.lane import Handle, Lane
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.gradients.gradient_array import Factor
+from unbounded.zero.step.drafts import Basis, Draft, Drafts, basis_of
 from unbounded.zero.step.update_pass import (
+    Job,
     Piece,
     UpdatePass,
     cut_pieces,
@@ -47,6 +51,11 @@ class Work:
     home: Handle  # the new weights are where they live
     written: Handle  # the new states are
     before: Handle | None  # `states_written` of the step before: states that were not written must not be read
+    basis: Basis  # what it is updated from, but for the factor, which the device may still be computing
+
+    @property
+    def factor(self) -> Factor:
+        return self.pieces[0].factor
 
     def fail(self, error: BaseException) -> None:
         for handle in (self.home, self.written):
@@ -85,11 +94,13 @@ class Updates:
         num_threads: int,
         buffers: BufferPool,
         depth: int,
+        drafts: Mapping[Unit, Draft],
     ) -> None:
         self.engine, self.rules, self.lanes = engine, rules, lanes
         self._piece_numel = buffers.buffer_bytes // 4
         # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
         few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
+        self.drafts = Drafts(drafts, lanes.direct, many)
         kinds = {"disk": (few, depth), "host": (many, depth), "device": (many, STREAMED_DEPTH)}
         self._passes = {
             (kind, dtype): UpdatePass(rule, pool, buffers, in_flight)
@@ -99,7 +110,8 @@ class Updates:
 
     def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]]) -> None:
         """Updates `units` in order; returns before the lanes have done their part."""
-        planned = [(unit, self._plan(unit, groups)) for unit in units]  # what fails here has changed nothing
+        self.drafts.cancel()
+        planned = [(unit, *self._plan(unit, groups)) for unit in units]  # what fails here has changed nothing
         queued: dict[Lane, list[Work]] = {lane: [] for lane in self.lanes.all}
         try:
             self._begin(planned, queued)
@@ -115,19 +127,20 @@ class Updates:
             if work:
                 lane.submit(self._run_in, lane, work, ready)
 
-    def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
+    def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> tuple[list[Job], list[Piece]]:
         gradient = unit.gradient
         gradient.order_stream()
         gradient.apply_changes()
         if gradient.state is GradientState.ZERO:
             gradient.apply_factor()
         piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
-        return cut_pieces(unit, plan_jobs(unit, groups), piece_numel)
+        jobs = plan_jobs(unit, groups)
+        return jobs, cut_pieces(unit, jobs, piece_numel)
 
-    def _begin(self, planned: Sequence[tuple[Unit, list[Piece]]], queued: dict[Lane, list[Work]]) -> None:
+    def _begin(self, planned: Sequence[tuple[Unit, list[Job], list[Piece]]], queued: dict[Lane, list[Work]]) -> None:
         """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
         num_streamed = 0
-        for unit, pieces in planned:
+        for unit, jobs, pieces in planned:
             unit.steps = steps_after(unit)
             unit.note_change()
             if pieces and kernel_device(unit).type == "cuda" and not unit.streamed:
@@ -135,7 +148,8 @@ class Updates:
             elif pieces:
                 lane = self.lanes.lane_for(unit, num_streamed)
                 num_streamed += unit.streamed
-                work = Work(unit, pieces, Handle(), Handle(), unit.states_written)
+                basis = basis_of(unit, jobs, math.nan)
+                work = Work(unit, pieces, Handle(), Handle(), unit.states_written, basis)
                 queued[lane].append(work)
                 unit.weights_ready, unit.states_written = work.home, work.written
                 unit.gradient.reading = work.written
@@ -157,6 +171,8 @@ class Updates:
         kind = "device" if lane in self.lanes.streams else "disk" if is_disk_bound else "host"
         try:
             _read_factors(work)
+            if lane is self.lanes.direct:
+                work = self._take_drafts(lane, work)
             for dtype in self.rules:
                 self._passes[kind, dtype].run(
                     _pieces(part for part in work if part.unit.dtype == dtype),
@@ -167,6 +183,24 @@ class Updates:
             for part in work:
                 part.fail(error)
             raise
+
+    def _take_drafts(self, lane: Lane, work: list[Work]) -> list[Work]:
+        """Exchanges old states for those that were written already; what is left is to be updated."""
+        left, num_written = [], 0
+        for part in work:
+            draft = self.drafts.of.get(part.unit)
+            num_written += draft is not None and draft.is_written
+            if part.before is not None:
+                part.before.order_stream()
+            if draft is not None and draft.take(replace(part.basis, factor=part.factor)):
+                part.home.complete(event=lane.mark())
+                part.written.complete(event=lane.mark())
+            else:
+                left.append(part)
+        num_taken = len(work) - len(left)
+        factors = {float(part.factor) for part in work}
+        self.drafts.outlook.note(factors, num_taken=num_taken, num_refused=num_written - num_taken)
+        return left
 
 
 def _read_factors(work: Iterable[Work]) -> None:
