@@ -133,6 +133,29 @@ def test_weights_that_a_forward_writes_are_kept(ranks: Any, world: tuple[int, st
     compare(ranks, world, three_steps, build)
 
 
+class Late(Codebook):
+    """It begins to write only after some forwards."""
+
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) if self.count > 4 else self.net(x)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_data_that_a_forward_begins_to_write_late_is_kept_or_refused(plan: str) -> None:
+    plain, model = make(Late), make(Late)
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    reference = adamw(plain)
+    if plan == "device":
+        assert [step(model, optimizer) for _ in range(9)] == pytest.approx([step(plain, reference) for _ in range(9)])
+        return
+    turns = range(8 * len(optimizer.engine.units) + 2)  # every unit has had its own
+    with pytest.raises(StateError, match=r"through `\.data`.*began only after its first"):
+        print([step(model, optimizer) for _ in turns])
+
+
 def average(model: nn.Module, optimizer: Any) -> Any:
     """A deep copy as an exponential average, evaluated and saved as a plain model."""
     ema = copy.deepcopy(model)

@@ -3,7 +3,8 @@
 Between passes a write is seen by the version counter of what was written to (`parameter`). Inside a forward modules
 hold plain tensors: an operation in place is seen by their version counters, but one on `weight.data`, or new `.data`,
 is not. So the first training forwards of a unit are checked against a fingerprint of its bytes, and a unit that was
-written to in that way once is checked in every forward from then on.
+written to in that way once is checked in every forward from then on. Later the units take turns, one every few
+forwards: a write that begins then is found late, and an error, since those before it were lost.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from unbounded.zero.layout import round_up
 from unbounded.zero.unit import Unit
 
 CHECKED_FORWARDS, ALWAYS = 2, 1 << 30
+TURN_FORWARDS = 8  # between the checks of two units, after the first forwards
 
 
 class Writes:
@@ -25,15 +27,25 @@ class Writes:
     def __init__(self) -> None:
         self._checks_left: dict[Unit, int] = {}
         self._before: dict[Unit, torch.Tensor] = {}
+        self._forwards: dict[Unit, int] = {}  # of each unit, with gradients, so far; it begins where its turn is
+        self._late: set[Unit] = set()  # checked in its turn
 
     def watch(self, unit: Unit) -> None:
         """A forward of `unit` begins."""
         left = self._checks_left.setdefault(unit, CHECKED_FORWARDS)
-        if left and torch.is_grad_enabled():
+        self._late.discard(unit)
+        if torch.is_grad_enabled() and (left or self._has_its_turn(unit)):
             is_copied = unit.resident and unit.has_master
             self._before[unit] = unit.owned_part().clone() if is_copied else _fingerprint(unit.buffer)
         else:
             self._before.pop(unit, None)
+
+    def _has_its_turn(self, unit: Unit) -> bool:
+        count = self._forwards[unit] = self._forwards.setdefault(unit, TURN_FORWARDS * len(self._forwards)) + 1
+        if count % (TURN_FORWARDS * len(self._checks_left)):
+            return False
+        self._late.add(unit)
+        return True
 
     def find(self, unit: Unit) -> list[int]:
         """The parameters that the forward that is over may have written to; new data is in the buffer already."""
@@ -44,7 +56,7 @@ class Writes:
         now = unit.owned_part() if before.numel() > 1 else _fingerprint(unit.buffer)
         if not slots and torch.equal(_bits(before), _bits(now)):
             if self._checks_left[unit] <= CHECKED_FORWARDS:
-                self._checks_left[unit] -= 1
+                self._checks_left[unit] = max(0, self._checks_left[unit] - 1)
             return []
         self._checks_left[unit] = ALWAYS
         self._before[unit] = before
@@ -64,6 +76,12 @@ class Writes:
                 "inside `with unbounded.full_params(model):`."
             )
         self.store(unit, now, before)
+        if unit in self._late and (not unit.resident or unit.has_master):
+            raise StateError(
+                f"the forward writes to the unit {unit.name!r} through `.data`, which began only after its first "
+                f"forwards: what was written until now is lost. Write in place under torch.no_grad() (weight.mul_(...) "
+                "instead of weight.data.mul_(...)), which is always seen."
+            )
 
     def keep(self, unit: Unit, index: int, value: torch.Tensor) -> None:
         """Keeps a new value of one parameter, outside a forward: what this rank owns of it goes to its tier."""
