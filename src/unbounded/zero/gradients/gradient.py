@@ -149,7 +149,9 @@ class Gradient:
         if self.local is not None:
             slot = self.layout.slots[index]
             self.local[slot.start : slot.stop].mul_(factor)
-        if self.state is GradientState.HELD:
+        if index in self._aside:
+            self._aside[index].mul_(factor)
+        elif self.state is GradientState.HELD:
             self._slot_factors[index] = _times(self._slot_factors.get(index, 1.0), factor)
 
     def slot_squares(self) -> list[torch.Tensor | float]:
@@ -166,7 +168,7 @@ class Gradient:
         """
         self._touch()
         if index not in self._aside:
-            self.apply_changes()
+            self._apply_notes()
             self.apply_factor()
             slot = self.layout.slots[index]
             if self.store.tier == "device":
@@ -192,21 +194,28 @@ class Gradient:
         """Carries out what was noted of single slots."""
         if not (self._cleared or self._aside or self._slot_factors):
             return
-        cleared, aside, factors = self._cleared, self._aside, self._slot_factors
-        self._cleared, self._aside, self._slot_factors = set(), {}, {}
-        self._squares = None
-        if factors and not cleared and not aside and (common := self._common(factors)) is not None:
-            self.factor = _times(self.factor, common)
+        if not self._cleared and not self._aside and (common := self._common(self._slot_factors)) is not None:
+            self.factor, self._slot_factors, self._squares = _times(self.factor, common), {}, None
             return
-        self._finish_reading()
+        self._apply_notes()
+        aside, self._aside = self._aside, {}
+        if aside:
+            self._squares = None
+            self.apply_factor()
+        for index, value in aside.items():
+            self.store.write(self._range(index)[0], value.detach().reshape(-1))
+
+    def _apply_notes(self) -> None:
+        """Clears and scales single slots. Those that a user works on stay aside: what is held of them still counts."""
+        cleared, factors = self._cleared, self._slot_factors
+        self._cleared, self._slot_factors = set(), {}
+        if cleared or factors:
+            self._squares = None
+            self._finish_reading()
         for index in cleared if self.state is GradientState.HELD else ():
             self.store.multiply(*self._range(index), 0.0)
         for index, factor in factors.items():
             self.store.multiply(*self._range(index), factor)
-        if aside:
-            self.apply_factor()
-        for index, value in aside.items():
-            self.store.write(self._range(index)[0], value.detach().reshape(-1))
 
     def write_out(self) -> None:
         """Lets the array be the gradient, with nothing noted: for whoever reads it as it lies."""
