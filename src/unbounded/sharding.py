@@ -29,8 +29,9 @@ from unbounded.activations.tiled.feedforward import Sizes, find_feed_forwards, p
 from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import BudgetError, PlanError, StateError
 from unbounded.native.memory import available_bytes
+from unbounded.optim.book import RuleBook
+from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import unwrap
-from unbounded.optim.rules import read_rule
 from unbounded.parallel.applied import Applied, take_parts
 from unbounded.parallel.pipeline.exchange import sum_among
 from unbounded.parallel.pipeline.hollow import HollowModel
@@ -64,7 +65,7 @@ _promises: weakref.WeakKeyDictionary[nn.Module, DevicePromise] = weakref.WeakKey
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     plan: str | Plan | Mapping[str, Any] = "auto",
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -73,7 +74,8 @@ def shard(
     """All ranks must call this. Places the states of `model` and `optimizer` and returns them ready to train.
 
     The model is changed in place and returned; the optimizer returned is a `torch.optim.Optimizer` over the same
-    param groups (None where none was given). `plan` is "auto", a `Plan`, or a dict of its fields. `weights` is a
+    param groups (None where none was given); several optimizers, Muon for matrices and AdamW for the rest, become one
+    that steps them all. `plan` is "auto", a `Plan`, or a dict of its fields. `weights` is a
     folder of safetensors that is streamed into a model on the meta device. `mesh` gives the axes of the job (data,
     tensor, pipeline), where the plan's sizes shall not make them. Where a launcher such as torchrun started this
     process among others and there is no process group yet, one is made.
@@ -93,10 +95,8 @@ def shard(
     sites = find_sites(model, with_tiles=True)
     holdings = Holdings(parts.cuts, parts.uncounted)
     groups = {id(parts.replaced[key]) if key in parts.replaced else key: g for key, g in admitted.groups.items()}
-    specs = find_specs(sites, groups, axes.data.size, lowered, holdings)
-    for spec in specs:
-        if spec.trainable and optimizer is not None:
-            spec.rule = read_rule(optimizer, spec.dtype, open_plan.optimizer_format)
+    book = RuleBook(optimizer, open_plan.optimizer_format) if optimizer is not None else None
+    specs = find_specs(sites, groups, axes.data.size, lowered, holdings, book)
     promise = _promise(axes, device, open_plan.device_bytes)
     resolved = replace(open_plan, precision=open_plan.precision or common_precision(model))
     blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size)
@@ -114,8 +114,8 @@ def shard(
         checkpoint_activations(model, blueprint.plan.activations)
     if not is_cut:  # a head that the tensor axis cuts keeps its logits where they are made
         state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes).remove)
-    if optimizer is not None:
-        state.add_detach(optimizer.register_step_pre_hook(_refuse_old_optimizer).remove)
+    for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer] if optimizer else []:
+        state.add_detach(member.register_step_pre_hook(_refuse_old_optimizer).remove)
     if optimizer is not None and not hasattr(model, "peft_config"):
         state.add_detach(_refuse_late_adapters(model))
     return model, state.optimizer  # type: ignore[return-value]

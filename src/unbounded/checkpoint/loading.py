@@ -146,7 +146,7 @@ class _Loading:
     def _bring_in(self, contents: Contents, *, staged: bool) -> None:
         assert contents.files is not None
         staging = self.state.tiers.staging
-        transfer = Transfer(contents.files, contents.source, self.state.rules, staging, staged=staged)
+        transfer = Transfer(contents.files, contents.source, staging, staged=staged)
         has_begun = not staged
         try:
             self.peers.agree(lambda: self._transfer(contents, transfer))

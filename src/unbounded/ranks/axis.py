@@ -101,6 +101,18 @@ class Axis:
             else:
                 shard.copy_(self._sum_in_rank_order(full).div_(self.size))
 
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, sizes: tuple[list[int], list[int]], name: str
+    ) -> None:
+        """All ranks of the axis must call this. `sizes` are what this rank gets of each rank, and what it sends to it.
+
+        `received` and `sent` are flat and hold the parts in the order of the ranks.
+        """
+        num_bytes = sent.numel() * sent.element_size()
+        with trace.device_span("gather", name, bytes=num_bytes):
+            self._begin("the exchange", f"unit {name!r}", num_bytes)
+            self._end(self._launch(dist.all_to_all_single, received, sent, *sizes))
+
     def _sum_in_rank_order(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of all `full`, in fp32 or wider.
 
@@ -150,7 +162,7 @@ class Axis:
                 self._start = torch.cuda.Event()
                 self._start.record()
 
-    def _launch(self, collective: Callable[..., Work | None], *tensors: torch.Tensor, **options: Any) -> Work | None:
+    def _launch(self, collective: Callable[..., Work | None], *tensors: Any, **options: Any) -> Work | None:
         """Torch waits by itself on a device, in the current stream."""
         return collective(*tensors, group=self.group, async_op=not self._is_on_device, **options)
 

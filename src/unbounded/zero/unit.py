@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from unbounded.optim.granularity import Granularity
+from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.reader import Reader
+from unbounded.zero.factors import Factors
 from unbounded.zero.gradients.gradient import Gradient
-from unbounded.zero.layout import Layout, find_runs
+from unbounded.zero.layout import Layout, clip_range, find_runs
 from unbounded.zero.passes import saved
 
 if TYPE_CHECKING:
@@ -65,9 +68,18 @@ class Keeper(Protocol):
 class Unit:
     """See the module's docstring. `owned` is the part of the flat buffer whose states this rank keeps."""
 
-    def __init__(self, name: str, layout: Layout, *, dtype: torch.dtype, device: torch.device, trainable: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trainable: bool,
+        rule: UpdateRule | None = None,
+    ) -> None:
         self.name, self.layout, self.dtype, self.device = name, layout, dtype, device
-        self.trainable = trainable
+        self.trainable, self.rule = trainable, rule  # None where nothing updates it
         self.numel = sum(slot.numel for slot in layout.slots)
         self.group_runs = find_runs(layout, [slot.group for slot in layout.slots])
         self._templates, self.picks = _templates(layout)
@@ -79,6 +91,9 @@ class Unit:
         self.streamed = False  # states on the host, updated by the GPU
         self.weights: Array
         self.states: dict[str, Array] = {}
+        self.homes: tuple[int, ...] = ()  # who makes each parameter whole, where an update needs that
+        self.rank = 0
+        self.factors = Factors()
         self.gradient: Gradient
         self.keeper: Keeper
         self.views: ModuleViews
@@ -100,6 +115,23 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether this rank keeps the states of all of it."""
         return self.owned == (0, self.layout.numel)
+
+    @property
+    def needs_wholes(self) -> bool:
+        """Whether its update sees whole parameters."""
+        return self.rule is not None and self.rule.granularity is Granularity.TENSOR
+
+    def is_updated_here(self, index: int) -> bool:
+        """Whether this rank computes the update of a parameter, or of a part of it."""
+        if self.needs_wholes and not self.is_whole:
+            return self.homes[index] == self.rank
+        slot = self.layout.slots[index]
+        return clip_range(slot.start, slot.stop, *self.owned) is not None
+
+    @property
+    def every(self) -> dict[str, int]:
+        """How many parameters share an element of each state."""
+        return {} if self.rule is None else {spec.name: spec.every for spec in self.rule.specs}
 
     @property
     def is_completed(self) -> bool:

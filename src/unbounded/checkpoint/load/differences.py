@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,18 +107,29 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
     wanted: set[str] = set()
     lacking: dict[str, list[str]] = {}
     for unit in state.engine.units:
-        rule = state.rules.get(unit.dtype) if unit.trainable else None
-        for group in wanted_groups(unit, rule, with_states=True)[1:]:
+        for group in wanted_groups(unit, with_states=True)[1:]:
             wanted.add(group[0])
             for slot in unit.layout.slots:
-                if source.entry(group[0], slot.name) is None:
+                if not _is_there(source, group[0], slot.name, math.prod(slot.global_shape)):
                     lacking.setdefault(group[0], []).append(slot.name)
+        for slot in unit.layout.slots:
+            for name, shape in unit.rule.factor_shapes(slot.shape).items() if unit.rule is not None else ():
+                wanted.add(name)
+                dtype = torch.promote_types(unit.dtype, torch.float32)
+                if not _is_there(source, name, slot.name, math.prod(shape), dtype):
+                    lacking.setdefault(name, []).append(slot.name)
     kinds = {entry.kind for entry in source.manifest.tensors.values()} - _NOT_MOMENTS
     dropped = sorted(kind for kind in kinds - wanted if not kind.endswith("_scale"))
     saved_from = f"(saved from {saved['kind']}, here {optimizer.kind})"
     found = [f"it has no {kind} of {_shown(names)} {saved_from}" for kind, names in lacking.items()]
     found += [f"it has {kind}, which the optimizer here does not keep {saved_from}" for kind in dropped]
     return found + (_of_flags(state, source) if found else [])
+
+
+def _is_there(source: StoredTensors, kind: str, name: str, numel: int, dtype: torch.dtype | None = None) -> bool:
+    """Whether there is such a state of that size; `dtype` where it cannot be converted."""
+    entry = source.entry(kind, name)
+    return entry is not None and math.prod(entry.shape) == numel and dtype in (None, entry.dtype)
 
 
 def _of_flags(state: Sharded, source: StoredTensors) -> list[str]:

@@ -33,7 +33,6 @@ from unbounded.checkpoint.load.load_plan import (
 from unbounded.native.memory import host_buffer
 from unbounded.observe import trace
 from unbounded.optim import formats
-from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array, Waitable
 from unbounded.tiers.pipeline import Pipeline
 from unbounded.tiers.pool import BufferPool, Lease
@@ -64,13 +63,12 @@ class Transfer:
         self,
         files: Files,
         source: StoredTensors,
-        rules: Mapping[torch.dtype, UpdateRule],
         pool: BufferPool,
         *,
         staged: bool,
     ) -> None:
         """`pool` must be free; all of it is given back, also after a failure."""
-        self.files, self.source, self.rules, self.pool, self.staged = files, source, rules, pool, staged
+        self.files, self.source, self.pool, self.staged = files, source, pool, staged
         self._pipeline = Pipeline(self, num_ahead=DEPTH, num_unfinished=DEPTH, pool=pool)
         self._waiting: list[Callable[[], Waitable | None]] = []
 
@@ -162,7 +160,7 @@ class Transfer:
             waits: list[Waitable] = []
             for kind, values in arrays.items():
                 array = array_of(conversion.unit, kind)
-                every = self._every(conversion, kind)
+                every = conversion.unit.every.get(kind, 1)
                 position = (conversion.start - conversion.unit.owned[0]) // every * array.dtype.itemsize
                 self._put(array, position, _as_bytes(values), waits)
             for wait in waits:
@@ -171,7 +169,7 @@ class Transfer:
     def _copy_raw(self, job: Conversion) -> dict[str, torch.Tensor]:
         arrays = {}
         for kind in job.kinds:
-            every, dtype = self._every(job, kind), array_of(job.unit, kind).dtype
+            every, dtype = job.unit.every.get(kind, 1), array_of(job.unit, kind).dtype
             flat = host_buffer(-(-(job.stop - job.start) // every) * dtype.itemsize).view(dtype)
             for slot, start, stop in _slots(job):
                 part = self._fetch(kind, slot, start, stop)
@@ -182,7 +180,7 @@ class Transfer:
 
     def _encode(self, job: Conversion) -> dict[str, torch.Tensor]:
         """The values in fp32, decoded slot by slot, and encoded whole as the unit keeps them."""
-        rule = self.rules.get(job.unit.dtype) if job.unit.trainable else None
+        rule = job.unit.rule
         flat = torch.zeros(job.stop - job.start)
         for slot, start, stop in _slots(job):
             values = self._decode(job.kinds[0], slot, start, stop)
@@ -223,11 +221,6 @@ class Transfer:
             self.files.read_range(entry, begin, end, values[position : position + end - begin])
             position += end - begin
         return values
-
-    def _every(self, job: Conversion, kind: str) -> int:
-        rule = self.rules.get(job.unit.dtype)
-        specs = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
-        return specs.get(kind, 1)
 
 
 def _slots(job: Conversion) -> Iterator[tuple[Slot, int, int]]:

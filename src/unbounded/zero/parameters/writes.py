@@ -8,13 +8,10 @@ written to so once is checked in every forward from then on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from unbounded.errors import StateError
 from unbounded.optim import formats
-from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import PAGE
 from unbounded.zero.layout import round_up
 from unbounded.zero.unit import Unit
@@ -26,8 +23,7 @@ _COMPLETING = ("low", "master")
 class Writes:
     """Watches forwards for writes, and keeps what was written."""
 
-    def __init__(self, rules: Mapping[torch.dtype, UpdateRule]) -> None:
-        self._rules = rules
+    def __init__(self) -> None:
         self._checks_left: dict[Unit, int] = {}
         self._before: dict[Unit, torch.Tensor] = {}
 
@@ -99,10 +95,9 @@ class Writes:
             unit.reader = None
         if not unit.resident:
             unit.weights.evict(now, start).wait()
-        rule = self._rules.get(unit.dtype) if unit.trainable else None
-        if rule is None:
+        if unit.rule is None:
             return
-        fresh = formats.encode_weight(now.float(), unit.dtype, rule)
+        fresh = formats.encode_weight(now.float(), unit.dtype, unit.rule)
         for name in _COMPLETING:
             if name in unit.states:
                 array = unit.states[name]

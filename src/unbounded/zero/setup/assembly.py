@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from unbounded.optim.rules import UpdateRule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
@@ -20,6 +19,7 @@ from unbounded.tiers.lane import Lane
 from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
+from unbounded.zero.factors import Factors, find_factors
 from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.gradients.reduction import Reduction
@@ -33,6 +33,7 @@ from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.setup.blueprint import DTYPES, Blueprint
 from unbounded.zero.setup.initial import Installer, Places
 from unbounded.zero.sites import Member, Site
+from unbounded.zero.step.exchange import Exchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
 from unbounded.zero.unit import Unit
@@ -47,7 +48,6 @@ class Sharded:
     """Everything that runs behind one sharded model."""
 
     engine: Engine
-    rules: dict[torch.dtype, UpdateRule]
     tiers: Tiers
     plan: Plan
     optimizer: ShardedOptimizer | None
@@ -74,7 +74,6 @@ class Assembly:
         self.ranks = axes.data
         self.plan = blueprint.plan
         self.threads = host_threads(self.plan, axes.world.size)
-        self.rules = {spec.dtype: spec.rule for spec in blueprint.specs if spec.rule is not None}
         # Without overlap every lane works at once where it is asked to: for measuring what overlap is worth.
         self.inline = os.environ.get("UNBOUNDED_OVERLAP", "1") == "0"
 
@@ -92,7 +91,7 @@ class Assembly:
         tiers.planned_host_bytes = self.blueprint.host_bytes
         bounce = tiers.pool(BOUNCE_BUFFERS, buffers.bounce_bytes)
         entries = self._entries()
-        fill(entries, Installer(tiers, self.ranks, bounce, self.rules))
+        fill(entries, Installer(tiers, self.ranks, bounce))
         for unit, _, _ in entries:
             unit.views.place_data()
         self._move_buffers(cast_inputs)
@@ -100,18 +99,29 @@ class Assembly:
         engine = self._engine([unit for unit, _, _ in entries], tiers, bounce, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
         engine.adopt_gradients()
-        return Sharded(engine, self.rules, tiers, plan, sharded_optimizer, self._attach(engine))
+        return Sharded(engine, tiers, plan, sharded_optimizer, self._attach(engine))
 
     def _entries(self) -> Entries:
         places, entries = self.blueprint.places, []
         for spec, where, is_streamed in zip(self.blueprint.specs, places, self.blueprint.streamed, strict=True):
-            unit = Unit(spec.name, spec.layout, dtype=spec.dtype, device=self.device, trainable=spec.trainable)
+            unit = Unit(
+                spec.name,
+                spec.layout,
+                dtype=spec.dtype,
+                device=self.device,
+                trainable=spec.trainable,
+                rule=spec.rule,
+            )
             unit.views = ModuleViews(unit, spec.members)
             partitioned = self.ranks.size > 1
             if partitioned and self.plan.stage > 0 and (spec.trainable or self.plan.stage == 3):
                 unit.owned = spec.layout.shard_range(self.ranks.rank)
             unit.resident = where.weights == "device" and (not partitioned or self.plan.stage < 3)
             unit.streamed = is_streamed
+            unit.homes, unit.rank = spec.homes, self.ranks.rank
+            unit.factors = Factors(
+                find_factors(spec.layout, spec.rule, spec.homes, None if unit.is_whole else self.ranks.rank)
+            )
             owned_numel = unit.owned[1] - unit.owned[0]
             store = GradientArray(
                 where.gradients, owned_numel, wire=spec.dtype, sum_dtype=DTYPES[self.plan.accumulate_dtype]
@@ -168,15 +178,17 @@ class Assembly:
             defer_reduction=self.plan.stage == 1 and ranks.size > 1,
             inputs=Inputs(self.device, cast_inputs),
             failures=failures,
-            writes=Writes(self.rules),
+            writes=Writes(),
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:
         buffers = self.blueprint.buffers
         leased = tiers.pool(buffers.num_update, buffers.update_bytes)
         streams = [self._lane(f"stream-{index}") for index in range(2)]
-        lanes = Lanes(self._lane("update"), self._lane("buffered"), streams)
-        updates = Updates(engine, self.rules, lanes, self.threads, leased, buffers.depth)
+        lanes = Lanes(self._lane("update"), self._lane("buffered"), streams, self._lane("whole"))
+        needs_wholes = any(unit.needs_wholes and not unit.is_whole for unit in engine.units)
+        exchange = Exchange(self.ranks.lane("whole")) if needs_wholes else None
+        updates = Updates(engine, lanes, self.threads, leased, buffers.depth, exchange)
         return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
 
     def _attach(self, engine: Engine) -> Callable[[], None]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from unbounded.errors import BudgetError, PlanError
+from unbounded.optim.book import RuleBook
+from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.machine import Machine
 from unbounded.planner.plan import Plan
@@ -23,7 +25,8 @@ from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
 from unbounded.tiers import budget as budgets
 from unbounded.tiers.memory import disk_size
-from unbounded.zero.layout import Layout, lay_out
+from unbounded.zero.factors import find_factors
+from unbounded.zero.layout import ALIGN, WHOLE_ALIGN, Layout, deal_slots, lay_out
 from unbounded.zero.sites import Member, Site, split_members
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,6 +43,17 @@ class UnitSpec:
     members: list[Member]
     layout: Layout
     rule: UpdateRule | None = None
+    homes: tuple[int, ...] = ()
+
+    @property
+    def needs_wholes(self) -> bool:
+        return self.rule is not None and self.rule.granularity is Granularity.TENSOR
+
+    def factor_bytes(self, stage: int) -> int:
+        """What the rank with most of them keeps of states in other shapes than the parameters'."""
+        ranks = [None] if stage == 0 else range(self.layout.num_shards)
+        held = [find_factors(self.layout, self.rule, self.homes, rank) for rank in ranks]
+        return max((factors[-1].stop * 4 for factors in held if factors), default=0)
 
     def owned_numel(self, stage: int) -> int:
         return self.layout.numel if stage == 0 else self.layout.shard_numel
@@ -57,7 +71,7 @@ class UnitSpec:
             self.name,
             weights,
             owned * self.dtype.itemsize,
-            sum(states.values()),
+            sum(states.values()) + self.factor_bytes(stage),
             completion=low,
             summed_gradients=summed,
             deferred=deferred,
@@ -105,33 +119,74 @@ def find_specs(
     num_shards: int,
     lowered: torch.dtype | None,
     holdings: Holdings | None = None,
+    book: RuleBook | None = None,
 ) -> list[UnitSpec]:
-    """The units of the sites, in order; `lowered` is the dtype that the plan asks of float parameters."""
+    """The units of the sites, in order; `lowered` is the dtype that the plan asks of float parameters.
+
+    With `book` they have their rules. Parameters of different optimizers are different units.
+    """
     held = holdings or Holdings()
-    return [_spec(site, kind, groups, num_shards, lowered, held) for site in sites for kind in split_members(site)]
+    found: list[UnitSpec] = []
+    for site in sites:
+        kinds = list(split_members(site, lambda member: _optimizer_of(member, groups, book)))
+        for kind in kinds:
+            spec = _spec(site, kind, groups, num_shards, lowered, held, book, is_only=len(kinds) == 1)
+            spec.homes = deal_slots(spec.layout, len(found))
+            found.append(spec)
+    return found
+
+
+def _optimizer_of(member: Member, groups: Mapping[int, int], book: RuleBook | None) -> int:
+    return -1 if book is None or not member.parameter.requires_grad else book.member_of(_group_of(member, groups))
+
+
+def _group_of(member: Member, groups: Mapping[int, int]) -> int:
+    return groups.get(id(member.parameter if member.whole is None else member.whole), -1)
 
 
 def _spec(
     site: Site,
-    kind: tuple[torch.dtype, bool, list[Member]],
+    kind: tuple[torch.dtype, bool, int, list[Member]],
     groups: Mapping[int, int],
     num_shards: int,
     lowered: torch.dtype | None,
     held: Holdings,
+    book: RuleBook | None,
+    *,
+    is_only: bool,
 ) -> UnitSpec:
-    dtype, trainable, members = kind
-    entries = [
-        (m.names[0], tuple(m.parameter.shape), groups.get(id(m.parameter if m.whole is None else m.whole), -1))
-        for m in members
-    ]
+    dtype, trainable, optimizer, members = kind
+    entries = [(m.names[0], tuple(m.parameter.shape), _group_of(m, groups)) for m in members]
     name = site.name or "root"
-    if len(list(split_members(site))) > 1:
-        name += f"[{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
+    if not is_only:
+        labels = [str(dtype).removeprefix("torch."), *([] if trainable else ["frozen"])]
+        if book is not None and book.num_members > 1 and optimizer >= 0:
+            labels.append(book.kind(optimizer))
+        name += f"[{', '.join(labels)}]"
     target = lowered if lowered is not None and dtype.is_floating_point else dtype
     cuts = {m.names[0]: held.cuts[id(m.parameter)] for m in members if id(m.parameter) in held.cuts}
     uncounted = frozenset(m.names[0] for m in members if id(m.parameter) in held.uncounted)
-    layout = _with_wholes(lay_out(entries, num_shards, cuts, uncounted), members)
-    return UnitSpec(site, name, target, trainable, members, layout)
+    rule = None
+    if book is not None and trainable:
+        rule = book.rule(optimizer, target, [shape for _, shape, _ in entries])
+    needs_wholes = rule is not None and rule.granularity is Granularity.TENSOR
+    if needs_wholes:
+        _refuse_parts(members, cuts, book.kind(optimizer) if book is not None else "")
+    laid = lay_out(entries, num_shards, cuts, uncounted, WHOLE_ALIGN if needs_wholes else ALIGN)
+    return UnitSpec(site, name, target, trainable, members, _with_wholes(laid, members), rule)
+
+
+def _refuse_parts(members: Sequence[Member], cuts: Mapping[str, Cut], kind: str) -> None:
+    """Raises where no rank of the data axis has a parameter whole."""
+    for member in members:
+        name = member.names[0]
+        if name in cuts or member.whole is not None:
+            how = "cuts it over the tensor axis" if name in cuts else "runs it in tiles"
+            remedy = "Use tensor=1" if name in cuts else "Use more device memory instead of tiles"
+            raise PlanError(
+                f"{kind} needs the parameter {name!r} whole for its update, but the plan {how}. {remedy}, or give "
+                "this parameter to an elementwise optimizer such as AdamW: shard(model, [one, other])."
+            )
 
 
 def _with_wholes(layout: Layout, members: Sequence[Member]) -> Layout:
@@ -189,9 +244,13 @@ def plan_units(
 
 def _stream(specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: Machine) -> tuple[bool, ...]:
     """Which of the units with states on the host are updated by the GPU."""
-    is_native = all(isinstance(spec.rule, NativeRule) for spec in specs if spec.rule is not None)
-    candidates = [where.optimizer == "host" for where in places]
-    return tuple(choose_streamed(candidates, streamed_part(machine) if is_native else 0.0))
+    rows = list(zip(specs, places, strict=True))
+    is_native = all(isinstance(spec.rule, NativeRule) or spec.needs_wholes for spec in specs if spec.rule is not None)
+    candidates = [where.optimizer == "host" and not spec.needs_wholes for spec, where in rows]
+    chosen = choose_streamed(candidates, streamed_part(machine) if is_native else 0.0)
+    # Whole tensors are multiplied: the device does that, wherever the states live.
+    wholes = [spec.needs_wholes and where.optimizer == "host" for spec, where in rows]
+    return tuple(one or whole for one, whole in zip(chosen, wholes, strict=True))
 
 
 def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from unbounded.errors import PlanError, StateError
+from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import kind_of
 from unbounded.planner.plan import Plan
 from unbounded.ranks.phases import describe_groups
@@ -36,7 +37,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.engine, self.updates, self.tiers, self.plan = engine, updates, tiers, plan
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers made before ask whether a step was
+        for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
+            member._opt_called = True  # type: ignore[attr-defined]  # schedulers made before ask whether a step was
         self.kind = kind_of(optimizer)
         self.loss_scale = LossScale.of_plan(plan)
         self.skipped_steps = 0

@@ -1,0 +1,203 @@
+"""Optimizers that see whole tensors, and those that people declare: each against its own class in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.training import Batch, Run, Task, assert_parity, average_gradients, shard, train
+from unbounded.optim import LAMB
+
+
+class Several:
+    """Optimizers that are stepped one after another, as people write it."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self.members = list(members)
+        self.param_groups = [group for member in members for group in member.param_groups]
+
+    def step(self) -> None:
+        for member in self.members:
+            member.step()
+
+    def zero_grad(self) -> None:
+        for member in self.members:
+            member.zero_grad()
+
+
+class PaperLAMB(torch.optim.Optimizer):
+    """Algorithm 2 of You et al., 2020, written out."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for x in group["params"]:
+                if x.grad is None:
+                    continue
+                t, m, v = self.state[x].get("all", (0, torch.zeros_like(x), torch.zeros_like(x)))
+                t, m, v = t + 1, beta1 * m + (1 - beta1) * x.grad, beta2 * v + (1 - beta2) * x.grad**2
+                r = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + group["eps"]) + group["weight_decay"] * x
+                ratio = x.norm() / r.norm() if x.norm() > 0 and r.norm() > 0 else 1.0
+                x -= group["lr"] * ratio * r
+                self.state[x]["all"] = (t, m, v)
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of somebody's own: momentum of signs, with a state that begins above zero and a running number."""
+
+    unbounded_rule = "elementwise"
+
+    def __init__(self, params: Any, speed: float = 1e-2) -> None:
+        super().__init__(params, {"lr": speed})
+        self.decay = 0.9  # beside the groups, as people do
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["scale"], state["warmth"] = torch.full_like(p, 0.5), 0.1
+                state["scale"] = self.decay * state["scale"] + (1 - self.decay) * p.grad.abs()
+                state["warmth"] = min(1.0, state["warmth"] * 1.7)
+                p.sub_(p.grad / (state["scale"] + 0.1), alpha=group["lr"] * state["warmth"])
+
+
+class Liar(Own):
+    """Scales by the norm of the tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / p.grad.norm(), alpha=1e-2)
+
+
+class GlobalLiar(Own):
+    """Scales by the norm of all tensors."""
+
+    unbounded_rule = "tensor"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(p.grad / norm, alpha=1e-2)
+
+
+def matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What people give to Muon, and the rest."""
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name]
+    return inner, [p for p in model.parameters() if all(p is not other for other in inner)]
+
+
+def make(kind: str, model: nn.Module) -> Any:
+    inner, rest = matrices(model)
+    if kind == "Muon + AdamW":
+        muon = torch.optim.Muon(inner, lr=0.02, weight_decay=0.1)
+        return Several(muon, torch.optim.AdamW(rest, lr=1e-2, eps=1e-5))
+    if kind == "Muon alike + SGD":
+        muon = torch.optim.Muon(inner, lr=1e-2, nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3)
+        return Several(muon, torch.optim.SGD(rest, lr=0.1, momentum=0.9))
+    if kind == "Adafactor":
+        return torch.optim.Adafactor(model.parameters(), lr=2e-2, weight_decay=0.1)
+    if kind == "transformers' Adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
+    if kind == "transformers' Adafactor, momentum":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9)
+    if kind == "LAMB":
+        return PaperLAMB(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return Own(model.parameters())
+
+
+KINDS = (
+    "Muon + AdamW",
+    "Muon alike + SGD",
+    "Adafactor",
+    "transformers' Adafactor",
+    "transformers' Adafactor, momentum",
+    "LAMB",
+    "a user's own",
+)
+
+
+class Clipped(Task):
+    steps = 3
+    max_norm = 0.7
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        if batch.step == 1 and not hasattr(model, "_skips"):
+            return super().loss(model, batch)
+        return super().loss(model, batch)
+
+
+def ours_of(kind: str, model: nn.Module) -> Any:
+    if kind == "LAMB":
+        return LAMB(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = make(kind, model)
+    return optimizer.members if isinstance(optimizer, Several) else optimizer
+
+
+def compare(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Run, Run]]:
+    """The plain and the sharded run of every case."""
+    done, plain_runs = [], {}
+    for kind, plan in cases:
+        task = Clipped()
+        torch.manual_seed(3)
+        model = task.model()
+        if kind not in plain_runs:
+            plain_runs[kind] = train_plain(task, kind, copy.deepcopy(model), rank, world_size)
+        model, optimizer = shard(model, ours_of(kind, model), plan)
+        run = train(task, model, optimizer, rank=rank, finish=lambda: optimizer.clip_grad_norm_(0.7))  # noqa: B023
+        run.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        done.append((plain_runs[kind], run))
+    return done
+
+
+def train_plain(task: Task, kind: str, model: nn.Module, rank: int, world_size: int) -> Run:
+    def finish() -> float:
+        average_gradients(model, world_size)
+        return float(nn.utils.clip_grad_norm_(model.parameters(), 0.7))
+
+    run = train(task, model, make(kind, model), rank=rank, finish=finish)
+    run.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return run
+
+
+PLACES = (
+    {"stage": 3, "optimizer": "disk", "weights": "host"},
+    {"stage": 0},
+    {"stage": 3, "optimizer": "host"},
+    {"stage": 1, "optimizer": "disk", "gradients": "disk"},
+    {"stage": 2, "optimizer": "host"},
+    {"stage": 3, "weights": "disk", "optimizer": "device"},
+)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_updates_of_whole_tensors_equal_the_optimizers_own_on_every_stage_and_tier(
+    ranks: Any, world_size: int, tmp_path: Path
+) -> None:
+    cases = [(kind, dict(PLACES[(i + shift) % len(PLACES)])) for i, kind in enumerate(KINDS) for shift in (0, 1, 2)]
+    cases = [(kind, {**plan, "disk_path": str(tmp_path)}) for kind, plan in cases]
+    results = ranks(world_size, compare, cases)
+    for number, case in enumerate(cases):
+        try:
+            assert_parity([result[number] for result in results], tolerance=3e-6)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
