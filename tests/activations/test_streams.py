@@ -43,7 +43,7 @@ class Coming:
     def __init__(self, target: Tensor, event: Late) -> None:
         self.target, self.event = target, event
 
-    def wait(self) -> Tensor:
+    def order_stream(self) -> Tensor:
         self.event.happen()
         return self.target
 

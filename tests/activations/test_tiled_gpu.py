@@ -12,7 +12,8 @@ import torch
 import unbounded
 import unbounded.sharding
 from tests.activations.test_tiled_loss import plain, run
-from unbounded.activations.tiled.entropy import Entropy, Rows, TorchKernels
+from unbounded.activations.tiled.entropy import Entropy, TorchKernels
+from unbounded.activations.tiled.entropy_rows import Rows
 from unbounded.errors import PlanError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -27,7 +28,7 @@ def _alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernels_give_what_torch_gives(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unbounded.activations.tiled import entropy as module
+    from unbounded.activations.tiled import entropy_rows as module
 
     torch.manual_seed(0)
     logits = (torch.randn(6, 9001, device="cuda") * 4).to(dtype)  # 9001: two blocks and a part

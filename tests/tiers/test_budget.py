@@ -203,7 +203,7 @@ def test_sums_of_several_backwards_are_counted_and_refused_where_the_host_has_no
     for number, expected in ((1, 0), (2, 2 * NUMEL), (3, 2 * NUMEL)):
         model(batch).float().square().mean().backward()
         for unit in optimizer.engine.units:
-            unit.gradient.wait()
+            unit.gradient.order_stream()
         taken = free - unbounded.sharding.sharded(model).tiers.spare_host_bytes()
         assert taken == pytest.approx(expected, rel=0.01), number
 

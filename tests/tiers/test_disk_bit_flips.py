@@ -49,7 +49,7 @@ def flip_in_a_step(rank: int, world_size: int, folder: str, kind: str) -> dict[s
         if kind == "gradient":
             model.loss(Batch(1, 0, rank).tokens()).backward()  # type: ignore[operator]
             for unit in optimizer.engine.units:
-                unit.gradient.wait()
+                unit.gradient.order_stream()
         if rank == world_size - 1:
             flip(array_of(optimizer.engine.units[1], kind))
         if kind != "gradient":

@@ -281,7 +281,7 @@ def test_an_update_that_fails_gives_back_all_its_buffers(tmp_path: Path, operati
     model, optimizer = make(str(tmp_path))
     model.loss(Batch(0, 0, 0).tokens()).backward()  # type: ignore[operator]
     for unit in optimizer.engine.units:
-        unit.gradient.wait()
+        unit.gradient.order_stream()
     with failing_after(operation, calls, errno.EIO):
         optimizer.step()
         with pytest.raises(DiskError):

@@ -49,7 +49,7 @@ def measure(rank: int, world_size: int, plan: dict[str, Any]) -> dict[str, float
         loss.backward()
         del loss
         for unit in optimizer.engine.units:
-            unit.gradient.wait()
+            unit.gradient.order_stream()
         held = settled_bytes() - before if step else 0
         optimizer.step()
         optimizer.zero_grad()

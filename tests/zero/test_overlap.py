@@ -55,6 +55,8 @@ class SlowTransfer:
         time.sleep(max(0.0, self.done - time.perf_counter()))
         self.transfer.wait()
 
+    order_stream = wait
+
 
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read takes as long as a block's computation, any number of them at once."""

@@ -26,7 +26,7 @@ class Arrival(Protocol):
     @property
     def event(self) -> Event: ...
 
-    def wait(self) -> torch.Tensor: ...
+    def order_stream(self) -> torch.Tensor: ...
 
 
 class Mover(Protocol):
@@ -109,7 +109,7 @@ class _Here:
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
 
-    def wait(self) -> torch.Tensor:
+    def order_stream(self) -> torch.Tensor:
         return self._target
 
 
@@ -119,7 +119,7 @@ class _Coming:
     def __init__(self, target: torch.Tensor, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         self._target, self.event, self._stream = target, event, stream
 
-    def wait(self) -> torch.Tensor:
+    def order_stream(self) -> torch.Tensor:
         torch.cuda.current_stream(self._target.device).wait_event(self.event)
         return self._target
 

@@ -92,7 +92,7 @@ class Parcel:
             return self._geometry.restore(self._flat)
         self.prefetch()
         assert self._arrival is not None
-        value = self._arrival.wait()
+        value = self._arrival.order_stream()
         self._num_fetched += 1
         if self._num_fetched % self.num_users == 0:
             self._arrival = None

@@ -71,7 +71,7 @@ def _put_aside_failures(state: Sharded) -> None:
             unit.forget_update()
     engine.settle()
     for unit in engine.units:
-        engine.gathering.wait(unit)  # of one that is whole on the device
+        engine.gathering.order_stream(unit)  # of one that is whole on the device
     engine.failures.forget()
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()

@@ -114,7 +114,7 @@ def settle(state: Sharded) -> None:
     for unit in state.engine.units:
         if unit.trainable:
             with state.engine.failures.noting():
-                unit.gradient.wait()
+                unit.gradient.order_stream()
     if state.optimizer is not None:
         state.optimizer.wait()
     else:

@@ -15,7 +15,7 @@ from unbounded.deepspeed.arguments import find_config
 from unbounded.deepspeed.batches import Batches
 from unbounded.deepspeed.config import Config, read_config
 from unbounded.deepspeed.engine import DeepSpeedEngine
-from unbounded.deepspeed.optimizers import build_optimizer
+from unbounded.deepspeed.ops.optimizers import build_optimizer
 from unbounded.deepspeed.schedules import build_schedule
 from unbounded.errors import PlanError
 from unbounded.sharding import shard

@@ -2,7 +2,7 @@
 
 `direct` is the array itself where it can be addressed (device and host memory). `fetch` and `evict` move a
 stretch of it to and from a buffer: memory is copied on the current stream, disk is read and written by the
-disk engine. Both return something to `wait` on.
+disk engine. Both return a transfer in flight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from unbounded.native.disk import ExtentStore
+from unbounded.native.disk import DiskHandle, ExtentStore
 from unbounded.observe import trace
 from unbounded.tiers.lane import finished
 from unbounded.tiers.pool import BufferPool
@@ -22,9 +22,17 @@ PAGE = 4096
 
 
 class Waitable(Protocol):
-    """A transfer in flight: `wait` blocks the host until it may touch both ends, and raises what went wrong."""
+    """Work in flight that the host can wait for."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Blocks the host until it may touch what the work reads and writes; raises what went wrong."""
+
+
+class InFlight(Waitable, Protocol):
+    """A transfer between an array and a buffer."""
+
+    def order_stream(self) -> object:
+        """Has the current stream wait for the transfer, or the host where no stream carries it out; raises likewise."""
 
 
 class Array(Protocol):
@@ -37,9 +45,9 @@ class Array(Protocol):
     @property
     def direct(self) -> torch.Tensor | None: ...
 
-    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable: ...
+    def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight: ...
 
-    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable: ...
+    def evict(self, source: torch.Tensor, start: int = 0) -> InFlight: ...
 
     def free(self) -> None: ...
 
@@ -56,10 +64,10 @@ class MemoryArray:
     def direct(self) -> torch.Tensor | None:
         return self.tensor
 
-    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable:
+    def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight:
         return _copy(self.tensor[start : start + target.numel()], target)
 
-    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable:
+    def evict(self, source: torch.Tensor, start: int = 0) -> InFlight:
         return _copy(source, self.tensor[start : start + source.numel()])
 
     def free(self) -> None:
@@ -81,7 +89,7 @@ class DiskArray:
     def direct(self) -> torch.Tensor | None:
         return None
 
-    def fetch(self, target: torch.Tensor, start: int = 0) -> Waitable:
+    def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight:
         if is_reachable(target):
             return _Traced(
                 "disk read", self._store.read(self._extent, as_bytes(target), start * self.dtype.itemsize), target
@@ -97,7 +105,7 @@ class DiskArray:
                 lease.release(_mark(target))
         return finished()
 
-    def evict(self, source: torch.Tensor, start: int = 0) -> Waitable:
+    def evict(self, source: torch.Tensor, start: int = 0) -> InFlight:
         if is_reachable(source):
             return _Traced(
                 "disk write", self._store.write(self._extent, as_bytes(source), start * self.dtype.itemsize), source
@@ -124,7 +132,7 @@ class DiskArray:
 class _Traced:
     """A disk transfer whose time, from submission to the end of the wait for it, goes to its lane."""
 
-    def __init__(self, lane: str, handle: Waitable, buffer: torch.Tensor) -> None:
+    def __init__(self, lane: str, handle: DiskHandle, buffer: torch.Tensor) -> None:
         self._lane, self._handle = lane, handle
         self._num_bytes = buffer.numel() * buffer.element_size()
         self._start = time.perf_counter_ns()
@@ -135,9 +143,12 @@ class _Traced:
             trace.record(self._lane, "piece", self._start, time.perf_counter_ns(), bytes=self._num_bytes)
             self._num_bytes = 0
 
+    def order_stream(self) -> None:
+        self.wait()
+
 
 class DeviceCopy:
-    """A copy on its way to or from a GPU: `wait` returns when the host may touch both ends."""
+    """A copy on its way to or from a GPU."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -145,8 +156,11 @@ class DeviceCopy:
     def wait(self) -> None:
         self.event.synchronize()
 
+    def order_stream(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> Waitable:
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> InFlight:
     if source.device == target.device:
         target.copy_(source)
         return finished()

@@ -1,8 +1,8 @@
 """Lanes: what runs beside the computation. A lane is one thread and, on CUDA, one stream, taking work in order.
 
-`submit` returns a `Handle`; whoever needs the result waits on it. Waiting makes the caller's stream wait for
-the lane's, and blocks the host only until the lane has launched the work, never for the whole device. An
-exception inside the work is raised at every wait.
+`submit` returns a `Handle`. Whoever uses the result on the device calls `order_stream`: the caller's stream waits
+for the lane's, the host only until the lane has launched the work. Whoever uses it on the host calls `wait`. These two
+verbs mean the same on everything that is in flight, and both raise what went wrong in the work, every time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Handle:
         self._event: torch.cuda.Event | None = None
         self.result: Any = None
 
-    def wait(self) -> Any:
+    def order_stream(self) -> Any:
         """Returns the work's result once it was launched, and has the current stream wait for it; raises its error."""
         self._launched.wait()
         if self._error is not None:
@@ -35,9 +35,9 @@ class Handle:
             torch.cuda.current_stream().wait_event(self._event)
         return self.result
 
-    def synchronize(self) -> Any:
-        """Like `wait`, but returns only when the device has finished the work too."""
-        result = self.wait()
+    def wait(self) -> Any:
+        """Like `order_stream`, but returns only when the device has finished the work too."""
+        result = self.order_stream()
         if self._event is not None:
             self._event.synchronize()
         return result

@@ -21,4 +21,4 @@ class Reader(Handle):
         """Returns when the states may be overwritten; `pool` may be used to copy them out of the way."""
         if self._make_way is not None and not self.launched():
             self._make_way(self, pool)
-        self.synchronize()
+        self.wait()

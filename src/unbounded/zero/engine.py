@@ -243,7 +243,7 @@ class Engine:
         self.reduction.forget()
         for unit in trainable:
             with self.failures.noting():
-                unit.gradient.wait()
+                unit.gradient.order_stream()
 
     def adopt_gradients(self) -> None:
         """Takes over the gradients that parameters had before `shard`, as those of a backward that was not reduced."""

@@ -26,10 +26,10 @@ def full_values(engine: Engine) -> Iterator[None]:
         for unit in engine.units:
             engine.gathering.request(unit)
     for unit in engine.units:
-        engine.gathering.wait(unit)
+        engine.gathering.order_stream(unit)
         with engine.failures.noting():
             if unit.states_written is not None:
-                unit.states_written.synchronize()
+                unit.states_written.wait()
     engine.raise_failures()
     before = {unit: _open(unit, engine.axes.tensor) for unit in engine.units}
     engine.is_shown = engine.gathering.holding = True

@@ -13,12 +13,14 @@ it is refused (see `saved`).
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
@@ -29,9 +31,6 @@ from unbounded.zero.factors import Factors
 from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.layout import Layout, clip_range, find_runs
 from unbounded.zero.passes import saved
-
-if TYPE_CHECKING:
-    from unbounded.zero.parameters.views import ModuleViews
 
 _data = operator.attrgetter("data")
 _owners = torch._C._storage_Use_Count
@@ -65,6 +64,35 @@ class Keeper(Protocol):
     def thaw(self, unit: Unit) -> None: ...
 
 
+class Views(Protocol):
+    """What modules hold of a unit, and when (`ModuleViews`)."""
+
+    hooks: dict[int, OrderedDict[int, Any]]
+    frozen: set[int]
+    first_gradients: list[torch.Tensor | None]
+    is_swapped: bool
+    accumulator: Any
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+
+    def swap_in(self) -> None: ...
+
+    def swap_out(self) -> None: ...
+
+    def end_forward(self, *, check: bool) -> list[int]: ...
+
+    def show(self) -> None: ...
+
+    def hide(self) -> None: ...
+
+    def place_data(self) -> None: ...
+
+    def lend(self) -> Sequence[torch.Tensor]: ...
+
+    def note_change(self) -> None: ...
+
+
 class Unit:
     """See the module's docstring. `owned` is the part of the flat buffer whose states this rank keeps."""
 
@@ -96,7 +124,7 @@ class Unit:
         self.factors = Factors()
         self.gradient: Gradient
         self.keeper: Keeper
-        self.views: ModuleViews
+        self.views: Views
 
         # The gathered weights: `Gathering` moves these.
         self.state = WeightState.RELEASED
@@ -174,7 +202,8 @@ class Unit:
         return self.buffer[self.owned[0] : self.owned[1]]
 
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """A view of the gathered buffer."""
+        """A view of the gathered buffer, fetched where it is not there."""
+        self.keeper.before_reading(self)
         return self._flat.as_strided(shape, stride, offset).data
 
     def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:

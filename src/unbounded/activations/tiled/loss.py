@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from unbounded.activations.tiled.entropy import Entropy, Rows, Vocabulary
+from unbounded.activations.tiled.entropy import Entropy, Vocabulary
+from unbounded.activations.tiled.entropy_rows import Rows
 from unbounded.errors import PlanError
 from unbounded.planner.sizes import format_bytes, parse_bytes
 

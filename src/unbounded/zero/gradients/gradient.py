@@ -66,10 +66,10 @@ class Gradient:
             return 0
         return self.store.numel * (self.store.sum_dtype.itemsize - self.store.wire.itemsize)
 
-    def wait(self) -> None:
+    def order_stream(self) -> None:
         """Returns when the current stream may read what was added."""
         if self.adding is not None:
-            self.adding.wait()
+            self.adding.order_stream()
 
     def add(self, part: torch.Tensor, *, measure: bool) -> None:
         """Adds `part` (reduced, this rank's, on the device). Runs in the reduce lane."""
@@ -206,7 +206,7 @@ class Gradient:
     def write_out(self) -> None:
         """Lets the array be the gradient, with nothing noted: for whoever reads it as it lies."""
         if self.is_present:
-            self.wait()
+            self.order_stream()
             self.apply_changes()
             self.apply_factor()
 

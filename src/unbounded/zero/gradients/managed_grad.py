@@ -72,7 +72,7 @@ class ManagedGrad(torch.Tensor):
         if self._own is not None:
             return self._own
         gradient = self._unit.gradient
-        gradient.wait()
+        gradient.order_stream()
         if not self._unit.is_whole or gradient.local is not None or gradient.state is GradientState.SPENT:
             raise StateError(
                 f"the gradient of {gradient.layout.slots[self._index].name!r} is not held whole by this rank "
@@ -132,12 +132,12 @@ def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[st
     """What is done to a gradient where it is kept: cleared, multiplied by a number, measured."""
     gradient, index = grad._unit.gradient, grad._index
     if name == "zero_" or (name == "mul_" and _is_number(args[1], 0.0)):
-        gradient.wait()
+        gradient.order_stream()
         gradient.zero_slot(index)
         return (grad,)
     if name in ("mul_", "div_", "__imul__", "__itruediv__") and len(args) == 2 and _is_number(args[1]):
         factor = args[1] if isinstance(args[1], torch.Tensor) else float(args[1])
-        gradient.wait()
+        gradient.order_stream()
         gradient.scale_slot(index, factor if "mul" in name else 1.0 / factor)
         return (grad,)
     order = _norm_order(name, args, kwargs)

@@ -169,7 +169,7 @@ class Reduction:
             else:
                 full = shard
         if before is not None:
-            before.wait()  # a gradient of which a part was lost stays failed
+            before.order_stream()  # a gradient of which a part was lost stays failed
         unit.gradient.add(full, measure=self.measure)
 
     def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:

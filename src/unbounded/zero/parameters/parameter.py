@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import METADATA, ManagedGrad, grad_of, keep_alive
 from unbounded.zero.passes.hooks import called_from
-
-if TYPE_CHECKING:
-    from unbounded.zero.unit import Unit
+from unbounded.zero.unit import Unit
 
 _Tensor = torch.Tensor
 _FULL = "`with unbounded.full_params(model):`"
@@ -283,7 +281,7 @@ def put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:
         )
     if tuple(value.shape) != slot.shape:
         raise RuntimeError(f"the gradient of {slot.name!r} must be {slot.shape}, but has shape {tuple(value.shape)}.")
-    gradient.wait()
+    gradient.order_stream()
     gradient.put_slot(index, value.detach())
 
 

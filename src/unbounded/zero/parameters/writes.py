@@ -70,7 +70,7 @@ class Writes:
         """Keeps a new value of one parameter, outside a forward: what this rank owns of it goes to its tier."""
         for handle in (unit.weights_ready, unit.states_written):
             if handle is not None:
-                handle.synchronize()
+                handle.wait()
         slot, (low, high) = unit.layout.slots[index], unit.owned
         start, stop = max(slot.start, low), min(slot.stop, high)
         if start < stop:

@@ -46,13 +46,13 @@ class Gathering:
                 ticket = self._phases.ticket(f"the gather of unit {unit.name!r}")
             unit.fetching = self._lane.submit(self._fetch, unit, ticket)
 
-    def wait(self, unit: Unit) -> None:
+    def order_stream(self, unit: Unit) -> None:
         """Returns when the current stream may read the unit's weights."""
         if unit.state is WeightState.FETCHING:
             handle = unit.fetching
             assert handle is not None
             self._give_up_failed(unit)
-            handle.wait()
+            handle.order_stream()
             unit.state, unit.fetching = WeightState.GATHERED, None
 
     def _give_up_failed(self, unit: Unit) -> None:
@@ -70,7 +70,7 @@ class Gathering:
         self._give_up_failed(unit)  # and nobody is left to be told
         if unit.resident or self.holding or unit.state is WeightState.RELEASED:
             return
-        self.wait(unit)
+        self.order_stream(unit)
         self._mark_released()
         unit.deallocate()
         unit.state = WeightState.RELEASED
@@ -79,7 +79,7 @@ class Gathering:
     def invalidate(self, unit: Unit) -> None:
         """The unit's owned weights are being updated: what was gathered from them is stale."""
         if unit.resident:
-            self.wait(unit)  # a gather under way still reads the old ones
+            self.order_stream(unit)  # a gather under way still reads the old ones
             unit.state = WeightState.STALE
         else:
             self.release(unit)
@@ -115,7 +115,7 @@ class Gathering:
         for unit in units:
             self.request(unit)
         for unit in units:
-            self.wait(unit)
+            self.order_stream(unit)
 
     def complete(self, units: Sequence[Unit]) -> None:
         """All ranks of the axis must call this. Gathers what is whole on every rank and was updated."""
@@ -125,7 +125,7 @@ class Gathering:
         """Runs in the fetch lane. With peers a unit is gathered in any case: they are on their way to it too."""
         with self.failures.noting():
             if unit.weights_ready is not None:
-                unit.weights_ready.wait()
+                unit.weights_ready.order_stream()
         if not unit.resident:
             unit.allocate()
             self._count_bytes(unit.num_bytes)
@@ -149,11 +149,9 @@ class Gathering:
         self._lane_ranks.gather(unit.buffer, shard, unit.name)
 
     def _fetch_owned(self, unit: Unit, target: torch.Tensor) -> None:
-        """Copies are ordered by the lane's stream; a read of the disk is waited for."""
+        """Has the lane's stream wait for the copy, the host only where the disk is read."""
         with self.failures.noting():
-            transfer = unit.weights.fetch(target)
-            if unit.weights.direct is None:
-                transfer.wait()
+            unit.weights.fetch(target).order_stream()
             return
         target.zero_()  # the read failed: no garbage until the ranks have met
 

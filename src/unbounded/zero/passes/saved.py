@@ -13,23 +13,34 @@ itself. The unit sees that by the storage's count of owners and leaves it to the
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from unbounded.zero.unit import Unit
-
-_homes: dict[int, weakref.ref[Unit]] = {}  # units by the address of their storage
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
+class Weights(Protocol):
+    """A unit as a graph sees it: a buffer whose parts can be fetched again."""
+
+    name: str
+    dtype: torch.dtype
+    storage: torch.UntypedStorage
+    generation: int
+
+    def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """A view of the gathered buffer, fetched where it is not there."""
+
+
+_homes: dict[int, weakref.ref[Weights]] = {}  # units by the address of their storage
+
+
 class SavedWeight(NamedTuple):
     """A part of a unit's gathered buffer, to be read in a backward."""
 
-    unit: Unit
+    unit: Weights
     generation: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -44,7 +55,6 @@ class SavedWeight(NamedTuple):
                 "graph was built, by optimizer.step() or by a write. Run the backward before the step, or the forward "
                 "again after it."
             )
-        unit.keeper.before_reading(unit)
         return unit.part(self.shape, self.stride, self.offset)
 
 
@@ -81,12 +91,12 @@ def _unpack(saved: SavedWeight | SavedTensor) -> torch.Tensor:
     return saved.read()
 
 
-def settle_in(unit: Unit) -> None:
+def settle_in(unit: Weights) -> None:
     """`unit` has a new storage: what is saved from it is saved by name."""
     _homes[unit.storage._cdata] = weakref.ref(unit)
 
 
-def move_out(unit: Unit) -> None:
+def move_out(unit: Weights) -> None:
     """The storage of `unit` goes, or is left to whoever holds it."""
     _homes.pop(unit.storage._cdata, None)
 

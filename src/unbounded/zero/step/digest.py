@@ -7,32 +7,40 @@ back to an optimizer whose states are of another moment, it is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from unbounded.errors import StateError
 from unbounded.zero.step.loss_scale import LossScale
-
-if TYPE_CHECKING:
-    from unbounded.zero.step.optimizer import ShardedOptimizer
+from unbounded.zero.unit import Unit
 
 KEY = "unbounded"
 _WHERE = "moments and masters are not in here: unbounded.save(folder, model, optimizer) saves them"
 
 
-def describe(optimizer: ShardedOptimizer) -> dict[str, Any]:
+class Counters(Protocol):
+    """What is small of a sharded optimizer."""
+
+    kind: str
+    param_groups: list[dict[str, Any]]
+    loss_scale: LossScale | None
+    skipped_steps: int
+
+
+def describe(optimizer: Counters, units: Sequence[Unit]) -> dict[str, Any]:
     """Counters and the loss scale, and where everything else is."""
     scale = optimizer.loss_scale
     return {
         "states": _WHERE,
         "kind": optimizer.kind,
-        "steps": _steps(optimizer),
+        "steps": _steps(units),
         "skipped_steps": optimizer.skipped_steps,
         "loss_scale": None if scale is None else asdict(scale),
     }
 
 
-def restore(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
+def restore(optimizer: Counters, units: Sequence[Unit], state_dict: dict[str, Any]) -> None:
     """Takes groups, counters and scale from `state_dict`; raises before anything is changed where they do not fit."""
     groups, ours = state_dict.get("param_groups"), state_dict.get(KEY)
     if not isinstance(groups, list):
@@ -48,10 +56,10 @@ def restore(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
             f"the state_dict is of {ours['kind']} with groups of {there} parameters, and this is {optimizer.kind} with "
             f"groups of {here}. Build the optimizer that it was saved from."
         )
-    if ours["steps"] != _steps(optimizer):
+    if ours["steps"] != _steps(units):
         raise StateError(
             f"the state_dict was taken after step {ours['steps']}, but the states here are those after step "
-            f"{_steps(optimizer)}, and it does not hold any. Load them first: unbounded.load(folder, model, optimizer)."
+            f"{_steps(units)}, and it does not hold any. Load them first: unbounded.load(folder, model, optimizer)."
         )
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})
@@ -60,6 +68,6 @@ def restore(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer.skipped_steps = ours["skipped_steps"]
 
 
-def _steps(optimizer: ShardedOptimizer) -> int:
+def _steps(units: Sequence[Unit]) -> int:
     """How often the parameter that was updated most was."""
-    return max((int(unit.steps.max()) for unit in optimizer.engine.units if len(unit.steps)), default=0)
+    return max((int(unit.steps.max()) for unit in units if len(unit.steps)), default=0)

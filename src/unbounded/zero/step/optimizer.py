@@ -164,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with self.engine.failures.noting():
                 for handle in (unit.weights_ready, unit.states_written):
                     if handle is not None:
-                        handle.synchronize()
+                        handle.wait()
         self.engine.failures.meet()
         with self.engine.phases.during("optimizer.wait()"):
             self.engine.gathering.complete(self.engine.units)
@@ -172,14 +172,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Param groups and counters, in torch's form. The states are where the plan put them: `unbounded.save`."""
-        return {**super().state_dict(), digest.KEY: digest.describe(self)}
+        return {**super().state_dict(), digest.KEY: digest.describe(self, self.engine.units)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; nothing is changed where it does not fit.
 
         The states must already be those of that moment: `unbounded.load` brings them.
         """
-        digest.restore(self, state_dict)
+        digest.restore(self, self.engine.units, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "engine"):
@@ -226,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for unit in self.engine.units:
             with self.engine.failures.noting():
                 if unit.states_written is not None and unit.states_written.launched():
-                    unit.states_written.wait()  # raises where the last step's states could not be written
+                    unit.states_written.order_stream()  # raises where the last step's states could not be written
         units = [unit for unit in self.engine.forward_order() if unit.trainable]
         return [unit for unit in units if unit.gradient.is_present or unit in self._updated]
 

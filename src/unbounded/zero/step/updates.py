@@ -130,7 +130,7 @@ class Updates:
 
     def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
         gradient = unit.gradient
-        gradient.wait()
+        gradient.order_stream()
         gradient.apply_changes()
         if gradient.state is GradientState.ZERO:
             gradient.apply_factor()
@@ -200,7 +200,7 @@ def _read_factors(work: Iterable[Work]) -> None:
 def _pieces(work: Iterable[Work]) -> Iterator[Piece]:
     for part in work:
         if part.before is not None:
-            part.before.wait()
+            part.before.order_stream()
         yield from part.pieces
 
 
