@@ -1,4 +1,4 @@
-"""The rules of one optimizer, or of several joined: read once for each kind of unit, and checked before anything runs."""
+"""The rules of one optimizer, or of several joined: read once for each kind of unit, before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LAMB (You et al., 2020): Adam's step, scaled for every tensor by the ratio of its norm to the step's. torch has none."""
+"""LAMB (You et al., 2020): Adam's step, scaled for every tensor by the ratio of its norm to the step's norm."""
 
 from __future__ import annotations
 

@@ -79,9 +79,9 @@ def recognise(optimizer: torch.optim.Optimizer) -> Recognised:
     if stock is None:
         raise PlanError(
             f"{_full(own)} cannot be run exactly on partitioned states, because its update of an element may depend "
-            f"on others. Use one of {', '.join(kind.__name__ for kind in (*STOCK, *WHOLE))} of torch.optim, or declare "
-            'in the class what its update is: `unbounded_rule = "elementwise"` where every element is updated by '
-            'itself, "tensor" where every tensor is, or "lion" and other fused rules that it equals.'
+            f"on others. Use one of {', '.join(kind.__name__ for kind in (*STOCK, *WHOLE))} of torch.optim. If its "
+            f'update is exactly that of one of {", ".join(DECLARED)}, declare it: `unbounded_rule = "lion"` in the '
+            'class; "elementwise" where every element is updated by itself, "tensor" where every tensor is.'
         )
     changed = [name for name in _UPDATE if _function(own, name) is not _function(stock, name)]
     if changed:

@@ -15,8 +15,8 @@ from unbounded.ranks.cut import Cut
 # Elements. A multiple of the compact format's block and of every SIMD width, so that neither blocks nor
 # vectors ever straddle two parameters or two shards.
 ALIGN = 128
-# Where an update needs whole parameters, each is brought from its tier by itself, and so begins on a page of the disk in
-# every array, whatever the size of its elements.
+# Where an update needs whole parameters, each is brought from its tier by itself, and so begins on a page of the disk
+# in every array, whatever the size of its elements.
 WHOLE_ALIGN = 4096
 
 

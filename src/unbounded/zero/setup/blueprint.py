@@ -31,6 +31,10 @@ from unbounded.zero.sites import Member, Site, split_members
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+# Of the device, for an element of the largest parameter whose update sees it whole: itself, its gradient, its states
+# and those of its neighbours on their way in and out, and what the update computes with.
+WHOLE_BYTES = 48
+
 
 @dataclass(eq=False)
 class UnitSpec:
@@ -215,7 +219,9 @@ def plan_units(
     machine = everyone[0][1]  # all ranks decide by one
     arrays = 2 + max((len(spec.rule.specs) for spec in specs if spec.rule is not None), default=0)
     buffers = budgets.size_buffers(host, arrays)
-    budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers)
+    largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
+    wholes = largest * WHOLE_BYTES if device.type == "cuda" else 0
+    budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers, wholes=wholes)
     solved = solve(sizes, budget, plan, machine)
     if isinstance(solved, Shortage):
         raise solved.error()

@@ -124,7 +124,7 @@ def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
         tensors = {name: value for name, value in carried(parameter).items() if isinstance(value, torch.Tensor)}
         # States on meta are what an optimizer is made with, as Adagrad's first sums: the rule fills them itself.
         held = {name: value for name, value in tensors.items() if not value.is_meta}
-        # SGD, Muon and Lion keep no count. Once there are states the next update is not the first, which would begin them.
+        # SGD, Muon and Lion keep no count. Once there are states the next update is not the first, which begins them.
         unit.steps[index] = int(held.pop("step", bool(held)))
         shapes = unit.rule.factor_shapes(tuple(parameter.shape)) if unit.rule is not None else {}
         for name, value in held.items():

@@ -75,10 +75,14 @@ class TensorPass(UpdatePass):
 
     def run(self, pieces: Iterable[Piece], *, on_home: Notify, on_written: Notify) -> None:
         self._error = None
-        super().run(pieces, on_home=on_home, on_written=on_written)
+        super().run(pieces, on_home=self._unless_failed(on_home), on_written=self._unless_failed(on_written))
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def _unless_failed(self, notify: Notify) -> Notify:
+        """After an error nothing is announced: whoever waits for the update is told of that."""
+        return lambda unit: notify(unit) if self._error is None else None
 
     def _device(self, unit: Unit) -> torch.device:
         return unit.device
@@ -90,7 +94,7 @@ class TensorPass(UpdatePass):
                 if piece.start < piece.stop:
                     super()._read(piece)
             except Exception as error:
-                self._note(piece, error)
+                self._note(error)
 
     def _buffer(self, piece: Piece, device: torch.device, dtype: torch.dtype, numel: int) -> torch.Tensor:
         if device.type == "cuda":
@@ -102,7 +106,7 @@ class TensorPass(UpdatePass):
             try:
                 self._wait(piece)
             except Exception as error:
-                self._note(piece, error)
+                self._note(error)
         with trace.device_span("compute" if piece.unit.device.type == "cuda" else "host optimizer", piece.unit.name):
             if self._exchange is None or piece.unit.is_whole:
                 self._update_here(piece)
@@ -123,14 +127,14 @@ class TensorPass(UpdatePass):
     def _update_apart(self, piece: Piece, exchange: Exchange) -> None:
         unit, first = piece.unit, piece.unit.owned[0] + piece.start
         slots = [job.slots[0] for job in piece.jobs]
-        buffers = piece.buffers if piece.buffers else self._stand_ins(piece)
+        buffers = piece.buffers if piece.buffers and self._error is None else self._stand_ins(piece)
         wholes = exchange.bring(unit, slots, buffers, first)
         for job in piece.jobs if self._error is None else ():
             if job.slots[0] in wholes:
                 try:
                     self._apply_whole(piece, job, wholes[job.slots[0]])
                 except Exception as error:
-                    self._note(piece, error)
+                    self._note(error)
         changed = {name: buffer for name, buffer in buffers.items() if name != "grad"}
         exchange.give_back(unit, slots, wholes, changed, first)
 
@@ -159,15 +163,22 @@ class TensorPass(UpdatePass):
 
     def _write(self, piece: Piece) -> None:
         if self._error is None and piece.start < piece.stop:
-            super()._write(piece)
+            try:
+                super()._write(piece)
+            except Exception as error:
+                self._note(error)
 
-    def _note(self, piece: Piece, error: Exception) -> None:
+    def _finish(self, piece: Piece) -> None:
+        try:
+            super()._finish(piece)
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
         """Remembers the first error; where there are no peers to meet, it is raised at once."""
         if self._exchange is None:
             raise error
         self._error = self._error or error
-        piece.borrowed.clear()
-        piece.buffers.clear()
 
 
 class _Mark:

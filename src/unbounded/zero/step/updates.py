@@ -4,7 +4,8 @@ States on the GPU are updated on the compute stream at once. Everything else goe
 forward, each in the order in which that forward needs its units: the update lane runs the host's kernel over states
 in host memory; the buffered lane brings those on disk through buffers, beside it, so that the disk does not wait for
 the host; two stream lanes carry host states through the GPU and back, one's way up beside the other's way down. Rules
-that see whole parameters have a lane of their own (`tensor_pass`). Each unit carries a handle that whoever needs its new weights waits on.
+that see whole parameters have a lane of their own (`tensor_pass`). Each unit carries a handle that whoever needs its
+new weights waits on.
 """
 
 from __future__ import annotations
