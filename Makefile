@@ -14,7 +14,7 @@ train: $(STAMP)
 # Ends with one line that says what held; anything that did not ends it with another exit code than 0.
 test: lint types native-test sanitize
 	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 # Thousands of random command lines and settings files, from a new seed each time.
 fuzz: $(STAMP)

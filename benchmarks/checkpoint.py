@@ -123,7 +123,7 @@ def plain_state(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
         shape = tuple(parameter.shape)
         state[name] = {
             "weight": torch.randn(shape).bfloat16(),
-            "low": torch.zeros(shape, dtype=torch.int16),
+            "remainder": torch.zeros(shape, dtype=torch.int16),
             "exp_avg": torch.randn(shape),
             "exp_avg_sq": torch.rand(shape),
         }
@@ -235,7 +235,7 @@ def measure_memory(folder: Path, model: nn.Module, optimizer: Any) -> dict[str, 
     return peaks
 
 
-def measure_behind(
+def measure_steps_beside(
     folder: Path, model: nn.Module, optimizer: Any, raw: Raw, tokens: int, rounds: int
 ) -> dict[str, float]:
     """All the steps that a save in the background overlaps, and a raw write, as ratios to as many without either."""
@@ -279,7 +279,7 @@ def _steps(model: nn.Module, optimizer: Any, tokens: int, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def show(nbytes: int, seconds: dict[str, float], memory: dict[str, int], behind: dict[str, float]) -> None:
+def show(nbytes: int, seconds: dict[str, float], memory: dict[str, int], beside: dict[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -296,9 +296,9 @@ def show(nbytes: int, seconds: dict[str, float], memory: dict[str, int], behind:
             ratio = f"{seconds[other] / seconds[name]:.2f}" if other else ""
             table.add_row(name, f"{nbytes / seconds[name] / 1e9:.2f}", other or "", ratio, goal)
     table.add_row("CPU of a save", "", "", f"{seconds['CPU of a save'] / nbytes * 1e9:.3f} s/GB", "")
-    alone = f"steps alone ({behind['alone']:.2f} s)"
-    table.add_row("steps beside a raw write", "", alone, f"{behind['raw write']:.3f}", "")
-    table.add_row("steps beside a save", "", alone, f"{behind['save']:.3f}", "<= 1.05")
+    alone = f"steps alone ({beside['alone']:.2f} s)"
+    table.add_row("steps beside a raw write", "", alone, f"{beside['raw write']:.3f}", "")
+    table.add_row("steps beside a save", "", alone, f"{beside['save']:.3f}", "<= 1.05")
     for name, growth in memory.items():
         table.add_row(f"memory of {name}", "", "", f"{growth / 2**20:.0f} MiB", "< 1 GiB")
     Console().print(table)
@@ -321,8 +321,8 @@ def main() -> None:
         raw = Raw(folder, nbytes, nbytes + (16 << 20)) if args.tier == "host" else Raw(folder, nbytes)
         seconds = measure(folder, model, optimizer, raw, args.rounds, not args.no_peers)
         memory = measure_memory(folder, model, optimizer)
-        behind = measure_behind(folder, model, optimizer, raw, args.tokens, args.rounds)
-        show(nbytes, seconds, memory, behind)
+        beside = measure_steps_beside(folder, model, optimizer, raw, args.tokens, args.rounds)
+        show(nbytes, seconds, memory, beside)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

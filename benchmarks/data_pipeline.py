@@ -3,7 +3,7 @@
     python -m benchmarks.data_pipeline
 
 A step that takes its time on the main thread, as one on a device does, is run with ready-made batches and with the
-pipeline behind it: the ratio of the two is the cost. `--kind` chooses bytes or a BPE tokenizer trained on the spot.
+pipeline feeding it: the ratio of the two is the cost. `--kind` chooses bytes or a BPE tokenizer trained on the spot.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Pool:
         self.workers: list[Worker] = []
         self.num_cases = 0
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> list[Any]:
         """Runs `function(rank, world_size, *arguments)` on every rank; a list of what they returned."""
         if not 1 <= world_size <= MAX_RANKS:
             raise ValueError(f"a case may have 1 to {MAX_RANKS} ranks, not {world_size}")
@@ -152,7 +152,7 @@ class Pool:
 _pool: Pool | None = None
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> list[Any]:
     """`Pool.run` on the one pool of this test session."""
     global _pool
     if _pool is None:

@@ -1,12 +1,14 @@
-"""The house that newcomers walk through: folders that fit one glance, and a map whose rooms exist."""
+"""The house that newcomers walk through: folders that fit one glance, and a map whose rooms and ways exist."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import unbounded
+from tests.test_layers import files, imports_of, module_of
 
 PACKAGE = Path(unbounded.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
@@ -33,3 +35,23 @@ def test_every_file_that_the_map_names_exists() -> None:
             else:
                 missing.append(name)
     assert not missing
+
+
+def test_the_walk_of_a_parameter_goes_down_all_the_way() -> None:
+    """Every file on it is imported by the one before, directly or through others; no circle leads back up."""
+    walk = re.findall(r"^[0-9]+\. `([\w./]+)`", MAP.read_text(), re.MULTILINE)
+    assert len(walk) >= 8
+    graph = {module_of(path): imports_of(path) for path in files()}
+    names = [module_of(PACKAGE / name) for name in walk]
+    for above, below in pairwise(names):
+        assert below in _reachable(graph, above)
+        assert above not in _reachable(graph, below)
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found, waiting = set(), [start]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found

@@ -194,10 +194,3 @@ EXPORT void unbounded_copy(void* pool, const void* from, void* to, int64_t bytes
     std::memcpy(static_cast<char*>(to) + first, static_cast<const char*>(from) + first, last - first);
   });
 }
-
-EXPORT void unbounded_fill_zero(void* pool, void* to, int64_t bytes) {
-  parallel(pool, (bytes + 15) / 16, [&](size_t begin, size_t end) {
-    const size_t first = begin * 16, last = end * 16 < size_t(bytes) ? end * 16 : size_t(bytes);
-    std::memset(static_cast<char*>(to) + first, 0, last - first);
-  });
-}

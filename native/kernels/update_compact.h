@@ -1,4 +1,4 @@
-// The update of the compact format. A block goes through five parts, each of them one block behind the part before:
+// The update of the compact format. A block goes through five parts, each of them one block later than the part before:
 //
 //   block j      advance  decode the moments, add the gradient, find the new scales
 //   block j - 1  root     of the second moment

@@ -15,6 +15,10 @@ class BudgetError(PlanError, MemoryError):
     """The states do not fit the budgets of the tiers."""
 
 
+class MissingFrameworkError(PlanError, ImportError):
+    """A part was used whose framework is not installed."""
+
+
 class StateError(UnboundedError, RuntimeError):
     """Something was asked of a model or optimizer in a state that cannot give it."""
 
@@ -43,3 +47,15 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 class UnsavableError(CheckpointError, TypeError):
     """A value of the user's that a checkpoint cannot represent."""
+
+
+class InputError(UnboundedError, ValueError):
+    """Something that the user gave a command cannot work; it ends with exit code 2."""
+
+
+class DataError(InputError):
+    """Data for training that is missing, empty or malformed."""
+
+
+class TrainingError(UnboundedError, RuntimeError):
+    """Training cannot go on; the command ends with exit code 1."""

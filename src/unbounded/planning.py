@@ -231,15 +231,15 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_
         held, total = _rule_bytes(rule, dtype), total + numel
         factors = 4 * sum(math.prod(factor) for shape in shapes for factor in rule.factor_shapes(shape).values())
         optimizer_bytes = mean.optimizer + (held.optimizer + factors / numel - mean.optimizer) * numel / total
-        completion = mean.completion + (held.completion - mean.completion) * numel / total
-        mean = replace(mean, optimizer=optimizer_bytes, completion=completion)
+        remainder = mean.remainder + (held.remainder - mean.remainder) * numel / total
+        mean = replace(mean, optimizer=optimizer_bytes, remainder=remainder)
     return mean
 
 
 def _rule_bytes(rule: UpdateRule, dtype: torch.dtype) -> StateBytes:
     sizes = {spec.name: spec.dtype.itemsize / spec.every for spec in rule.specs}
-    low = sizes.pop("low", 0.0)
-    return StateBytes(dtype.itemsize, dtype.itemsize, sum(sizes.values()), low, max(4, dtype.itemsize))
+    remainder = sizes.pop("remainder", 0.0)
+    return StateBytes(dtype.itemsize, dtype.itemsize, sum(sizes.values()), remainder, max(4, dtype.itemsize))
 
 
 def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | None, asked: Plan) -> Footprint:

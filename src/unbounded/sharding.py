@@ -32,6 +32,7 @@ from unbounded.native.memory import available_bytes
 from unbounded.optim.book import RuleBook
 from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import unwrap
+from unbounded.optim.rules import NativeRule
 from unbounded.parallel.applied import Applied, take_parts
 from unbounded.parallel.pipeline.exchange import sum_among
 from unbounded.parallel.pipeline.hollow import HollowModel
@@ -54,7 +55,9 @@ from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_un
 from unbounded.zero.setup.initial import Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
 from unbounded.zero.sites import find_members, find_sites
+from unbounded.zero.step.balancer import Balancer
 from unbounded.zero.step.optimizer import ShardedOptimizer
+from unbounded.zero.step.relocation import Relocation
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
 _parts: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -116,6 +119,8 @@ def shard(
         state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes).remove)
     for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer] if optimizer else []:
         state.add_detach(member.register_step_pre_hook(_refuse_old_optimizer).remove)
+    if optimizer is not None and _may_balance(admitted.plan, state):
+        state.add_detach(_balance(model, state))
     if optimizer is not None and not hasattr(model, "peft_config"):
         state.add_detach(_refuse_late_adapters(model))
     return model, state.optimizer  # type: ignore[return-value]
@@ -236,7 +241,7 @@ def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
     """All ranks must call this. What runs the batches of a model that was sharded with a pipeline axis.
 
     Called with a batch it runs the forwards and backwards of all micro-batches and returns the batch's loss, the same
-    on every rank; `optimizer.step()` follows as ever. The loss is the model's own (`labels` in the batch), or
+    on every rank; `optimizer.step()` follows as usual. The loss is the model's own (`labels` in the batch), or
     `loss(output, batch)` of what the model returns. On a model without a pipeline axis it does the same on one stage.
     """
     state = sharded(model)
@@ -344,6 +349,31 @@ def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
     if promise is not None:
         promise.on_shortage = headroom.note_shortage
     return headroom
+
+
+def _may_balance(plan: Plan, state: Sharded) -> bool:
+    """Whether the plan left it open where states live, every rank may decide alone, and lanes can carry weights."""
+    is_native = all(isinstance(unit.rule, NativeRule) for unit in state.engine.units if unit.rule is not None)
+    is_own = state.engine.ranks.size == 1 or state.plan.stage > 0
+    is_open = plan.optimizer is None and plan.gradients is None
+    return state.engine.device.type == "cuda" and is_open and is_own and is_native
+
+
+def _balance(model: nn.Module, state: Sharded) -> Callable[[], None]:
+    """Has states and activations share the device, once steps have been seen; the returned function ends it."""
+    assert state.optimizer is not None
+    headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
+    meter, limit = DeviceMeter(state.engine.device), int(_device_limit(model) * LIMIT_PART)
+    balancer = Balancer(
+        state.optimizer,
+        Relocation(state.engine, state.tiers, state.bounce),
+        free_bytes=lambda: (limit if headroom is None else headroom.limit_bytes) - meter.peak_bytes(),
+        kept_bytes=lambda: 0 if headroom is None else headroom.kept_bytes,
+        forget=meter.forget_peak,
+    )
+    if headroom is not None:
+        headroom.make_room = balancer.make_room
+    return balancer.attach(model)
 
 
 def _device_states(tiers: Tiers) -> int:

@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 class Device:
-    """A device with a memory: blocks and what comes behind them take so much of it, and a backward frees it."""
+    """A device with a memory: blocks and what comes after them take so much of it, and a backward frees it."""
 
     def __init__(self, states: int = 0) -> None:
         self.now = self.peak = states
@@ -167,7 +167,7 @@ def test_a_batch_of_another_size_is_foreseen_by_those_that_were_seen() -> None:
 
 def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
     """Where it can be: the limit is what recomputing takes, or more. A first step may go beyond by a few percent, for
-    which a tenth of the budget is left: what it needs behind its blocks nobody has seen."""
+    which a tenth of the budget is left: what it needs after its blocks nobody has seen."""
     for seed in range(300):
         random = Random(seed)
         num_blocks, kept = random.choice([2, 8, 26, 48, 80]), int(random.uniform(4, 60) * 2**20)
@@ -181,6 +181,27 @@ def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
         for _ in range(12):
             run.step(random.choice(sizes))
             assert run.device.peak <= limit, seed
+
+
+def test_states_give_way_to_a_pass_that_would_not_fit() -> None:
+    """By what a pass is likely to take before one was seen, then by its tail; after a shortage by an eighth more."""
+    asked: list[int] = []
+    run = Training(states=100 * 2**20, limit=120 * 2**20, num_blocks=2, kept=4 * 2**20, tail=30 * 2**20)
+
+    def give(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        run.states -= num_bytes
+        run.device.now -= num_bytes
+
+    run.headroom.make_room = give
+    run.step()
+    assert asked == [28 * 2**20]  # 48 times an input, of which 20 were free
+    run.step()
+    assert len(asked) == 1
+    for _ in range(2):
+        run.headroom.note_shortage()
+        run.step()
+    assert [num_bytes // 2**20 for num_bytes in asked[1:]] == [36 + 15 - 48, 15]  # the tail, and an eighth of 120
 
 
 def test_what_gradients_will_grow_by_is_left_free() -> None:

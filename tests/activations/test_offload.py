@@ -135,9 +135,9 @@ def test_inputs_come_back_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> No
         block.register_forward_pre_hook(lambda _, args, index=index: events.append(index))
     bring = movers.HostMover.bring
 
-    def note(self: Any, source: Tensor, *, behind: Any) -> Any:
+    def note(self: Any, source: Tensor, *, after: Any) -> Any:
         events.append("fetch")
-        return bring(self, source, behind=behind)
+        return bring(self, source, after=after)
 
     monkeypatch.setattr(movers.HostMover, "bring", note)
     unbounded.checkpoint_activations(model, "host")

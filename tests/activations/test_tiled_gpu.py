@@ -13,7 +13,7 @@ import unbounded
 import unbounded.sharding
 from tests.activations.test_tiled_loss import plain, run
 from unbounded.activations.tiled.entropy import Entropy, TorchKernels
-from unbounded.activations.tiled.entropy_rows import Rows
+from unbounded.activations.tiled.entropy_rows import EntropyRows
 from unbounded.errors import PlanError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -35,11 +35,11 @@ def test_the_kernels_give_what_torch_gives(dtype: torch.dtype, monkeypatch: pyte
     labels = torch.tensor([3, -100, 9000, 0, 4096, 8191], device="cuda")
     for softcap, smoothing, z_loss, scale in itertools.product([None, 5.0], [0.0, 0.1], [0.0, 0.01], [1.0, 0.5]):
         entropy = Entropy(label_smoothing=smoothing, z_loss=z_loss, softcap=softcap, scale=scale)
-        ours = Rows(logits.clone(), labels, entropy)
+        ours = EntropyRows(logits.clone(), labels, entropy)
         found = ours.losses(), ours.write_gradient()
         with monkeypatch.context() as patch:
             patch.setattr(module, "_kernels", lambda _: TorchKernels)
-            theirs = Rows(logits.clone(), labels, entropy)
+            theirs = EntropyRows(logits.clone(), labels, entropy)
             expected = theirs.losses(), theirs.write_gradient()
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
         step = torch.finfo(dtype).eps

@@ -108,7 +108,9 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a file before the first": lambda b: weight(b)["slices"][0].update(file=-1),
     "true as a number": lambda b: weight(b)["slices"][0].update(file=False),
     "a float as a number": lambda b: weight(b)["slices"][0].update(offset=0.0),
-    "two tensors on one place": lambda b: weight(b)["slices"][0].update(offset=state(b, "low")["slices"][0]["offset"]),
+    "two tensors on one place": lambda b: weight(b)["slices"][0].update(
+        offset=state(b, "remainder")["slices"][0]["offset"]
+    ),
     "a slice twice": lambda b: weight(b)["slices"].append(dict(weight(b)["slices"][0])),
     "no slices": lambda b: weight(b).update(slices=[]),
     "a box that goes down": lambda b: weight(b)["slices"][0].update(box=[[5, 0]]),
@@ -205,6 +207,14 @@ def test_hostile_manifests_are_refused_and_change_nothing(copy: Path, loaded: An
         assert attempt(copy, model, optimizer, name) == "refused", name
         write_body(copy, json.loads(original))
     assert_untouched(loaded)
+
+
+def test_a_state_is_found_by_its_former_name_too(saved: Path, copy: Path) -> None:
+    body = read_body(copy)
+    for entry in body["tensors"]:
+        entry["kind"] = "low" if entry["kind"] == "remainder" else entry["kind"]
+    write_body(copy, body)
+    assert_same(whole(copy), whole(saved))
 
 
 def _dump_deep(body: dict[str, Any]) -> bytes:

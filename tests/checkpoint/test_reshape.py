@@ -51,7 +51,7 @@ def test_states_pass_bit_for_bit_through_ranks_stages_units_and_tiers(ranks: Any
     base = {"precision": "bf16", "optimizer_format": kind}
     ranks(2, make, str(tmp_path / "first"), base)
     first, before = whole(tmp_path / "first"), tmp_path / "first"
-    assert {"weight", "low", "exp_avg", "exp_avg_sq", "buffer"} <= {key[0] for key in first}
+    assert {"weight", "remainder", "exp_avg", "exp_avg_sq", "buffer"} <= {key[0] for key in first}
     for number, (world_size, plan) in enumerate(LAYOUTS):
         target = tmp_path / f"layout{number}"
         steps = ranks(world_size, pass_on, str(before), str(target), {**base, **plan})
@@ -68,16 +68,16 @@ def test_exact_states_become_fp32_masters_and_back_bit_for_bit(ranks: Any, tmp_p
         target = f"{precision}-{world_size}"
         ranks(world_size, pass_on, str(tmp_path / before), str(tmp_path / target), {"precision": precision})
         held = whole(tmp_path / target)
-        for (kind, name), low in exact.items():
-            if kind != "low":
+        for (kind, name), remainder in exact.items():
+            if kind != "remainder":
                 continue
-            bits = (exact["weight", name].view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
+            bits = (exact["weight", name].view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
             if precision == "fp32":
                 assert torch.equal(held["weight", name].view(torch.int32), bits)
             elif precision == "fp16":
                 assert torch.equal(held["master", name].view(torch.int32), bits)
             else:
-                assert torch.equal(held["low", name], low)
+                assert torch.equal(held["remainder", name], remainder)
             assert torch.equal(held["exp_avg", name], exact["exp_avg", name])
         before = target
     states = {key: value for key, value in exact.items() if key[1].split(".")[0] != "frozen"}

@@ -302,4 +302,4 @@ def weights_only(rank: int, world_size: int, folder: str) -> tuple[Any, Any, str
 def test_weights_alone_are_saved_and_loaded_without_an_optimizer(ranks: Any, tmp_path: Path) -> None:
     for expected, loaded, _ in ranks(2, weights_only, str(tmp_path / "c")):
         assert_same(expected, loaded)
-    assert {kind for kind, _ in whole(tmp_path / "c")} == {"weight", "low", "buffer"}
+    assert {kind for kind, _ in whole(tmp_path / "c")} == {"weight", "remainder", "buffer"}

@@ -21,7 +21,7 @@ def master_of(state_format: str, weight: torch.Tensor, states: dict[str, torch.T
     if state_format == "fp32":
         return weight
     master = torch.empty(NUMEL)
-    (kernels.join if state_format == "exact" else kernels.decode_weight)(weight, states["low"], master)
+    (kernels.join if state_format == "exact" else kernels.decode_weight)(weight, states["remainder"], master)
     return master
 
 

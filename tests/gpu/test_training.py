@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import unbounded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+KINDS = ("weights", "gradients", "optimizer")
 TIERS = [
     {},
     {"weights": "host", "optimizer": "host"},
@@ -115,3 +117,35 @@ def test_compiled_and_checkpointed_blocks_train_with_offloaded_weights() -> None
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), {"weights": "host", "optimizer": "host"}
     )
     torch.testing.assert_close(train(model, optimizer, True), expected, rtol=1e-4, atol=0)
+
+
+def train_tower(plan: dict[str, Any], steps: int = 24) -> tuple[list[float], Any, Any]:
+    """A tower of 25M parameters and batches that take little of the device; the plan before and after."""
+    torch.manual_seed(5)
+    blocks = [nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 1024), nn.GELU()) for _ in range(24)]
+    model = nn.Sequential(*blocks).to("cuda", torch.bfloat16)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = unbounded.shard(model, optimizer, plan)
+    first, losses = optimizer.plan, []
+    for step in range(steps):
+        inputs = torch.randn(64, 1024, generator=torch.Generator().manual_seed(step)).to("cuda", torch.bfloat16)
+        loss = (model(inputs) - inputs).float().square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, first, optimizer.plan
+
+
+def test_states_move_into_what_activations_leave_of_the_budget() -> None:
+    free, total = torch.cuda.mem_get_info()
+    budget = total - free - torch.cuda.memory_reserved() + 700 * 2**20
+    losses, first, plan = train_tower({"device_bytes": budget})
+    started, ended = (sum(tier == "device" for _, tier in p.optimizer) for p in (first, plan))
+    assert 0 < started < len(first.optimizer)
+    assert started <= ended
+    for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
+        others, given, kept = train_tower({"device_bytes": budget, **tiers})
+        assert given.optimizer == kept.optimizer
+        assert losses == pytest.approx(others, rel=1e-2)

@@ -14,8 +14,8 @@ from torch import nn
 
 import unbounded
 import unbounded.deepspeed as deepspeed
+from unbounded.deepspeed.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 from unbounded.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from unbounded.deepspeed.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 STAGE3 = {
     "bf16": {"enabled": True},

@@ -122,7 +122,7 @@ def compare(rank: int, world_size: int, tier: str, folder: str, calls_itself: bo
 def test_trainer_trains_validates_and_resumes_as_the_plain_one(
     ranks: Any, tmp_path: Path, world_size: int, tier: str, calls_itself: bool
 ) -> None:
-    results = ranks(world_size, compare, tier, str(tmp_path), calls_itself, timeout=120)
+    results = ranks(world_size, compare, tier, str(tmp_path), calls_itself)
     for plain, ours, again, same, tested in results:
         assert ours[: len(plain)] == pytest.approx(plain, rel=1e-5)
         assert again == pytest.approx(ours[len(plain) - len(again) : len(plain)], rel=1e-6)

@@ -104,7 +104,7 @@ def compare(rank: int, world_size: int, folder: str, tier: str) -> Any:
 def test_trainer_logs_resumes_and_exports_as_the_plain_one(
     ranks: Any, tmp_path: Path, world_size: int, tier: str
 ) -> None:
-    for plain, ours, resumed, live, read in ranks(world_size, compare, str(tmp_path), tier, timeout=120):
+    for plain, ours, resumed, live, read in ranks(world_size, compare, str(tmp_path), tier):
         assert_close(ours, plain)
         assert_close(resumed, ours, tolerance=1e-6)
         assert live == read
@@ -192,7 +192,7 @@ def generate(rank: int, world_size: int, folder: str) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_predict_with_generate_gives_the_plain_answers(ranks: Any, tmp_path: Path, world_size: int) -> None:
-    for (plain, plain_loss), (ours, loss) in ranks(world_size, generate, str(tmp_path), timeout=120):
+    for (plain, plain_loss), (ours, loss) in ranks(world_size, generate, str(tmp_path)):
         assert ours == plain
         assert loss == pytest.approx(plain_loss, rel=1e-5)
 

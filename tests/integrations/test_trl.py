@@ -73,6 +73,6 @@ def train(rank: int, world_size: int, name: str, folder: str) -> Any:
 @pytest.mark.parametrize(("name", "world_size"), [("sft", 1), ("dpo", 2), ("grpo", 1), ("grpo", 2)])
 def test_trl_trainers_log_what_they_log_without_us(ranks: Any, tmp_path: Path, name: str, world_size: int) -> None:
     make_model().save_pretrained(tmp_path / "model")
-    for plain, ours in ranks(world_size, train, name, str(tmp_path), timeout=120):
+    for plain, ours in ranks(world_size, train, name, str(tmp_path)):
         assert len(plain) == 9
         assert_close(ours, plain, tolerance=1e-4)

@@ -34,11 +34,11 @@ def empty_states(rule: Rule, format: str, dtype: torch.dtype, numel: int) -> dic
 
 
 def encode(master: Tensor, format: str, dtype: torch.dtype, states: dict[str, Tensor]) -> Tensor:
-    """The weights of a master in the format; fills states["low"]."""
+    """The weights of a master in the format; fills states["remainder"]."""
     if format == "fp32":
         return master.clone()
     weight = torch.empty(master.shape, dtype=dtype)
-    (kernels.split if format == "exact" else kernels.encode_weight)(master, weight, states["low"])
+    (kernels.split if format == "exact" else kernels.encode_weight)(master, weight, states["remainder"])
     return weight
 
 
@@ -46,7 +46,7 @@ def decode(weight: Tensor, format: str, states: dict[str, Tensor]) -> Tensor:
     if format == "fp32":
         return weight
     master = torch.empty(weight.shape, dtype=torch.float32)
-    (kernels.join if format == "exact" else kernels.decode_weight)(weight, states["low"], master)
+    (kernels.join if format == "exact" else kernels.decode_weight)(weight, states["remainder"], master)
     return master
 
 

@@ -36,9 +36,15 @@ def without(name: str) -> dict[str, Tensor]:
         ({"grad": torch.zeros(10, dtype=torch.float64)}, "grad has dtype torch.float64. It must be torch.float32 or"),
         ({"grad": torch.zeros(20)[::2]}, "grad of shape \\(10,\\) is not contiguous"),
         ({"grad": torch.zeros(10, device="meta")}, "grad is on meta. Host kernels need tensors on the CPU."),
-        ({"states": without("low")}, 'the state "low" is missing. adamw in format exact needs low, exp_avg'),
+        (
+            {"states": without("remainder")},
+            'the state "remainder" is missing. adamw in format exact needs remainder, exp_avg',
+        ),
         ({"out": torch.zeros(10, dtype=torch.bfloat16)}, 'out was given in format "exact"'),
-        ({"states": {**without("low"), "low": torch.zeros(10, dtype=torch.int8)}}, 'state "low" has dtype torch.int8'),
+        (
+            {"states": {**without("remainder"), "remainder": torch.zeros(10, dtype=torch.int8)}},
+            'state "remainder" has dtype torch.int8',
+        ),
     ],
 )
 def test_bad_arguments_of_an_update_are_named(changes: dict[str, object], text: str) -> None:

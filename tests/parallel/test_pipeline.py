@@ -104,7 +104,7 @@ def test_four_ranks_train_as_one(ranks: Any, family: str) -> None:
 def test_data_tensor_and_pipeline_over_eight_ranks(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tests.ranks, "MAX_RANKS", 8)
     plan = {"pipeline": 2, "tensor": 2, "sequence": True, "microbatches": 2}
-    check(ranks(8, compare, "llama", [plan], timeout=120.0))
+    check(ranks(8, compare, "llama", [plan]))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_micros"), [(2, 4), (4, 8), (8, 16)])

@@ -38,7 +38,7 @@ def test_numbers_count_nodes_of_a_node_and_gpus_of_a_gpu() -> None:
     [
         ("h201", r"there is no machine 'h201'. Did you mean 'h200'"),
         ("h200:12", r"no whole number of nodes of 8 devices. Take 8 or 16"),
-        ("h200:x", r"'x' behind its colon"),
+        ("h200:x", r"'x' after its colon"),
         ("laptop:2", r"has no network"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unbounded.errors import PlanError
-from unbounded.ranks.launch import Launch, first_node, read_launch
+from unbounded.launcher import Launch, first_node, read_launch
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SLURM = {

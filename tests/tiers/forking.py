@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 
 
 class Child:

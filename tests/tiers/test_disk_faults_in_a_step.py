@@ -31,7 +31,7 @@ from unbounded.sharding import sharded
 from unbounded.zero.step.update_pass import Piece
 
 ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 
 
 class FailedTransfer:

@@ -21,7 +21,7 @@ from tests.zero.training import Batch, TinyGPT, shard
 from unbounded.native import kernels
 from unbounded.native.disk import ExtentStore
 from unbounded.native.memory import host_buffer
-from unbounded.native.pool import Pool, default_pool
+from unbounded.native.thread_pool import Pool, default_pool
 
 TIERS = ("device", "host", "disk")
 BELONGS = r"belongs to process \d+, and this is process \d+, forked from it"

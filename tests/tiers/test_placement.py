@@ -16,7 +16,7 @@ from unbounded.planner.step.streaming import choose_streamed, streamed_part
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.
 UNITS = [
-    UnitBytes(f"blocks.{i}", 2 * MIB, 2 * MIB, 8 * MIB, completion=2 * MIB, summed_gradients=4 * MIB) for i in "0123"
+    UnitBytes(f"blocks.{i}", 2 * MIB, 2 * MIB, 8 * MIB, remainder=2 * MIB, summed_gradients=4 * MIB) for i in "0123"
 ]
 WHOLE = 14 * MIB
 DEVICE, HOST = UnitPlace("device", "device", "device"), UnitPlace("host", "host", "host")
@@ -87,8 +87,8 @@ def test_below_stage_three_weights_are_on_the_device() -> None:
 
 
 def test_what_completes_the_weights_is_with_the_optimizer_unless_that_is_on_disk() -> None:
-    assert UnitPlace("device", "host", "host").completion == "host"
-    assert UnitPlace("host", "host", "disk").completion == "host"
+    assert UnitPlace("device", "host", "host").remainder == "host"
+    assert UnitPlace("host", "host", "disk").remainder == "host"
 
 
 @pytest.mark.parametrize("weights", ["device", "disk"])

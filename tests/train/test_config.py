@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unbounded.cli import build_parser
-from unbounded.train.errors import InputError
+from unbounded.errors import InputError
 from unbounded.train.options.config import Config
 from unbounded.train.options.flags import make_config
 from unbounded.train.options.settings import close_settings

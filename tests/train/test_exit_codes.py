@@ -49,10 +49,13 @@ def test_a_run_whose_reader_goes_away_goes_on_to_its_end(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but it must be a whole number from 1"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but it must be a whole number of at least 1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
         ({"RANK": "-1"}, "RANK is '-1'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, but WORLD_SIZE is 2. Start ranks with torchrun"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "RANK is 2, but WORLD_SIZE is 2. Number the ranks from 0 to 1, as torchrun does",
+        ),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
         (

@@ -16,8 +16,7 @@ import torch
 from tests.train.corpora import write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
 from tests.train.test_job import Killed, train_until
-from unbounded.errors import DiskError, PlanError
-from unbounded.train.errors import InputError
+from unbounded.errors import DiskError, InputError, PlanError
 from unbounded.train.step.loop import Trainer
 
 PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding"]

@@ -19,8 +19,8 @@ import torch
 import unbounded
 from tests.train.corpora import sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
+from unbounded.errors import DataError, InputError, TrainingError
 from unbounded.observe.metrics import read_metrics
-from unbounded.train.errors import DataError, InputError, TrainingError
 from unbounded.train.run.summary import describe_summary
 from unbounded.train.step import loop
 

@@ -11,11 +11,11 @@ import torch
 
 from tests.train.corpora import make_corpus, save_model, save_tokenizer, write_jsonl, write_texts
 from tests.train.jobs import losses, tiny, train
+from unbounded.errors import InputError
 from unbounded.observe.metrics import read_metrics
 from unbounded.train.data.loader import Loader, stack
 from unbounded.train.data.sequences import Stream
 from unbounded.train.data.tokenizer import IGNORED
-from unbounded.train.errors import InputError
 from unbounded.train.gpt import GPT, Shape
 from unbounded.train.options.config import Config
 from unbounded.train.step.loop import count_positions

@@ -13,7 +13,7 @@ import torch
 from tests.train.corpora import save_model, save_tokenizer, sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, train
 from unbounded.cli import main
-from unbounded.train.errors import InputError
+from unbounded.errors import InputError
 from unbounded.train.options.config import Config
 
 CHAT_TEMPLATE = (

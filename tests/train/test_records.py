@@ -10,12 +10,12 @@ import pytest
 
 from tests.train.corpora import make_corpus, write_jsonl
 from tests.train.jobs import losses, tiny, train
+from unbounded.errors import DataError
 from unbounded.train.data import arrays
 from unbounded.train.data.document import DocumentReader, open_reader
 from unbounded.train.data.records import Prompted
 from unbounded.train.data.source import open_source
 from unbounded.train.data.tokenizer import IGNORED, ByteTokenizer
-from unbounded.train.errors import DataError
 
 ASKED = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.train.corpora import make_corpus, save_tokenizer, write_jsonl
+from unbounded.errors import DataError
 from unbounded.train.data.loader import Loader
 from unbounded.train.data.tokenizer import IGNORED, ByteTokenizer, Encoded, FolderTokenizer, Tokenizer
-from unbounded.train.errors import DataError
 
 CHAT = [
     {"role": "system", "content": "be brief"},

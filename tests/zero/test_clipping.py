@@ -106,7 +106,7 @@ def test_announcing_the_last_backward_changes_no_result(
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_clipping_behind_updates_that_were_announced_without_it_is_refused(tier: str) -> None:
+def test_clipping_after_updates_that_were_announced_without_it_is_refused(tier: str) -> None:
     task = Task()
     model = task.model()
     model, optimizer = shard(model, task.optimizer(model), {"gradients": tier})
@@ -118,7 +118,7 @@ def test_clipping_behind_updates_that_were_announced_without_it_is_refused(tier:
     optimizer.zero_grad()
 
 
-def test_a_step_left_out_behind_an_announced_backward_is_not_taken_from_the_next() -> None:
+def test_a_step_left_out_after_an_announced_backward_is_not_taken_from_the_next() -> None:
     task = Task()
     model = task.model()
     model, optimizer = shard(model, task.optimizer(model), {})

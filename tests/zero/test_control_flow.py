@@ -257,7 +257,7 @@ class ForceField(Task):
 
 
 class Keeping(Block):
-    """Keeps an auxiliary loss on itself, made behind its output, so that its backward comes first."""
+    """Keeps an auxiliary loss on itself, made after its output, so that its backward comes first."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -368,18 +368,18 @@ def test_the_same_holds_for_one_rank_with_its_weights_on_the_host(ranks: Any, ta
 def test_branches_that_differ_by_rank_neither_hang_nor_change_the_result(
     ranks: Any, task: Task, stage: int, world_size: int
 ) -> None:
-    assert_parity(ranks(world_size, train_both, task, {"stage": stage}, timeout=30.0))
+    assert_parity(ranks(world_size, train_both, task, {"stage": stage}))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_may_end_before_the_blocks_that_were_fetched_ahead_for_it(ranks: Any, stage: int) -> None:
-    plan = {"stage": stage, "unit_numel": None}  # nothing comes behind the blocks but the root
-    assert_parity(ranks(2, train_both, LastSkipped(), plan, timeout=30.0))
+    plan = {"stage": stage, "unit_numel": None}  # nothing comes after the blocks but the root
+    assert_parity(ranks(2, train_both, LastSkipped(), plan))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_block_may_run_more_often_on_one_rank_where_weights_are_whole(ranks: Any, stage: int) -> None:
-    assert_parity(ranks(2, train_both, TimesByRank(), {"stage": stage}, timeout=30.0))
+    assert_parity(ranks(2, train_both, TimesByRank(), {"stage": stage}))
 
 
 def late_head(rank: int, world_size: int) -> tuple[Run, Run]:
@@ -414,7 +414,7 @@ def skip_a_microbatch(rank: int, world_size: int, plan: dict[str, Any], without_
 @pytest.mark.parametrize(("stage", "without_sync"), [(1, False), (2, True), (3, True)])
 def test_ranks_with_different_sums_meet_in_one_reduction(ranks: Any, stage: int, without_sync: bool) -> None:
     expected = ranks(2, skip_a_microbatch, {"stage": 2}, False)
-    for norms in ranks(2, skip_a_microbatch, {"stage": stage, "precision": "bf16"}, without_sync, timeout=30.0):
+    for norms in ranks(2, skip_a_microbatch, {"stage": stage, "precision": "bf16"}, without_sync):
         assert norms == pytest.approx(expected[0], rel=2e-2)
 
 
@@ -430,7 +430,7 @@ def step_without_sync(rank: int, world_size: int) -> dict[str, Tensor]:
 
 
 def test_a_step_reduces_what_one_rank_alone_has_kept_back(ranks: Any) -> None:
-    first, second = ranks(2, step_without_sync, timeout=30.0)
+    first, second = ranks(2, step_without_sync)
     torch.manual_seed(3)
     initial = InOrder(depth=3).state_dict()
     for name, value in first.items():
@@ -439,7 +439,7 @@ def test_a_step_reduces_what_one_rank_alone_has_kept_back(ranks: Any) -> None:
 
 
 def break_off(rank: int, world_size: int) -> list[float]:
-    """The norm of a first microbatch, and again behind a second one whose backward fails before it comes to a unit."""
+    """The norm of a first microbatch, and again after a second one whose backward fails before it comes to a unit."""
     torch.manual_seed(3)
     model = TinyGPT()
     model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 2})
@@ -483,5 +483,5 @@ def evaluate_alone(rank: int, world_size: int, stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_behind_a_wait_one_rank_may_evaluate_alone_where_weights_are_whole(ranks: Any, stage: int) -> None:
-    assert all(ranks(2, evaluate_alone, stage, timeout=30.0))
+def test_after_a_wait_one_rank_may_evaluate_alone_where_weights_are_whole(ranks: Any, stage: int) -> None:
+    assert all(ranks(2, evaluate_alone, stage))

@@ -180,7 +180,7 @@ def test_a_slow_reduction_holds_the_backward_back_instead_of_piling_gradients_up
 
 
 class Normed(Stack):
-    """The same with a norm of the root's own behind the layers, as every language model has."""
+    """The same with a norm of the root's own after the layers, as every language model has."""
 
     def __init__(self) -> None:
         super().__init__()

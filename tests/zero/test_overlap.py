@@ -120,7 +120,7 @@ def test_a_step_with_lanes_is_faster_than_the_same_step_in_series(
     monkeypatch.setenv("UNBOUNDED_OVERLAP", "0")
     in_series = step_seconds(tmp_path)
     # Series: a block's two computations, two reads of its weights, one wait for its states, all added up.
-    # Overlapped, weights are read behind the blocks before and states behind the next forward.
+    # Overlapped, weights are read while the blocks before run, and states during the next forward.
     assert overlapped < 0.85 * in_series
 
 

@@ -48,7 +48,7 @@ def train_placed(rank: int, world_size: int, state_format: str, placements: list
 def test_every_placement_gives_the_same_bits(ranks: Any, world_size: int, step: int, state_format: str) -> None:
     """All 27 placements at one rank; a third and a ninth of them at more, with a mixture by patterns."""
     placements = [ALL_ON_DEVICE, MIXED, *PLACEMENTS[::step]]
-    for runs in ranks(world_size, train_placed, state_format, placements, timeout=120.0):
+    for runs in ranks(world_size, train_placed, state_format, placements):
         for placement, run in zip(placements[1:], runs[1:], strict=True):
             try:
                 assert_identical(runs[0], run)

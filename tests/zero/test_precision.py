@@ -206,7 +206,7 @@ def train_scaled(rank: int, world_size: int, zero_grad_first: bool) -> list[floa
     return losses
 
 
-def test_gradients_cleared_behind_the_forward_are_unscaled_all_the_same(ranks: Any) -> None:
+def test_gradients_cleared_after_the_forward_are_unscaled_all_the_same(ranks: Any) -> None:
     assert ranks(2, train_scaled, True) == ranks(2, train_scaled, False)
 
 

@@ -67,7 +67,7 @@ class Clock:
         self.waited = event.recorded
 
 
-def gather_behind_updates(rank: int, world_size: int, stage: int) -> tuple[int, list[str]]:
+def gather_after_updates(rank: int, world_size: int, stage: int) -> tuple[int, list[str]]:
     """Updates take the way of states on a GPU, on its stream; which units are gathered without waiting for theirs."""
     torch.manual_seed(3)
     model = TinyGPT()
@@ -101,6 +101,6 @@ def gather_behind_updates(rank: int, world_size: int, stage: int) -> tuple[int, 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_gather_runs_beside_an_update_on_the_gpu(ranks: Any, stage: int) -> None:
-    for num_gathered, early in ranks(2, gather_behind_updates, stage):
+    for num_gathered, early in ranks(2, gather_after_updates, stage):
         assert num_gathered > 0
         assert not early

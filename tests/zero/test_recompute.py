@@ -149,4 +149,4 @@ def test_training_goes_on_after_an_exception_and_a_retry(
     ranks: Any, phase: str, reentrant: bool, world_size: int, stage: int
 ) -> None:
     task = Interrupted(reentrant=reentrant, phase=phase)
-    assert_parity(ranks(world_size, train_interrupted, task, {"stage": stage}, timeout=30.0))
+    assert_parity(ranks(world_size, train_interrupted, task, {"stage": stage}))

@@ -6,8 +6,10 @@ import copy
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch import nn
 
 import unbounded
 from tests.zero.training import Batch, Task, TinyGPT, average_gradients, shard
+from unbounded.zero.parameters.parameter import ManagedParameter
+from unbounded.zero.parameters.views import ModuleViews
 
 
 def sharded(stage: int, seed: int = 3) -> tuple[nn.Module, Any, dict[str, torch.Tensor]]:
@@ -76,20 +80,37 @@ def test_what_is_written_in_full_params_is_kept_and_trained_on(
         assert change == pytest.approx([-1.5, -1.5])  # lr 0.1 times 15 tokens: the master was written too
 
 
-def nested_and_failing(rank: int, world_size: int) -> tuple[bool, bool]:
+def nested_and_failing(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     model, _, values = sharded(3)
     with pytest.raises(KeyError, match="inside"), unbounded.full_params(model):  # noqa: PT012
         with torch.no_grad():
             model.head.bias.fill_(2.0)
         raise KeyError("inside")
+    failing = mock.patch.object(ModuleViews, "show", fail_third(ModuleViews.show))
+    with failing, pytest.raises(MemoryError), unbounded.full_params(model):
+        pass
+    is_hidden = all(type(parameter) is ManagedParameter for parameter in model.parameters())
     with unbounded.full_params(model), unbounded.full_params(model):
         written = bool((model.head.bias == 2.0).all())
         other = torch.equal(model.norm.weight, values["norm.weight"])
-    return written, other
+    return written, other, is_hidden
+
+
+def fail_third(show: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Of several units two are shown when the third fails."""
+    calls: list[Any] = []
+
+    def shown(views: Any) -> None:
+        calls.append(views)
+        if len(calls) == 3:
+            raise MemoryError
+        show(views)
+
+    return shown
 
 
 def test_full_params_nests_and_survives_an_exception(ranks: Any) -> None:
-    assert ranks(2, nested_and_failing) == [(True, True)] * 2
+    assert ranks(2, nested_and_failing) == [(True, True, True)] * 2
 
 
 def state_dicts(rank: int, world_size: int, stage: int) -> tuple[list[str], list[str], list[bool], list[str]]:

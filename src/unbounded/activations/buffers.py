@@ -20,7 +20,7 @@ PAGE = 4096
 
 @dataclass(eq=False)
 class _Part:
-    """A run of a chunk that is not in use; what it is used for next comes behind the events of its last uses."""
+    """A run of a chunk that is not in use; what it is used for next comes after the events of its last uses."""
 
     start: int
     size: int
@@ -63,7 +63,7 @@ class _Chunk:
 
 
 class Buffer:
-    """A run of host memory. Dropping it gives it back, to be written again behind the events in `after`."""
+    """A run of host memory. Dropping it gives it back, to be written again after the events in `after`."""
 
     __slots__ = ("_chunk", "_home", "_part")
 

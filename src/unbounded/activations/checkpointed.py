@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unbounded.activations.headroom import Headroom
 from unbounded.activations.shelf import Shelf
-from unbounded.activations.structure import Template, take_tensors
+from unbounded.activations.structure import ArgumentTemplate, take_tensors
 from unbounded.activations.tiled.feedforward import FeedForward
 from unbounded.errors import StateError
 
@@ -157,7 +157,7 @@ def _call(block: Checkpointed, *args: Any, **kwargs: Any) -> Any:
 class _Run:
     """The block's call: first with what the caller gave, then, in the backward, with what was kept of it."""
 
-    def __init__(self, block: Checkpointed, args: Any, kwargs: Any, template: Template) -> None:
+    def __init__(self, block: Checkpointed, args: Any, kwargs: Any, template: ArgumentTemplate) -> None:
         self._inner, self._feed_forwards, self._template = block.inner, block.feed_forwards, template
         self._given: tuple[Any, Any] | None = (args, kwargs)
 

@@ -1,17 +1,17 @@
 """What a block may keep between its forward and its backward, decided as it runs: as much as the device has room for.
 
-How many tokens a batch has, nobody knows before it comes, so nothing is planned: before each block the device's memory
+The number of tokens is not known before a batch arrives, so nothing is planned: before each block the device's memory
 is read, and the block keeps its activations if that leaves room for what must still come. That is
 
     this block     what blocks kept last time, for an input of this size
-    later blocks   an input each, which is the least they can do with
+    later blocks   an input each, which is the least that they need
     the tail       what a pass takes beyond the end of its last block: logits, loss, gradients, one block run again
 
 The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
 others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
 of what is free are left for it. A peak that something else left behind, a model's construction or an evaluation, says
 little about the tail: where no pass of this size has come to a peak of its own, the next one has the device forget the
-old. What a pass puts on the host before its tail is known that well is given back.
+old. Host memory that a pass took before its tail was known that precisely is freed.
 
 Note: ranks decide alone. A block that is recomputed is gathered at the same place in the backward as one that is
 kept, so the order of collectives does not depend on it.
@@ -30,6 +30,8 @@ from unbounded.activations.structure import take_tensors
 
 # What a block keeps by the size of its input, before one was seen: transformers keep 14 (fused) to 34 times as much.
 FIRST_RATIO = 24.0
+# What a whole pass takes by the size of a block's input, before one was seen: a block run again, and its gradients.
+FIRST_PASS_RATIO = 2 * FIRST_RATIO
 # Of the free memory, what is left for a tail that was not seen yet.
 FIRST_TAIL = 7 / 8
 # Of a device's budget, what may be allocated: the rest is for what falls between the allocator's blocks.
@@ -104,7 +106,7 @@ class _Pass:
     num_blocks: int = 0  # that have begun
     before_bytes: int = 0  # allocated before the block that runs now
     input_bytes: int = 1
-    end_bytes: int = 0  # allocated behind the last block so far
+    end_bytes: int = 0  # allocated after the last block so far
     keeps_all: bool = True
     is_watched: bool = False
     is_cautious: bool = False  # inputs went to the host for a tail that is a bound only
@@ -130,6 +132,7 @@ class Headroom:
         renew_limit: Callable[[], int] | None = None,
     ) -> None:
         self.num_kept = 0  # in the last forward
+        self.make_room: Callable[[int], None] = lambda _: None  # has states give up so many bytes of the device
         self._renew_limit = renew_limit
         self._short_from, self._short_bytes = 2**62, 0  # inputs from this size on did not fit; what they leave free
         self._meter, self._limit, self._num_blocks = meter, limit_bytes, num_blocks
@@ -152,7 +155,10 @@ class Headroom:
         """The policy of the block that is about to run with `inputs`."""
         if self._pass.num_blocks >= self._num_blocks:  # called by a part of the model, so nobody said that it began
             self.begin()
-        passed, now = self._pass, self._meter.allocated_bytes()
+        passed = self._pass
+        if passed.num_blocks == 0:
+            self._ask_for_room(_largest_bytes(inputs))
+        now = self._meter.allocated_bytes()
         if passed.num_blocks == 0:
             if self._forgets_peak:
                 self._meter.forget_peak()
@@ -174,6 +180,24 @@ class Headroom:
             return "recompute"
         passed.is_cautious |= policy == "host" and passed.input_bytes > self._own_peak_size
         return policy
+
+    @property
+    def limit_bytes(self) -> int:
+        """What may be allocated of the device."""
+        return self._limit
+
+    @property
+    def kept_bytes(self) -> int:
+        """What blocks kept in the last forward beyond their inputs, which could be computed again."""
+        return int(self.num_kept * max(0.0, self._ratio - 1) * self._pass.input_bytes)
+
+    def _ask_for_room(self, input_bytes: int) -> None:
+        """Before the first block of a pass: states give up what it is likely to take and the device does not have."""
+        expected, likely = self._tails.expect(input_bytes), int(FIRST_PASS_RATIO * input_bytes)
+        needed = (likely if expected is None else min(expected, likely)) + self._left_free(input_bytes)
+        missing = needed + self._pass.growth_bytes + self._meter.allocated_bytes() - self._limit
+        if missing > 0:
+            self.make_room(missing)
 
     def note_shortage(self) -> None:
         """The forward under way, or its backward, did not fit: one of this size leaves an eighth more free."""

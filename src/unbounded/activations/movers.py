@@ -5,7 +5,7 @@
     back                                          | 1 |                     | 0 |
 
 No call waits for the device. The memory that a copy reads or writes belongs to the computing stream; it is given up
-only after that stream was told to wait for the copy, so that whoever gets it next runs behind it.
+only after that stream was told to wait for the copy, so that whoever gets it next runs after it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Mover(Protocol):
 
     def mark(self) -> Event: ...
 
-    def send(self, source: torch.Tensor, target: torch.Tensor, *, behind: tuple[Event, ...]) -> Event: ...
+    def send(self, source: torch.Tensor, target: torch.Tensor, *, after: tuple[Event, ...]) -> Event: ...
 
-    def bring(self, source: torch.Tensor, *, behind: Event) -> Arrival: ...
+    def bring(self, source: torch.Tensor, *, after: Event) -> Arrival: ...
 
     def give_up(self, sent: Event) -> None: ...
 
@@ -47,12 +47,12 @@ class HostMover:
     def mark(self) -> Event:
         return None
 
-    def send(self, source: torch.Tensor, target: torch.Tensor, *, behind: tuple[Event, ...]) -> Event:
+    def send(self, source: torch.Tensor, target: torch.Tensor, *, after: tuple[Event, ...]) -> Event:
         with trace.span(DEVICE_TO_HOST, "activations", bytes=source.nbytes):
             target.copy_(source)
         return None
 
-    def bring(self, source: torch.Tensor, *, behind: Event) -> Arrival:
+    def bring(self, source: torch.Tensor, *, after: Event) -> Arrival:
         with trace.span(HOST_TO_DEVICE, "activations", bytes=source.nbytes):
             return _Here(source.clone())
 
@@ -68,25 +68,25 @@ class CudaMover:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def mark(self) -> Event:
-        """An event behind what the computing stream has been given so far."""
+        """An event after what the computing stream has been given so far."""
         return _record(torch.cuda.current_stream(self.device))
 
-    def send(self, source: torch.Tensor, target: torch.Tensor, *, behind: tuple[Event, ...]) -> Event:
-        """Copies to the host behind these events. The source must live until `give_up`."""
-        for event in behind:
+    def send(self, source: torch.Tensor, target: torch.Tensor, *, after: tuple[Event, ...]) -> Event:
+        """Copies to the host after these events. The source must live until `give_up`."""
+        for event in after:
             if event is not None:
                 self._out.wait_event(event)
         with torch.cuda.stream(self._out), trace.device_span(DEVICE_TO_HOST, "activations", bytes=source.nbytes):
             target.copy_(source, non_blocking=True)
         return _record(self._out)
 
-    def bring(self, source: torch.Tensor, *, behind: Event) -> Arrival:
-        """Copies to memory of the computing stream, behind what that has been given: one block ahead of its use."""
+    def bring(self, source: torch.Tensor, *, after: Event) -> Arrival:
+        """Copies to memory of the computing stream, after what that has been given: one block ahead of its use."""
         stream = torch.cuda.current_stream(self.device)
         target = torch.empty_like(source, device=self.device)
         self._back.wait_event(_record(stream))
-        if behind is not None:
-            self._back.wait_event(behind)
+        if after is not None:
+            self._back.wait_event(after)
         with torch.cuda.stream(self._back), trace.device_span(HOST_TO_DEVICE, "activations", bytes=source.nbytes):
             target.copy_(source, non_blocking=True)
         return _Coming(target, _record(self._back), stream)

@@ -31,7 +31,7 @@ from unbounded.tiers.room import Room
 LEAVING_AT_ONCE = 2
 
 
-class Place(enum.Enum):
+class ParcelPlace(enum.Enum):
     HELD = "held"
     LEAVING = "leaving"
     AWAY = "away"
@@ -52,20 +52,20 @@ class Parcel:
         self._arrival: Arrival | None = None
         self._num_fetched = 0
         self.num_users = 0
-        self.place = Place.HELD
+        self.place = ParcelPlace.HELD
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this is the parcel of `tensor` as it is now."""
         return self._origin() is tensor and tensor._version == self._version
 
     def leave(self, buffers: HostBuffers, ready: Event, block: str) -> None:
-        """Starts the copy to the host, behind `ready`."""
+        """Starts the copy to the host, after `ready`."""
         assert self._flat is not None
         self._check_unchanged(block)
         self._buffer = buffers.take(self._flat.nbytes, pin=self._flat.is_cuda)
-        self._sent = self._mover.send(self._flat, self._stored(), behind=(ready, *self._buffer.after))
+        self._sent = self._mover.send(self._flat, self._stored(), after=(ready, *self._buffer.after))
         self._buffer.after = (self._sent,) if self._sent is not None else ()
-        self.place = Place.LEAVING
+        self.place = ParcelPlace.LEAVING
         if self._sent is None:
             self.give_up(block)
 
@@ -74,13 +74,13 @@ class Parcel:
         self._check_unchanged(block)
         self._mover.give_up(self._sent)
         self._flat = None
-        self.place = Place.AWAY
+        self.place = ParcelPlace.AWAY
 
     def prefetch(self) -> None:
         """Starts the copy back, unless the values are still on the device."""
         if self._flat is None and self._arrival is None and self._alive() is None:
             assert self._buffer is not None
-            self._arrival = self._mover.bring(self._stored(), behind=self._sent)
+            self._arrival = self._mover.bring(self._stored(), after=self._sent)
             self._buffer.after = (self._arrival.event,) if self._arrival.event is not None else ()
 
     def fetch(self) -> torch.Tensor:
@@ -115,7 +115,7 @@ class Parcel:
             )
 
 
-class Inputs:
+class BlockInputs:
     """The tensors that one call of a block was given; `pack` and `unpack` are its hooks for saved tensors."""
 
     def __init__(self, shelf: Shelf, block: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -127,7 +127,7 @@ class Inputs:
         for parcel in self._parcels.values():
             parcel.num_users += 1
         self._last = next(reversed(self._parcels.values()), None)
-        self.previous: weakref.ref[Inputs] | None = None
+        self.previous: weakref.ref[BlockInputs] | None = None
         self.ready = shelf.mover(device).mark()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Parcel:
@@ -148,7 +148,7 @@ class Inputs:
     def leave(self) -> None:
         """The block has run: its inputs go to the host."""
         with torch.no_grad():
-            held = [parcel for parcel in self._parcels.values() if parcel.place is Place.HELD]
+            held = [parcel for parcel in self._parcels.values() if parcel.place is ParcelPlace.HELD]
             for parcel in held:
                 parcel.leave(self._shelf.buffers, self.ready, self.block)
             self._shelf.follow(self.block, held)
@@ -166,12 +166,12 @@ class Shelf:
         self._parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
         self._movers: dict[torch.device, Mover] = {}
         self._leaving: deque[tuple[str, list[weakref.ref[Parcel]]]] = deque()
-        self._newest: weakref.ref[Inputs] | None = None
+        self._newest: weakref.ref[BlockInputs] | None = None
 
-    def hold(self, block: str, tensors: Sequence[torch.Tensor]) -> Inputs:
+    def hold(self, block: str, tensors: Sequence[torch.Tensor]) -> BlockInputs:
         """The inputs of a call that is about to begin. Where one is on a GPU, only those there can leave."""
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-        inputs = Inputs(self, block, tensors, device)
+        inputs = BlockInputs(self, block, tensors, device)
         inputs.previous, self._newest = self._newest, weakref.ref(inputs)
         return inputs
 
@@ -190,12 +190,14 @@ class Shelf:
 
     def follow(self, block: str, parcels: Sequence[Parcel]) -> None:
         """Gives up the device's memory of those that left long enough ago."""
-        self._leaving.append((block, [weakref.ref(parcel) for parcel in parcels if parcel.place is Place.LEAVING]))
+        self._leaving.append(
+            (block, [weakref.ref(parcel) for parcel in parcels if parcel.place is ParcelPlace.LEAVING])
+        )
         while len(self._leaving) > LEAVING_AT_ONCE:
             name, oldest = self._leaving.popleft()
             for reference in oldest:
                 parcel = reference()
-                if parcel is not None and parcel.place is Place.LEAVING:
+                if parcel is not None and parcel.place is ParcelPlace.LEAVING:
                     parcel.give_up(name)
 
 

@@ -29,11 +29,11 @@ class _Record:
     """A dataclass without its fields, and the templates of those."""
 
     shell: Any
-    fields: dict[str, Template]
+    fields: dict[str, ArgumentTemplate]
 
 
 @dataclass(frozen=True)
-class Template:
+class ArgumentTemplate:
     """A nest of arguments with its tensors taken out."""
 
     leaves: tuple[Any, ...]
@@ -44,15 +44,15 @@ class Template:
         return pytree.tree_unflatten([_put(leaf, tensors) for leaf in self.leaves], self.spec)
 
 
-def take_tensors(value: Any) -> tuple[list[torch.Tensor], Template]:
+def take_tensors(value: Any) -> tuple[list[torch.Tensor], ArgumentTemplate]:
     """The tensors inside `value`, in order, and what is left of it."""
     tensors: list[torch.Tensor] = []
     return tensors, _take(value, tensors)
 
 
-def _take(value: Any, tensors: list[torch.Tensor]) -> Template:
+def _take(value: Any, tensors: list[torch.Tensor]) -> ArgumentTemplate:
     leaves, spec = pytree.tree_flatten(value)
-    return Template(tuple(_take_leaf(leaf, tensors) for leaf in leaves), spec)
+    return ArgumentTemplate(tuple(_take_leaf(leaf, tensors) for leaf in leaves), spec)
 
 
 def _take_leaf(leaf: Any, tensors: list[torch.Tensor]) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from unbounded.checkpoint.format import folder as folders
-from unbounded.checkpoint.format.checks import mapping
 from unbounded.checkpoint.format.data_files import Files
+from unbounded.checkpoint.format.field_checks import mapping
 from unbounded.checkpoint.format.manifest import BUFFER, WEIGHT, Manifest, TensorEntry
 from unbounded.checkpoint.format.parsing import read_manifest
 from unbounded.checkpoint.safetensors_writer import Planned, ShardWriter, plan_file, plan_shards

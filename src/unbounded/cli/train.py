@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0: done, 1: failed, 2: bad input, 130 and 143: interrupted by Ctrl-C or SIGTERM, after saving."""
-    from unbounded.errors import CheckpointError, PlanError, UnboundedError
-    from unbounded.observe.launch import read_launch
-    from unbounded.train.errors import InputError
+    from unbounded.errors import CheckpointError, InputError, PlanError, UnboundedError
+    from unbounded.launcher import read_numbers
     from unbounded.train.options.flags import make_config
     from unbounded.train.run.interrupts import exit_code
 
-    read_launch()  # what makes no sense is refused before torch is there
+    read_numbers(os.environ)  # what makes no sense is refused before torch is there
     config = make_config(vars(args))
     from unbounded.train.training import run as train
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from unbounded.deepspeed import checkpointing, comm, ops, utils, zero
 from unbounded.deepspeed.arguments import add_config_arguments
 from unbounded.deepspeed.comm import init_distributed
-from unbounded.deepspeed.config import Config, plan_from_config, read_config
+from unbounded.deepspeed.config import DeepSpeedConfig, plan_from_config, read_config
 from unbounded.deepspeed.engine import DeepSpeedEngine
 from unbounded.deepspeed.initialization import initialize
 
 __all__ = [
-    "Config",
+    "DeepSpeedConfig",
     "DeepSpeedEngine",
     "add_config_arguments",
     "checkpointing",

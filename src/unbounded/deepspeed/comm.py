@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from unbounded.launcher import read_numbers
 
 
 def init_distributed(dist_backend: str | None = None, **unused: Any) -> None:
@@ -29,9 +32,7 @@ def get_world_size(group: Any = None) -> int:
 
 
 def get_local_rank() -> int:
-    import os
-
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return read_numbers(os.environ).local_rank
 
 
 def barrier(group: Any = None, **unused: Any) -> None:

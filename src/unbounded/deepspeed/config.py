@@ -16,6 +16,7 @@ from typing import Any
 
 from unbounded.deepspeed.keys import CHANGES_TRAINING, KEYS, READ, Table
 from unbounded.errors import PlanError
+from unbounded.launcher import read_numbers
 from unbounded.planner.plan import Plan
 
 _TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
@@ -23,7 +24,7 @@ _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 
 
 @dataclass(frozen=True)
-class Config:
+class DeepSpeedConfig:
     """What a DeepSpeed configuration asks for. None where it says "auto" or nothing."""
 
     plan: Plan
@@ -59,12 +60,12 @@ def plan_from_config(config: Given, *, report: Callable[[str], Any] | None = pri
     Batch sizes, clipping, optimizer and scheduler are not part of a plan: `initialize` honours them.
     """
     found = read_config(config)
-    if report is not None and os.environ.get("RANK", "0") == "0":
+    if report is not None and read_numbers(os.environ).rank == 0:
         report(found.report)
     return found.plan
 
 
-def read_config(config: Given) -> Config:
+def read_config(config: Given) -> DeepSpeedConfig:
     """All that a DeepSpeed configuration asks for, checked; unknown keys are an error that names them all."""
     given = config if isinstance(config, Mapping) else _load(Path(config))
     entries = dict(_walk(given, KEYS, ""))
@@ -72,7 +73,7 @@ def read_config(config: Given) -> Config:
     values = {key: value for key, (value, verdict) in entries.items() if verdict == READ and value != "auto"}
     ignored = {key: verdict for key, (_, verdict) in entries.items() if verdict}
     _refuse_changes(given)
-    return Config(
+    return DeepSpeedConfig(
         plan=_plan(values),
         train_batch_size=_count(values, "train_batch_size"),
         micro_batch_size=_count(values, "train_micro_batch_size_per_gpu"),

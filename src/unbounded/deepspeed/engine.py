@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.deepspeed import comm
-from unbounded.deepspeed.batches import Batches
+from unbounded.deepspeed.batch_sizes import Batches
 from unbounded.deepspeed.checkpoints import find_tag, name_latest
-from unbounded.deepspeed.config import Config
+from unbounded.deepspeed.config import DeepSpeedConfig
 from unbounded.errors import StateError
 from unbounded.sharding import sharded
 
@@ -32,7 +32,9 @@ logger = logging.getLogger("unbounded")
 class DeepSpeedEngine(nn.Module):
     """A sharded model with DeepSpeed's methods. `module` is the model itself."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, schedule: Any, config: Config, batches: Batches) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, schedule: Any, config: DeepSpeedConfig, batches: Batches
+    ) -> None:
         super().__init__()
         self.module = model
         self.optimizer, self.lr_scheduler, self.config, self.batches = optimizer, schedule, config, batches

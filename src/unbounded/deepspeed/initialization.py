@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from unbounded.deepspeed import comm
 from unbounded.deepspeed.arguments import find_config
-from unbounded.deepspeed.batches import Batches
-from unbounded.deepspeed.config import Config, read_config
+from unbounded.deepspeed.batch_sizes import Batches
+from unbounded.deepspeed.config import DeepSpeedConfig, read_config
 from unbounded.deepspeed.engine import DeepSpeedEngine
+from unbounded.deepspeed.lr_schedules import build_schedule
 from unbounded.deepspeed.ops.optimizers import build_optimizer
-from unbounded.deepspeed.schedules import build_schedule
 from unbounded.errors import PlanError
 from unbounded.sharding import shard
 
@@ -58,7 +58,9 @@ def initialize(
     return engine, placed, loader, schedule
 
 
-def _make_optimizer(config: Config, given: Any, parameters: Any, model: nn.Module) -> torch.optim.Optimizer | None:
+def _make_optimizer(
+    config: DeepSpeedConfig, given: Any, parameters: Any, model: nn.Module
+) -> torch.optim.Optimizer | None:
     trained = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     if isinstance(given, torch.optim.Optimizer):
         return given
@@ -67,7 +69,7 @@ def _make_optimizer(config: Config, given: Any, parameters: Any, model: nn.Modul
     return build_optimizer(*config.optimizer, trained) if config.optimizer is not None else None
 
 
-def _make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+def _make_schedule(config: DeepSpeedConfig, given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     if given is not None:
         return given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
     if config.scheduler is None or optimizer is None:

@@ -17,7 +17,6 @@ _ANY = "every optimizer that can be sharded exactly is allowed, and others are r
 _EXACT = "weights and gradients are sent as they are, so results are those of full precision"
 
 _ALL_RANKS = "weights are partitioned over all ranks of the job"
-_COLLECTIVE = "every rank writes its own file into one folder"
 
 READ = ""
 """Marks a key that is honoured."""

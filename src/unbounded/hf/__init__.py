@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from unbounded.errors import PlanError
+from unbounded.errors import MissingFrameworkError
 
 _HOMES = {
     "on": "unbounded.hf.trainer",
@@ -24,10 +24,6 @@ _HOMES = {
     "from_pretrained": "unbounded.hf.pretrained",
 }
 __all__ = ["Seq2SeqTrainer", "Trainer", *_HOMES]
-
-
-class MissingFrameworkError(PlanError, ImportError):
-    """A part was used whose framework is not installed."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Accelerate with sharded objects: an `Accelerator` whose backward, clipping and checkpoints know the engine.
 
 `attach(accelerator)` gives that one accelerator these methods. Models and optimizers that `shard` returned pass through
-`prepare` as they are; everything else, and every other accelerator, works as ever.
+`prepare` as they are; everything else, and every other accelerator, works as usual.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`on(Trainer)`: a subclass of any Trainer class that shards the model where it makes the optimizer.
 
-create_optimizer       the optimizer is made as ever, then model and optimizer are sharded
+create_optimizer       the optimizer is made as usual, then model and optimizer are sharded
 accelerator            attached: backward, clipping and prepare know the engine (`accelerator.py`)
 save_model             exported unit by unit, by all ranks together
 checkpoints            Trainer's own files, and a folder of ours with the states
@@ -36,7 +36,7 @@ def on(kind: Any) -> Any:
 class ShardingTrainer:
     """What `on` puts before a Trainer class."""
 
-    # Of the Trainer behind this class; named for type checkers.
+    # Of the Trainer that this class is mixed into; named for type checkers.
     args: Any
     model: Any
     optimizer: Any

@@ -6,16 +6,10 @@ trainer = Trainer(strategy=unbounded.lightning.UnboundedStrategy(plan={"device_b
 """
 
 # What is imported after the check needs lightning.
-# ruff: noqa: E402
 
 from __future__ import annotations
 
-from unbounded.errors import PlanError
-
-
-class MissingFrameworkError(PlanError, ImportError):
-    """Lightning is not installed."""
-
+from unbounded.errors import MissingFrameworkError
 
 try:
     import lightning  # noqa: F401

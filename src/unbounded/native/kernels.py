@@ -16,8 +16,8 @@ from torch import Tensor
 
 from unbounded.errors import PlanError
 from unbounded.native.library import declare
-from unbounded.native.pool import Pool, default_pool, simd
-from unbounded.native.states import BLOCK, FORMATS, RULES, ArraySpec, Rule, moments, state_arrays, state_bytes
+from unbounded.native.states import BLOCK, FORMATS, RULES, ArraySpec, Rule, moments, state_arrays
+from unbounded.native.thread_pool import Pool, default_pool, simd
 
 __all__ = [
     "BLOCK",
@@ -32,12 +32,10 @@ __all__ = [
     "default_pool",
     "encode_moment",
     "encode_weight",
-    "fill_zero",
     "join",
     "simd",
     "split",
     "state_arrays",
-    "state_bytes",
     "sum_squares",
     "update",
 ]
@@ -56,7 +54,7 @@ class UpdateArguments(ctypes.Structure):
         + [(name, c_int64) for name in ("numel", "step")]
         + [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")]
         + [(name, c_double) for name in ("momentum", "dampening", "lr_decay", "grad_scale")]
-        + [(name, c_void_p) for name in ("weight", "grad", "low", "first", "first_scale")]
+        + [(name, c_void_p) for name in ("weight", "grad", "remainder", "first", "first_scale")]
         + [(name, c_void_p) for name in ("second", "second_scale", "out")]
     )
 
@@ -73,7 +71,6 @@ SIGNATURES: dict[str, list[type]] = {
     "encode_moment": [c_void_p, c_int32, c_void_p, c_void_p, c_int64],
     "decode_moment": [c_int32, c_void_p, c_void_p, c_void_p, c_int64],
     "copy": [c_void_p, c_void_p, c_int64],
-    "fill_zero": [c_void_p, c_int64],
 }
 
 
@@ -134,7 +131,7 @@ def update(
         setattr(
             arguments, f"{slot}_scale", _pointer(states, moment and f"{moment}_scale" if format == "compact" else None)
         )
-    arguments.low = _pointer(states, "low" if "low" in specs else None)
+    arguments.remainder = _pointer(states, "remainder" if "remainder" in specs else None)
     _call("update", pool, ctypes.addressof(arguments))
 
 
@@ -187,42 +184,42 @@ def accumulate(dst: Tensor, src: Tensor, scale: float = 1.0, pool: Pool | None =
     _call("accumulate", pool, dst.data_ptr(), types[0], src.data_ptr(), types[1], scale, src.numel())
 
 
-def split(master: Tensor, weight: Tensor, low: Tensor, pool: Pool | None = None) -> None:
-    """The exact format of an fp32 master: bf16 `weight` and int16 `low`."""
-    _check_exact(master, weight, low)
-    _call("split", pool, master.data_ptr(), weight.data_ptr(), low.data_ptr(), master.numel())
+def split(master: Tensor, weight: Tensor, remainder: Tensor, pool: Pool | None = None) -> None:
+    """The exact format of an fp32 master: bf16 `weight` and int16 `remainder`."""
+    _check_exact(master, weight, remainder)
+    _call("split", pool, master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel())
 
 
-def join(weight: Tensor, low: Tensor, master: Tensor, pool: Pool | None = None) -> None:
+def join(weight: Tensor, remainder: Tensor, master: Tensor, pool: Pool | None = None) -> None:
     """The fp32 master of the exact format, bit for bit."""
-    _check_exact(master, weight, low)
-    _call("join", pool, weight.data_ptr(), low.data_ptr(), master.data_ptr(), master.numel())
+    _check_exact(master, weight, remainder)
+    _call("join", pool, weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), master.numel())
 
 
-def _check_exact(master: Tensor, weight: Tensor, low: Tensor) -> None:
+def _check_exact(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     _check("master", master, (torch.float32,))
     _check("weight", weight, (torch.bfloat16,), master.numel())
-    _check("low", low, (torch.int16,), master.numel())
+    _check("remainder", remainder, (torch.int16,), master.numel())
 
 
-def encode_weight(master: Tensor, weight: Tensor, low: Tensor, pool: Pool | None = None) -> None:
-    """The compact format of an fp32 master, rounded to nearest: bf16 or fp16 `weight` and int8 `low`."""
-    _check_compact(master, weight, low)
+def encode_weight(master: Tensor, weight: Tensor, remainder: Tensor, pool: Pool | None = None) -> None:
+    """The compact format of an fp32 master, rounded to nearest: bf16 or fp16 `weight` and int8 `remainder`."""
+    _check_compact(master, weight, remainder)
     types = FLOATS[weight.dtype]
-    _call("encode_weight", pool, master.data_ptr(), weight.data_ptr(), types, low.data_ptr(), master.numel())
+    _call("encode_weight", pool, master.data_ptr(), weight.data_ptr(), types, remainder.data_ptr(), master.numel())
 
 
-def decode_weight(weight: Tensor, low: Tensor, master: Tensor, pool: Pool | None = None) -> None:
-    """The fp32 master that a compact `weight` and `low` stand for."""
-    _check_compact(master, weight, low)
+def decode_weight(weight: Tensor, remainder: Tensor, master: Tensor, pool: Pool | None = None) -> None:
+    """The fp32 master that a compact `weight` and `remainder` stand for."""
+    _check_compact(master, weight, remainder)
     types = FLOATS[weight.dtype]
-    _call("decode_weight", pool, weight.data_ptr(), types, low.data_ptr(), master.data_ptr(), master.numel())
+    _call("decode_weight", pool, weight.data_ptr(), types, remainder.data_ptr(), master.data_ptr(), master.numel())
 
 
-def _check_compact(master: Tensor, weight: Tensor, low: Tensor) -> None:
+def _check_compact(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     _check("master", master, (torch.float32,))
     _check("weight", weight, HALVES, master.numel())
-    _check("low", low, (torch.int8,), master.numel())
+    _check("remainder", remainder, (torch.int8,), master.numel())
 
 
 def encode_moment(values: Tensor, codes: Tensor, scale: Tensor, pool: Pool | None = None) -> None:
@@ -250,9 +247,3 @@ def copy(src: Tensor, dst: Tensor, pool: Pool | None = None) -> None:
     _check("src", src, (src.dtype,))
     _check("dst", dst, (src.dtype,), src.numel())
     _call("copy", pool, src.data_ptr(), dst.data_ptr(), src.numel() * src.element_size())
-
-
-def fill_zero(tensor: Tensor, pool: Pool | None = None) -> None:
-    """Every byte of the tensor becomes 0."""
-    _check("tensor", tensor, (tensor.dtype,))
-    _call("fill_zero", pool, tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -66,11 +66,6 @@ def touch(tensor: torch.Tensor, num_threads: int = 1) -> None:
         _functions()[2](tensor.data_ptr(), tensor.nbytes, max(1, num_threads))
 
 
-def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory starts on a page, as O_DIRECT wants it."""
-    return tensor.data_ptr() % PAGE_BYTES == 0
-
-
 def available_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Host memory that can still be taken: what the kernel calls available, within every cgroup's limit."""
     free = [_meminfo_available(proc)]

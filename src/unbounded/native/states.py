@@ -1,12 +1,12 @@
 """Update rules and the arrays that each keeps, by state format: names, dtypes, sizes.
 
 fp32     weights are the fp32 master; moments fp32
-exact    bf16 weights + `low` int16 (together the fp32 master, exactly reversible); moments fp32
-compact  bf16 or fp16 weights + `low` int8; moments 8-bit codes with one fp32 `_scale` for every BLOCK elements
+exact    bf16 weights + `remainder` int16 (together the fp32 master, exactly reversible); moments fp32
+compact  bf16 or fp16 weights + `remainder` int8; moments 8-bit codes with one fp32 `_scale` for every BLOCK elements
 
 Names are torch.optim's: exp_avg and momentum_buffer are first moments (signed), exp_avg_sq and sum second ones.
-Moments start as zeros; `low` starts as what the first weights leave over. In the compact format zeros are the code of
-zero moments and a zero scale. Pure: no tensors are touched here.
+Moments start as zeros; `remainder` starts as what the first weights leave over. In the compact format zeros are the
+code of zero moments and a zero scale. Pure: no tensors are touched here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def state_arrays(
         raise PlanError(f'the rule "{rule_name}" is unknown. Choose one of {", ".join(RULES)}.')
     arrays: dict[str, ArraySpec] = {}
     if format != "fp32":
-        arrays["low"] = ArraySpec(torch.int16 if format == "exact" else torch.int8)
+        arrays["remainder"] = ArraySpec(torch.int16 if format == "exact" else torch.int8)
     for name, code in zip(moments(rule_name, momentum=momentum), (torch.int8, torch.uint8), strict=True):
         if name is not None and format == "compact":
             arrays[name] = ArraySpec(code)
@@ -95,12 +95,6 @@ def state_arrays(
         elif name is not None:
             arrays[name] = ArraySpec(torch.float32)
     return arrays
-
-
-def state_bytes(rule_name: str, format: str, weight_dtype: torch.dtype, elements: int, *, momentum: bool = True) -> int:
-    """Bytes of all arrays beside the weights for `elements` parameters."""
-    specs = state_arrays(rule_name, format, weight_dtype, momentum=momentum)
-    return sum(spec.num_bytes(elements) for spec in specs.values())
 
 
 def check_format(format: str, weight_dtype: torch.dtype) -> None:

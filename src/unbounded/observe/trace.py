@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from unbounded.errors import StateError
+from unbounded.launcher import read_numbers
 from unbounded.observe.device import DeviceClock
 from unbounded.observe.lanes import MARKS, LaneTotal, Totals
-from unbounded.observe.launch import read_launch
 from unbounded.observe.perfetto import BEGINNING, SpanRecord, write
 from unbounded.observe.replacing import check_replaceable
 
@@ -192,8 +192,8 @@ def _distributed() -> tuple[int, int]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    launch = read_launch()
-    return launch.rank, launch.world_size
+    numbers = read_numbers(os.environ)
+    return numbers.rank, numbers.size
 
 
 def _path_of_rank(path: Path) -> Path:

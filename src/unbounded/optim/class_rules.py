@@ -53,7 +53,7 @@ class ClassRule:
         self.format = "exact" if dtype == torch.bfloat16 else "fp32"
         self._kept = {num: _look(self._replica, groups, num, self._dtype) for num in sorted(dims)}
         common = set.intersection(*(set(kept.arrays) for kept in self._kept.values()))
-        completing = [StateSpec("low", torch.int16)] if dtype == torch.bfloat16 else []
+        completing = [StateSpec("remainder", torch.int16)] if dtype == torch.bfloat16 else []
         completing += [StateSpec("master", torch.float32)] if dtype == torch.float16 else []
         first = self._kept[min(dims)]
         self.specs = (*completing, *(StateSpec(name, self._dtype) for name in first.arrays if name in common))
@@ -105,13 +105,17 @@ class ClassRule:
 
     def _open(self, weight: torch.Tensor, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The values that are trained, to be changed in place."""
-        return formats.decode_weight({"weight": weight, **states}, self) if "low" in states else _master(weight, states)
+        return (
+            formats.decode_weight({"weight": weight, **states}, self)
+            if "remainder" in states
+            else _master(weight, states)
+        )
 
     def _close(self, values: torch.Tensor, weight: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
-        if "low" in states:
+        if "remainder" in states:
             encoded = formats.encode_weight(values, weight.dtype, self)
             weight.copy_(encoded["weight"])
-            states["low"].copy_(encoded["low"])
+            states["remainder"].copy_(encoded["remainder"])
         elif "master" in states:
             weight.copy_(values)
 

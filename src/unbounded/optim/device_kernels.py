@@ -46,7 +46,7 @@ def update(
     _update[(triton.cdiv(numel, ROWS * BLOCK),)](
         _bits(weight) if is_bf16 else weight,
         grad,
-        _or(states.get("low"), spare),
+        _or(states.get("remainder"), spare),
         _or(first, spare),
         _or(second, spare),
         _or(first_scale, spare),
@@ -112,7 +112,7 @@ def _inverse(scale_bits):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["numel", "seed"])
 def _update(  # type: ignore[no-untyped-def]
-    weight_ptr, grad_ptr, low_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, out_ptr, scale_ptr,
+    weight_ptr, grad_ptr, remainder_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, out_ptr, scale_ptr,
     numel, sign, lr, keep, decay, beta1, beta2, rest1, rest2, step_size, eps, momentum, undamped, seed,
     RULE: tl.constexpr, FORMAT: tl.constexpr, IS_BF16: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr, FIRST_STEP: tl.constexpr, HAS_OUT: tl.constexpr, ROWS: tl.constexpr,
@@ -131,14 +131,16 @@ def _update(  # type: ignore[no-untyped-def]
         w = tl.load(weight_ptr + at, live, 0.0)
     elif IS_BF16:
         high = tl.load(weight_ptr + at, live, 0).to(tl.int32) << 16
-        low = tl.load(low_ptr + at, live, 0).to(tl.int32)
+        low = tl.load(remainder_ptr + at, live, 0).to(tl.int32)
         if FORMAT == 2:
             low = low << 8
         w = (high + low).to(tl.float32, bitcast=True)
     else:
         h = tl.load(weight_ptr + at, live, 0.0).to(tl.float32)
         exponent = tl.maximum(h.to(tl.int32, bitcast=True) & 0x7F800000, 113 << 23)
-        w = h + tl.load(low_ptr + at, live, 0).to(tl.float32) * (exponent - (18 << 23)).to(tl.float32, bitcast=True)
+        w = h + tl.load(remainder_ptr + at, live, 0).to(tl.float32) * (exponent - (18 << 23)).to(
+            tl.float32, bitcast=True
+        )
     m = w
     v = w
     if has_first:
@@ -198,11 +200,11 @@ def _update(  # type: ignore[no-untyped-def]
         bits = tl.where(w != w, 0x7FC00000, bits)
         if FORMAT == 1:
             tl.store(weight_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), live)
-            tl.store(low_ptr + at, bits.to(tl.int16), live)
+            tl.store(remainder_ptr + at, bits.to(tl.int16), live)
         elif IS_BF16:
             kept = (bits + ((noise >> 24) & 0xFF)) >> 8
             tl.store(weight_ptr + at, ((kept + 0x80) >> 8).to(tl.int16), live)
-            tl.store(low_ptr + at, kept.to(tl.int8), live)
+            tl.store(remainder_ptr + at, kept.to(tl.int8), live)
         else:
             half = w.to(tl.float16)
             h = half.to(tl.float32)
@@ -211,7 +213,7 @@ def _update(  # type: ignore[no-untyped-def]
             rest = tl.where(exponent >= 0x7F800000, 0.0, rest)
             kept = ((rest + 4096.0).to(tl.int32) + ((noise >> 27) & 0x1F)) >> 5
             tl.store(weight_ptr + at, half, live)
-            tl.store(low_ptr + at, (tl.minimum(tl.maximum(kept, 1), 255) - 128).to(tl.int8), live)
+            tl.store(remainder_ptr + at, (tl.minimum(tl.maximum(kept, 1), 255) - 128).to(tl.int8), live)
     if has_first:
         if FORMAT == 2:
             highest = tl.max(tl.where(live, m.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=1)

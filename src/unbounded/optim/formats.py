@@ -1,7 +1,7 @@
 """State formats as tensors: fp32 values into the arrays that a rule keeps, and back. Any device, any length.
 
 `exact` completes bf16 weights to their fp32 master by 16 more bits: the weight is the master rounded to nearest
-(halves up in magnitude, so that the rest fits a signed 16-bit number), and `low` is what is left.
+(halves up in magnitude, so that the rest fits a signed 16-bit number), and `remainder` is what is left.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ import torch
 from unbounded.native import kernels
 from unbounded.optim.rules import UpdateRule
 
+MASTER_STATES = ("remainder", "master")
+"""The states that belong to the weights: with them they are the master that is trained."""
+
 
 def encode_weight(master: torch.Tensor, dtype: torch.dtype, rule: UpdateRule | None) -> dict[str, torch.Tensor]:
     """The arrays that stand for the fp32 `master`: "weight" in `dtype`, and what completes it."""
     names = {spec.name for spec in rule.specs} if rule is not None else set()
     if "master" in names:
         return {"weight": master.to(dtype), "master": master}
-    if "low" not in names or rule is None:
+    if "remainder" not in names or rule is None:
         return {"weight": master.to(dtype)}
     if rule.format == "exact":
         bits = master.view(torch.int32)
         high = (bits + 0x8000) >> 16
-        return {"weight": high.to(torch.int16).view(torch.bfloat16), "low": (bits - (high << 16)).to(torch.int16)}
+        remainder = (bits - (high << 16)).to(torch.int16)
+        return {"weight": high.to(torch.int16).view(torch.bfloat16), "remainder": remainder}
     source = master.cpu().contiguous()
     weight = torch.empty(source.numel(), dtype=dtype)
-    low = torch.empty(source.numel(), dtype=torch.int8)
-    kernels.encode_weight(source, weight, low)
-    return {"weight": weight.to(master.device), "low": low.to(master.device)}
+    remainder = torch.empty(source.numel(), dtype=torch.int8)
+    kernels.encode_weight(source, weight, remainder)
+    return {"weight": weight.to(master.device), "remainder": remainder.to(master.device)}
 
 
 def decode_weight(arrays: Mapping[str, torch.Tensor], rule: UpdateRule | None) -> torch.Tensor:
@@ -37,13 +41,13 @@ def decode_weight(arrays: Mapping[str, torch.Tensor], rule: UpdateRule | None) -
     weight = arrays["weight"]
     if "master" in arrays:
         return arrays["master"]
-    if "low" not in arrays or rule is None:
+    if "remainder" not in arrays or rule is None:
         return weight.float()
     if rule.format == "exact":
-        bits = (weight.view(torch.int16).to(torch.int32) << 16) + arrays["low"].to(torch.int32)
+        bits = (weight.view(torch.int16).to(torch.int32) << 16) + arrays["remainder"].to(torch.int32)
         return bits.view(torch.float32)
     master = torch.empty(weight.numel(), dtype=torch.float32)
-    kernels.decode_weight(weight.cpu(), arrays["low"].cpu(), master)
+    kernels.decode_weight(weight.cpu(), arrays["remainder"].cpu(), master)
     return master.to(weight.device)
 
 
@@ -70,4 +74,4 @@ def decode_moment(arrays: Mapping[str, torch.Tensor], name: str) -> torch.Tensor
 
 def moment_names(rule: UpdateRule) -> list[str]:
     """The states that are values of their own: not what completes the weights, not the scales of others."""
-    return [s.name for s in rule.specs if s.name not in ("master", "low") and not s.name.endswith("_scale")]
+    return [s.name for s in rule.specs if s.name not in MASTER_STATES and not s.name.endswith("_scale")]

@@ -155,17 +155,6 @@ class _Split(torch.autograd.Function):
         return join_parts(gradient, ctx.dim, ctx.axis, ctx.length), None, None
 
 
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 def enter(x: torch.Tensor, axis: ParallelAxis) -> torch.Tensor:
     return _Enter.apply(x, axis) if axis.size > 1 else x
 
@@ -188,8 +177,3 @@ def join(x: torch.Tensor, dim: int, axis: ParallelAxis, length: int | None = Non
 
 def split(x: torch.Tensor, dim: int, axis: ParallelAxis) -> torch.Tensor:
     return _Split.apply(x, dim, axis) if axis.size > 1 else x
-
-
-def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """`x`, whose gradient is multiplied by `factor`."""
-    return _Scale.apply(x, factor)

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,10 +86,6 @@ class Machine:
 
     def down(self, *, both: bool = True) -> float:
         return min(self.both_ways if both else self.to_host, self.link_bandwidth / self.devices)
-
-    def with_nodes(self: _M, nodes: int) -> _M:
-        base = self.name.partition(":")[0]
-        return replace(self, nodes=nodes, name=base if nodes == 1 else f"{base}:{nodes * self.devices}")
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=2, default=str) + "\n"

@@ -181,7 +181,7 @@ def find_machine(name: str) -> Machine:
         hint = f"Did you mean {close[0]!r}?" if close else f"The presets are {', '.join(NAMES)}."
         raise PlanError(f"there is no machine {name!r}. {hint} A file that Machine.save wrote will do as well.")
     if colon and (not count.isdigit() or int(count) < 1):
-        raise PlanError(f"the machine {name!r} has {count!r} behind its colon, which is no count. Try {base}:8.")
+        raise PlanError(f"the machine {name!r} has {count!r} after its colon, which is no count. Try {base}:8.")
     number = int(count or 1)
     if base in _GPUS:
         return _with_devices(_NODES[_GPUS[base]], number, name)

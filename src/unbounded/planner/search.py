@@ -334,7 +334,7 @@ class _Joint:
         for unit, where in zip(self.units, places, strict=True):
             add(where.weights, "weights", unit.weights)
             add(where.optimizer, "optimizer", unit.optimizer)
-            add(where.completion, "optimizer", unit.completion)
+            add(where.remainder, "optimizer", unit.remainder)
             if where.gradients != "device":
                 add(where.gradients, "gradients", unit.size("gradients", where.gradients))
             elif again or moment == "end":

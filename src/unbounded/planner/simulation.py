@@ -46,7 +46,7 @@ def simulate(footprint: Footprint, machine: Machine, setup: Setup, way: Way = Wa
             (way.place.weights, "weights", float(unit.weights)),
             (way.place.gradients, "gradients", unit.size("gradients", way.place.gradients)),
             (way.place.optimizer, "optimizer", unit.optimizer),
-            (way.place.completion, "optimizer", unit.completion),
+            (way.place.remainder, "optimizer", unit.remainder),
         ):
             held[tier][kind] = held[tier].get(kind, 0.0) + count * taken
         if part.is_block:

@@ -21,7 +21,7 @@ class UnitBytes:
     weights: int
     gradients: int
     optimizer: int
-    completion: int = 0  # the bits that complete 16-bit weights to their master
+    remainder: int = 0  # the bits that complete 16-bit weights to their master
     summed_gradients: int = 0  # gradients in the dtype they are added up in, as the disk keeps them
     deferred: int = 0  # whole gradients that wait for their reduction, on the device wherever they go then
 
@@ -30,7 +30,7 @@ class UnitBytes:
     @property
     def sizes(self) -> tuple[int | None, ...]:
         """All but the name."""
-        kinds = (self.weights, self.gradients, self.optimizer, self.completion)
+        kinds = (self.weights, self.gradients, self.optimizer, self.remainder)
         return (*kinds, self.summed_gradients, self.deferred, self.owned)
 
     @property
@@ -74,9 +74,9 @@ class UnitPlace:
     optimizer: str
 
     @property
-    def completion(self) -> str:
+    def remainder(self) -> str:
         """With the optimizer states; where those are on disk, with the weights, which saves a fifth of the traffic."""
-        return str(_completion_tier({"weights": self.weights, "optimizer": self.optimizer}))
+        return str(_remainder_tier({"weights": self.weights, "optimizer": self.optimizer}))
 
 
 def sum_bytes(units: Sequence[UnitBytes], places: Sequence[UnitPlace], tier: str) -> int:
@@ -90,13 +90,13 @@ def use_of(unit: UnitBytes, tiers: Mapping[str, str]) -> Counter[str]:
     use: Counter[str] = Counter(device=unit.deferred)
     for kind, tier in tiers.items():
         use[tier] += unit.size(kind, tier)
-    completion = _completion_tier(tiers)
-    if completion is not None:
-        use[completion] += unit.completion
+    remainder = _remainder_tier(tiers)
+    if remainder is not None:
+        use[remainder] += unit.remainder
     return use
 
 
-def _completion_tier(tiers: Mapping[str, str]) -> str | None:
+def _remainder_tier(tiers: Mapping[str, str]) -> str | None:
     """Where what completes the weights lives, as far as the placement is known."""
     optimizer = tiers.get("optimizer", "disk")
     return optimizer if optimizer != "disk" else tiers.get("weights")

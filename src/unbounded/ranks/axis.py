@@ -18,7 +18,7 @@ import torch.distributed as dist
 from unbounded import errors
 from unbounded.errors import PlanError, StateError
 from unbounded.observe import trace
-from unbounded.ranks.groups import Lease, take_lease
+from unbounded.ranks.groups import GroupLease, take_lease
 from unbounded.ranks.watchdog.watch import LIMIT_SECONDS, Watch, Work
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +49,7 @@ class Axis:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.limit = LIMIT_SECONDS
-        self._lease: Lease | None = None
+        self._lease: GroupLease | None = None
         config = "" if group is None else str(dist.get_backend_config(group))
         self._is_on_device = "nccl" in config  # torch launches, and the device waits
         self._host = torch.device("cuda") if self._is_on_device and "gloo" not in config else torch.device("cpu")

@@ -27,7 +27,7 @@ class _Set:
         self.is_taken = False
 
 
-class Lease:
+class GroupLease:
     """A set of groups while a model has it."""
 
     def __init__(self, taken: _Set) -> None:
@@ -46,7 +46,7 @@ class Lease:
 _sets: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, list[_Set]]] = weakref.WeakKeyDictionary()
 
 
-def take_lease(axis_group: str, exchange: Callable[[Any], list[Any]]) -> Lease:
+def take_lease(axis_group: str, exchange: Callable[[Any], list[Any]]) -> GroupLease:
     """All ranks of the axis must call this. The first set that no model has on any rank, or a new one."""
     world = dist.group.WORLD
     assert world is not None
@@ -59,7 +59,7 @@ def take_lease(axis_group: str, exchange: Callable[[Any], list[Any]]) -> Lease:
         sets.append(_Set())
         free = [len(sets) - 1]
     sets[free[0]].is_taken = True
-    return Lease(sets[free[0]])
+    return GroupLease(sets[free[0]])
 
 
 def _free_everywhere(sets: list[_Set], exchange: Callable[[Any], list[Any]]) -> list[int]:

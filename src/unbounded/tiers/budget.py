@@ -30,8 +30,8 @@ FREE_PART = 0.9
 # Elements of one piece of an update at most: large enough for full disk and PCIe bandwidth, small enough to keep
 # several in flight. At least: a piece starts on a page of the disk in every array, the scales of blocks included.
 PIECE_NUMEL, LEAST_PIECE = 2**22, 2**17
-# Pieces being read ahead of the one that is updated, and of those behind it still being written. Four of 16 MiB keep
-# a disk busier than two of 32: by 0, 4 and 11 % in three runs of taking turns.
+# Pieces being read ahead of the one that is updated, and pieces already updated that are still being written. Four of
+# 16 MiB keep a disk busier than two of 32: by 0, 4 and 11 % in three runs of taking turns.
 DEPTH, LEAST_DEPTH = 4, 2
 BOUNCE_BUFFERS = 4
 # Of a device's budget, for kernels that are loaded as training begins.

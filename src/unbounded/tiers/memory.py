@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -125,6 +127,32 @@ class Tiers:
         """Gives back what `borrow_host` took."""
         with self._lock:
             self.planned_host_bytes -= num_bytes
+
+    @contextmanager
+    def planned_on_host(self, num_bytes: int) -> Iterator[None]:
+        """States are moved to the host, or from it where negative: what they take of it, if the block succeeds."""
+        with self._lock:
+            spare = self.spare_host_bytes()
+            if num_bytes > spare:
+                raise BudgetError(
+                    f"moving states of {format_bytes(num_bytes)} from the device takes more than the "
+                    f"{format_bytes(max(0, spare))} that are left of host_bytes="
+                    f"{format_bytes(self.budgets['host'] or 0)}. Raise host_bytes, or run fewer tokens at once."
+                )
+            self.planned_host_bytes += max(0, num_bytes)
+        try:
+            yield
+        except BaseException:
+            self.planned_host_bytes -= max(0, num_bytes)
+            raise
+        self.planned_host_bytes += min(0, num_bytes)
+
+    def free(self, array: Array) -> None:
+        """Gives back an array of `allocate`."""
+        num_bytes = array.numel * array.dtype.itemsize
+        array.free()
+        if array.tier != "host":
+            self.count(array.tier, -num_bytes)
 
     def _plan_more(self, num_bytes: int) -> None:
         with self._lock:

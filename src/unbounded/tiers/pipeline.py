@@ -69,8 +69,9 @@ class Pipeline(Generic[T]):
                 self._finish()
             else:
                 self._work()
+        lease = self._pool.lease()
         self._num_leased += 1
-        return self._pool.lease()
+        return lease
 
     def give_back(self, lease: Lease) -> None:
         lease.release()

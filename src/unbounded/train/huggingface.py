@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.errors import InputError
 from unbounded.train.data.tokenizer import FolderTokenizer
-from unbounded.train.errors import InputError
 from unbounded.train.options.settings import Settings
 
 

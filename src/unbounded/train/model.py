@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from unbounded.errors import InputError
 from unbounded.native.memory import available_bytes
 from unbounded.observe.amounts import show_count
 from unbounded.planner.sizes import format_bytes
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
-from unbounded.train.errors import InputError
 from unbounded.train.gpt import GPT, Shape
 from unbounded.train.options.settings import Settings
 

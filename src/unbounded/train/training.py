@@ -11,12 +11,12 @@ import time
 from functools import partial
 from pathlib import Path
 
+from unbounded.errors import DataError, InputError, TrainingError
 from unbounded.observe import trace
 from unbounded.observe.amounts import show_count
 from unbounded.train.data.heldout import pack_held_out
 from unbounded.train.data.loader import Loader, merge
 from unbounded.train.data.sequences import Sequence
-from unbounded.train.errors import DataError, InputError, TrainingError
 from unbounded.train.model import build
 from unbounded.train.options.config import Config
 from unbounded.train.options.contradictions import check

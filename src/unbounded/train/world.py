@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unbounded.errors import InputError
 from unbounded.ranks.axis import Axis, is_running
 from unbounded.ranks.launch import join, local_device
 from unbounded.ranks.mesh import Axes, make_axes
-from unbounded.train.errors import InputError
 
 
 @dataclass(frozen=True)

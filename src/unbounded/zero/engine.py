@@ -65,7 +65,7 @@ class Engine:
         self.axes, self.ranks = axes, axes.data
         self.gathering, self.reduction, self.failures, self.writes = gathering, reduction, failures, writes
         self.units = [unit for site in sites for unit in site.units]
-        self.snapshots = Snapshots(writes)
+        self.snapshots = Snapshots()
         self.on_complete: Callable[[Unit], None] | None = None  # called when a unit's gradient is final
         self.is_shown = False  # every parameter holds its full value
         self._defer_reduction = defer_reduction
@@ -356,7 +356,7 @@ class Engine:
             value = unit.views.lend()[unit.picks[index]]
             if wants_graph:
                 return value if in_pass or unit.resident else value.clone()
-            is_lasting = unit.resident and not unit.is_completed
+            is_lasting = unit.resident and not unit.has_master
             return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
 
     def snapshot(self, unit: Unit, index: int) -> torch.Tensor:

@@ -31,9 +31,11 @@ def full_values(engine: Engine) -> Iterator[None]:
             if unit.states_written is not None:
                 unit.states_written.wait()
     engine.raise_failures()
-    before = {unit: _open(unit, engine.axes.tensor) for unit in engine.units}
+    before: dict[Unit, torch.Tensor] = {}
     engine.is_shown = engine.gathering.holding = True
     try:
+        for unit in engine.units:
+            _open(unit, engine.axes.tensor, before)
         yield
     finally:
         engine.is_shown = engine.gathering.holding = False
@@ -46,12 +48,13 @@ def full_values(engine: Engine) -> Iterator[None]:
     engine.raise_failures()
 
 
-def _open(unit: Unit, tensor: Axis) -> torch.Tensor:
-    """Shows a gathered unit's values in its parameters, whole; returns a copy of the owned ones."""
+def _open(unit: Unit, tensor: Axis, before: dict[Unit, torch.Tensor]) -> None:
+    """Shows a gathered unit's values in its parameters, whole; `before` gets a copy of the owned ones once they are."""
+    owned = unit.owned_part().clone()  # first: without memory for it nothing is shown
     unit.views.show()
+    before[unit] = owned
     for parameter, cut, view in _cut_parameters(unit):
         parameter.data = join_cut(cut, view, tensor)
-    return unit.owned_part().clone()
 
 
 def _cut_parameters(unit: Unit) -> Iterator[tuple[nn.Parameter, Cut, torch.Tensor]]:
@@ -65,8 +68,9 @@ def _cut_parameters(unit: Unit) -> Iterator[tuple[nn.Parameter, Cut, torch.Tenso
 def _close(engine: Engine, unit: Unit, before: torch.Tensor) -> None:
     with torch.no_grad():
         for parameter, cut, view in _cut_parameters(unit):
-            view.copy_(cut.take(parameter.data))
-            parameter.data = view
+            if parameter.data_ptr() != view.data_ptr():  # it was joined, and may have been written to
+                view.copy_(cut.take(parameter.data))
+                parameter.data = view
         unit.views.hide()
         engine.writes.store(unit, unit.owned_part(), before)
     unit.views.place_data()

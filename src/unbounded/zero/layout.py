@@ -80,7 +80,7 @@ class Layout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def slot_span(self, index: int) -> tuple[int, int]:
-        """The stretch that belongs to slot `index`, with the padding behind it."""
+        """The stretch that belongs to slot `index`, with the padding after it."""
         stop = self.slots[index + 1].start if index + 1 < len(self.slots) else self.numel
         return self.slots[index].start, stop
 

@@ -1,8 +1,8 @@
 """A unit at run time: parameters that move together in one flat buffer, and the bytes under it.
 
-    RELEASED --request--> FETCHING --wait--> GATHERED --release--> RELEASED
-       STALE --request--> FETCHING             |
-         ^---------------- update -------------+        (weights that are whole on the device)
+    RELEASED --request--> FETCHING --order_stream--> GATHERED --release--> RELEASED
+       STALE --request--> FETCHING                     |
+         ^------------------- update ------------------+        (weights that are whole on the device)
 
 RELEASED: no bytes. STALE: the bytes are there but older than the owned weights, which were updated since. FETCHING: a
 lane brings them. GATHERED: they may be read. `Gathering` alone moves a unit between these. A *resident* unit (weights
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from unbounded.optim.formats import MASTER_STATES
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array
@@ -162,9 +163,9 @@ class Unit:
         return {} if self.rule is None else {spec.name: spec.every for spec in self.rule.specs}
 
     @property
-    def is_completed(self) -> bool:
-        """Whether other arrays complete the weights to what is trained: writing to the buffer alone would be undone."""
-        return "low" in self.states or "master" in self.states
+    def has_master(self) -> bool:
+        """Whether more than the weights is trained: a write to the buffer alone would be undone by the next update."""
+        return any(name in self.states for name in MASTER_STATES)
 
     @property
     def num_bytes(self) -> int:

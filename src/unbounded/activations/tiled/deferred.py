@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from unbounded.activations.tiled.recipe import ELEMENTWISE, Product, Recipe, Step, map_inputs, products_of
+from unbounded.activations.tiled.recipe import ELEMENTWISE, Application, Product, Recipe, map_inputs, products_of
 
 # Takes a recipe of (rows, classes), labels and the arguments of cross_entropy; None where it wants to see logits.
 Loss = Callable[[Recipe, torch.Tensor, Mapping[str, Any]], torch.Tensor | None]
@@ -209,7 +209,7 @@ def _with_step(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any
             operands.append(value)
     if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return None
-    return Step(func, tuple(operands), kwargs)
+    return Application(func, tuple(operands), kwargs)
 
 
 def _with_rows(owner: Deferred, name: str, rest: tuple[Any, ...], shape: torch.Size) -> Recipe | None:

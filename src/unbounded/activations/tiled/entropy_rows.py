@@ -7,7 +7,7 @@ import torch
 from unbounded.activations.tiled.entropy import Entropy, TorchKernels
 
 
-class Rows:
+class EntropyRows:
     """The loss of one tile of rows. `labels` are whole-vocabulary classes; ignored rows come out as 0."""
 
     def __init__(self, logits: torch.Tensor, labels: torch.Tensor, entropy: Entropy) -> None:

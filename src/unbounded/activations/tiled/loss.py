@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from unbounded.activations.tiled.entropy import Entropy, Vocabulary
-from unbounded.activations.tiled.entropy_rows import Rows
+from unbounded.activations.tiled.entropy_rows import EntropyRows
 from unbounded.errors import PlanError
 from unbounded.planner.sizes import format_bytes, parse_bytes
 
@@ -173,7 +173,7 @@ class _TiledLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32), device=labels.device)
         for start in starts:
             stop = min(start + tile_rows, projection.num_rows)
-            rows = Rows(projection.forward(start, stop), labels[start:stop], entropy)
+            rows = EntropyRows(projection.forward(start, stop), labels[start:stop], entropy)
             total += rows.losses().sum()
             if any(wanted):
                 projection.backward(start, stop, rows.write_gradient())

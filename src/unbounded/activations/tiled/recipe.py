@@ -1,8 +1,8 @@
 """How deferred logits are made, row by row: products of linear layers, and what is done to each element afterwards.
 
-A recipe is a tree. Its leaves are `Product`s; a `Step` applies a function to recipes, numbers and tensors that are the
-same for all rows. Most are one product with a scale, a cap and casts (`read_head`), which the loss's own kernels do;
-any other, such as a head under LoRA, is computed a tile at a time under autograd (`RecipeProjection`).
+A recipe is a tree. Its leaves are `Product`s; an `Application` applies a function to recipes, numbers and tensors that
+are the same for all rows. Most are one product with a scale, a cap and casts (`read_head`), which the loss's own
+kernels do; any other, such as a head under LoRA, is computed a tile at a time under autograd (`RecipeProjection`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Product:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class Application:
     """`function(*operands, **options)`; an operand is a recipe, a number, or a tensor for all rows."""
 
     function: Callable[..., torch.Tensor]
@@ -32,7 +32,7 @@ class Step:
     options: Mapping[str, Any]
 
 
-Recipe = Product | Step
+Recipe = Product | Application
 
 
 def products_of(recipe: Recipe) -> Iterator[Product]:
@@ -40,7 +40,7 @@ def products_of(recipe: Recipe) -> Iterator[Product]:
         yield recipe
     else:
         for operand in recipe.operands:
-            if isinstance(operand, (Product, Step)):
+            if isinstance(operand, (Product, Application)):
                 yield from products_of(operand)
 
 
@@ -51,7 +51,7 @@ def map_inputs(recipe: Recipe, change: Callable[[torch.Tensor], torch.Tensor]) -
     return replace(
         recipe,
         operands=tuple(
-            map_inputs(operand, change) if isinstance(operand, (Product, Step)) else operand
+            map_inputs(operand, change) if isinstance(operand, (Product, Application)) else operand
             for operand in recipe.operands
         ),
     )
@@ -68,7 +68,7 @@ class Head(NamedTuple):
 def read_head(recipe: Recipe) -> Head | None:
     """The recipe as scale and cap of one product, where it is that."""
     steps: list[tuple[str, float]] = []
-    while isinstance(recipe, Step):
+    while isinstance(recipe, Application):
         step = _read_step(recipe)
         if step is None:
             return None
@@ -86,9 +86,9 @@ def read_head(recipe: Recipe) -> Head | None:
     return Head(recipe, scale * steps[0][1] * cap, cap) if cap > 0.0 else None
 
 
-def _read_step(step: Step) -> tuple[str, float] | None:
+def _read_step(step: Application) -> tuple[str, float] | None:
     """A step of one recipe with numbers: a cast, a tanh, or a factor."""
-    if not isinstance(step.operands[0], (Product, Step)):
+    if not isinstance(step.operands[0], (Product, Application)):
         return None
     name = step.function.__name__
     if name in CASTS:
@@ -151,7 +151,7 @@ class RecipeProjection:
             return nn.functional.linear(next(inputs), *values.next_layer())
         operands = [
             self._evaluate(operand, inputs, values)
-            if isinstance(operand, (Product, Step))
+            if isinstance(operand, (Product, Application))
             else values.next_tensor()
             if isinstance(operand, torch.Tensor)
             else operand
@@ -190,9 +190,9 @@ class _Values:
 
 def _tensors_of(recipe: Recipe) -> Iterator[torch.Tensor]:
     """The tensors of steps, in the order in which `_evaluate` comes to them."""
-    if isinstance(recipe, Step):
+    if isinstance(recipe, Application):
         for operand in recipe.operands:
-            if isinstance(operand, (Product, Step)):
+            if isinstance(operand, (Product, Application)):
                 yield from _tensors_of(operand)
             elif isinstance(operand, torch.Tensor):
                 yield operand

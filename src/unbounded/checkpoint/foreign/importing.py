@@ -52,7 +52,7 @@ def _read(path: Path) -> Content:
     )
 
 
-class Part(nn.Module):
+class SkeletonModule(nn.Module):
     """A module of the skeleton: its parameters read themselves where they are initialised."""
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class Part(nn.Module):
                 getattr(self, name).copy_(stored.weight())
 
 
-def build_skeleton(content: Content) -> Part:
+def build_skeleton(content: Content) -> SkeletonModule:
     """Modules on the meta device with the parameters and buffers of `content` under their names."""
-    root = Part()
+    root = SkeletonModule()
     for name, stored in content.parameters.items():
         module, own = _descend(root, name)
         value = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -88,12 +88,12 @@ def build_skeleton(content: Content) -> Part:
     return root
 
 
-def _descend(root: Part, name: str) -> tuple[Part, str]:
+def _descend(root: SkeletonModule, name: str) -> tuple[SkeletonModule, str]:
     *path, own = name.split(".")
     module = root
     for step in path:
         if step not in module._modules:
-            module.add_module(step, Part())
+            module.add_module(step, SkeletonModule())
         module = module._modules[step]  # type: ignore[assignment]
     return module, own
 
@@ -124,7 +124,7 @@ class _States(dict):  # type: ignore[type-arg]
         return {**({"step": torch.tensor(float(stored.steps))} if stored.steps else {}), **held}
 
 
-class Lion(torch.optim.Optimizer):
+class LionStates(torch.optim.Optimizer):
     """Only its states are placed: one moment a parameter."""
 
     unbounded_rule = "lion"
@@ -136,7 +136,7 @@ class Lion(torch.optim.Optimizer):
 _KINDS: dict[frozenset[str], tuple[Any, dict[str, Any]]] = {
     frozenset({"exp_avg", "exp_avg_sq"}): (torch.optim.AdamW, {}),
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): (torch.optim.AdamW, {"amsgrad": True}),
-    frozenset({"exp_avg"}): (Lion, {}),
+    frozenset({"exp_avg"}): (LionStates, {}),
     frozenset({"momentum_buffer"}): (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     frozenset({"sum"}): (torch.optim.Adagrad, {}),
     frozenset({"square_avg"}): (torch.optim.RMSprop, {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from unbounded.checkpoint.format.checks import boolean, integer, items, mapping, number, text, texts
+from unbounded.checkpoint.format.field_checks import boolean, integer, items, mapping, number, text, texts
 from unbounded.checkpoint.format.manifest import Manifest
 from unbounded.zero.step.loss_scale import LossScale
 

@@ -29,7 +29,6 @@ BLOCK_BYTES = 1 << 20
 
 # Kinds of tensors. Others are states of the optimizer, by their names there.
 WEIGHT, BUFFER, GRADIENT, UNREDUCED, LOOSE = "weight", "buffer", "gradient", "unreduced", "value"
-COMPLETING = ("low", "master")  # states that are part of the weights
 
 Key = tuple[str, str, int | None]  # kind, name, rank
 

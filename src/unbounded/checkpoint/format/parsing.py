@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
-from unbounded.checkpoint.format.checks import integer, items, mapping, text
 from unbounded.checkpoint.format.described import check_values
+from unbounded.checkpoint.format.field_checks import integer, items, mapping, text
 from unbounded.checkpoint.format.manifest import (
     BLOCK_BYTES,
     BUFFER,
-    COMPLETING,
     FILE_NAME,
     FORMAT,
     GRADIENT,
@@ -40,6 +39,7 @@ from unbounded.checkpoint.format.manifest import (
 )
 from unbounded.checkpoint.format.slices import Slice, box_numel, count_runs
 from unbounded.errors import CheckpointError, DiskError, MissingCheckpointError
+from unbounded.optim.formats import MASTER_STATES
 from unbounded.ranks.cut import Interval, Side
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -47,6 +47,8 @@ MAX_DIMS = 64
 MAX_RUNS = 1 << 22  # of one tensor
 PAGE = 4096
 _LARGEST = 2**62
+# Kinds by the names that early checkpoints have for them.
+_FORMER_KINDS = {"low": "remainder"}
 _DATA_NAME = re.compile(r"data-[0-9]{5,9}\.bin")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -171,10 +173,10 @@ def _read_tensor(raw: Any, where: str, files: Sequence[FileEntry]) -> TensorEntr
         raise ValueError(f"{where}.dtype is {held['dtype'][:40]!r}, which is none of a tensor")
     if len(shape) > MAX_DIMS or math.prod(shape) * dtype.itemsize > _LARGEST:
         raise ValueError(f"{where} is larger than any tensor")
-    rank = held.get("rank")
+    rank, kind = held.get("rank"), text(held.get("kind"), f"{where}.kind")
     entry = TensorEntry(
         text(held.get("name"), f"{where}.name"),
-        text(held.get("kind"), f"{where}.kind"),
+        _FORMER_KINDS.get(kind, kind),
         shape,
         dtype,
         tuple(_read_slice(s, where, shape, dtype, files) for s in items(held.get("slices"), f"{where}.slices")),
@@ -238,7 +240,7 @@ def _check_overlaps(entries: Sequence[TensorEntry]) -> None:
             raise ValueError(f"{one[3][:100]} and {other[3][:100]} lie on the same bytes of file {one[0]}")
 
 
-_SIZED = {WEIGHT, GRADIENT, UNREDUCED, *COMPLETING}
+_SIZED = {WEIGHT, GRADIENT, UNREDUCED, *MASTER_STATES}
 
 
 def _check_parameters(manifest: Manifest) -> None:
@@ -271,7 +273,7 @@ def _is_plausible(entry: TensorEntry, manifest: Manifest) -> bool:
         return entry.every == 1
     if entry.kind in (GRADIENT, UNREDUCED, "master"):
         return entry.every == 1 and dtype.is_floating_point and dtype.itemsize >= 2
-    if entry.kind == "low":
+    if entry.kind == "remainder":
         weight = manifest.tensors.get((WEIGHT, entry.name, None))
         return entry.every == 1 and weight is not None and _completes(dtype, weight.dtype)
     if entry.kind.endswith("_scale"):
@@ -282,7 +284,7 @@ def _is_plausible(entry: TensorEntry, manifest: Manifest) -> bool:
     return entry.every == 1 and dtype in (torch.float32, torch.float64)
 
 
-def _completes(low: torch.dtype, weight: torch.dtype) -> bool:
-    if low == torch.int16:
+def _completes(remainder: torch.dtype, weight: torch.dtype) -> bool:
+    if remainder == torch.int16:
         return weight == torch.bfloat16
-    return low == torch.int8 and weight in (torch.bfloat16, torch.float16)
+    return remainder == torch.int8 and weight in (torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from unbounded.checkpoint.format.checks import items, text
+from unbounded.checkpoint.format.field_checks import items, text
 from unbounded.errors import CheckpointError, UnboundedError, UnsavableError
 
 # Stores a tensor and returns the name to find it by.

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded.checkpoint.format.manifest import BUFFER, COMPLETING, GRADIENT, LOOSE, UNREDUCED, WEIGHT, Manifest
+from unbounded.checkpoint.format.manifest import BUFFER, GRADIENT, LOOSE, UNREDUCED, WEIGHT, Manifest
 from unbounded.checkpoint.load.load_plan import StoredTensors, wanted_groups
 from unbounded.errors import CheckpointError
+from unbounded.optim.formats import MASTER_STATES
 from unbounded.zero.layout import Slot
 from unbounded.zero.setup.assembly import Sharded
 from unbounded.zero.sites import find_members, persistent_buffers
@@ -145,7 +146,7 @@ def _of_flags(state: Sharded, source: StoredTensors) -> list[str]:
 
 
 _SWITCHES = ("amsgrad", "centered", "momentum")
-_NOT_MOMENTS = {WEIGHT, BUFFER, GRADIENT, UNREDUCED, LOOSE, *COMPLETING}
+_NOT_MOMENTS = {WEIGHT, BUFFER, GRADIENT, UNREDUCED, LOOSE, *MASTER_STATES}
 
 
 def check_options(options: Any, group: Mapping[str, Any], index: int, folder: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unbounded.checkpoint.format.manifest import COMPLETING, WEIGHT, FileEntry, Manifest, TensorEntry
+from unbounded.checkpoint.format.manifest import WEIGHT, FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.format.slices import GRAIN, RunMap
 from unbounded.optim import formats
 from unbounded.tiers.array import Array
@@ -72,7 +72,7 @@ class StoredTensors:
 
 def wanted_groups(unit: Unit, *, with_states: bool) -> list[tuple[str, ...]]:
     """The unit's arrays by what must be encoded together: the weights with what completes them, each moment."""
-    groups = [(WEIGHT, *(kind for kind in COMPLETING if kind in unit.states))]
+    groups = [(WEIGHT, *(kind for kind in formats.MASTER_STATES if kind in unit.states))]
     if with_states and unit.rule is not None:
         for name in formats.moment_names(unit.rule):
             if name in unit.states:

@@ -197,12 +197,13 @@ class Transfer:
             master = self._fetch("master", slot, start, stop)
             if master is not None:
                 return master
-            weight, low = self._fetch(WEIGHT, slot, start, stop), self._fetch("low", slot, start, stop)
+            weight = self._fetch(WEIGHT, slot, start, stop)
+            remainder = self._fetch("remainder", slot, start, stop)
             assert weight is not None
-            if low is None:
+            if remainder is None:
                 return weight
-            stored: Any = SimpleNamespace(format="exact" if low.dtype == torch.int16 else "compact")
-            return formats.decode_weight({"weight": weight, "low": low}, stored)
+            stored: Any = SimpleNamespace(format="exact" if remainder.dtype == torch.int16 else "compact")
+            return formats.decode_weight({"weight": weight, "remainder": remainder}, stored)
         codes, scale = self._fetch(kind, slot, start, stop), self._fetch(f"{kind}_scale", slot, start, stop)
         assert codes is not None
         return formats.decode_moment(

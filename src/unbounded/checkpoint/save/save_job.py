@@ -19,7 +19,6 @@ from unbounded.checkpoint.format import values
 from unbounded.checkpoint.format.data_files import disk_engine
 from unbounded.checkpoint.format.manifest import (
     BUFFER,
-    COMPLETING,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -34,6 +33,7 @@ from unbounded.checkpoint.save.segments import lay_out
 from unbounded.checkpoint.save.snapshot import Snapshot, checksum
 from unbounded.checkpoint.save.writer import Writer
 from unbounded.errors import CheckpointError
+from unbounded.optim.formats import MASTER_STATES
 from unbounded.sharding import Sharded
 from unbounded.weights.adapter_files import describe_adapters
 from unbounded.zero.sites import persistent_buffers
@@ -141,7 +141,7 @@ class SaveJob:
                 self.snapshot.add_gradient(unit, numbers[id(unit)], self.gradients)
         copy = self.copy and self._has_room_to_copy()
         for unit in self.state.engine.forward_order() if writes else ():
-            kinds = [kind for kind in unit.states if self.with_optimizer or kind in COMPLETING]
+            kinds = [kind for kind in unit.states if self.with_optimizer or kind in MASTER_STATES]
             unit.reader = self.readers.new(may_copy=self.copy)
             self.snapshot.add_unit(unit, numbers[id(unit)], kinds, unit.reader, copy=copy)
             if self.with_optimizer:

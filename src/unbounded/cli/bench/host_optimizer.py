@@ -38,7 +38,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     name: str
     seconds: float
     bytes_moved: float
@@ -47,7 +47,7 @@ class Row:
 
 def run_host(
     *, parameters: int = 100_000_000, threads: int | None = None, repetitions: int = 7, console: Console | None = None
-) -> list[Row]:
+) -> list[Timing]:
     """Measures AdamW in every state format against torch and prints a table; returns its rows."""
     needed, free = parameters * _BYTES_PER_PARAMETER, available_bytes()
     if needed > free:
@@ -117,7 +117,7 @@ def _torch_step(weight: Tensor, grad: Tensor, states: dict[str, Tensor]) -> Call
     return run
 
 
-def _measure(cases: list[Case], repetitions: int) -> list[Row]:
+def _measure(cases: list[Case], repetitions: int) -> list[Timing]:
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     for step in range(1, repetitions + 2):  # the first touches the pages and is not counted
         for case in cases:
@@ -126,10 +126,10 @@ def _measure(cases: list[Case], repetitions: int) -> list[Row]:
             times[case.name].append(time.perf_counter() - start)
     seconds = {name: median(taken[1:]) for name, taken in times.items()}
     reference = seconds[cases[0].name]
-    return [Row(c.name, seconds[c.name], c.bytes_moved, reference / seconds[c.name]) for c in cases]
+    return [Timing(c.name, seconds[c.name], c.bytes_moved, reference / seconds[c.name]) for c in cases]
 
 
-def _table(rows: list[Row], parameters: int, pool: Pool) -> Table:
+def _table(rows: list[Timing], parameters: int, pool: Pool) -> Table:
     title = f"host AdamW, {parameters / 1e6:.0f}M parameters, {pool.num_threads} threads, {pool.simd}"
     table = Table("state format", "ms", "Gparam/s", "GB/s", "x torch", title=title)
     for row in rows:

@@ -38,8 +38,6 @@ svg.tiers{max-width:860px}svg.lanes{color:var(--ink)}.title{font:600 13px sans-s
 .scroll{overflow-x:auto}.scroll svg{min-width:900px}.span:hover{opacity:.7}
 """
 
-_META = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-
 _LIVE = """<script>
 setInterval(async () => {
   const answer = await fetch("body").catch(() => null);

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: what each rank does with which micro-batch, in order. Pure.
 
     gpipe        all forwards, then all backwards
-    1f1b         as many forwards as there are stages behind, then one backward for each forward
+    1f1b         as many forwards as there are later stages, then one backward for each forward
     interleaved  1f1b over several chunks of layers a rank: the bubble is that many times smaller
     zero_bubble  1f1b with backwards in two halves, of which the second, for weights, fills what would be idle
 

@@ -1,8 +1,8 @@
 """Gradients of parameters that several ranks hold and use on different data: summed over the tensor axis.
 
 Norms see a part of the sequence each, norms of heads a part of the heads, and a key head that several ranks hold a part
-of the queries. While a block runs, its modules hold such parameters behind one function a block, whose backward sums
-all of them in one collective.
+of the queries. While a block runs, its modules hold such parameters as outputs of one function a block, whose backward
+sums all of them in one collective.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _spread(gradient: torch.Tensor, cut: Cut | None) -> torch.Tensor:
 
 
 def attach_sum(block: nn.Module, partials: Sequence[Partial], axis: ParallelAxis) -> Detach:
-    """Puts `partials` behind one sum while `block` runs."""
+    """Sums the gradients of `partials` in one collective while `block` runs."""
 
     def before(*_: Any) -> None:
         held = [partial.holder._parameters[partial.attribute] for partial in partials]

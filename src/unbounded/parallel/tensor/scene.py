@@ -116,5 +116,5 @@ class Scene:
 
 
 def sequence_dim(x: torch.Tensor) -> int:
-    """Where the sequence lies: behind the batch. Where both are flattened, the order of tokens does not matter."""
+    """The dim of the sequence: that after the batch. Where both are flattened, the order of tokens does not matter."""
     return 0 if x.dim() == 2 else 1

@@ -19,13 +19,13 @@ class StateBytes:
     weights: float = 2
     gradients: float = 2
     optimizer: float = 8
-    completion: float = 2
+    remainder: float = 2
     summed: float = 4
 
     @property
     def total(self) -> float:
         """With the gradient."""
-        return self.weights + self.gradients + self.optimizer + self.completion
+        return self.weights + self.gradients + self.optimizer + self.remainder
 
 
 FORMATS = {
@@ -63,9 +63,6 @@ class Cost:
     def flops(self, sequence: int) -> float:
         """Of the forward, a token. Attention counts as in the papers, without the half that a mask saves."""
         return 2 * (self.products + self.attention * sequence)
-
-    def moved_bytes(self, sequence: int) -> float:
-        return self.moved + self.attention_moved * sequence
 
     def kept_bytes(self, sequence: int) -> float:
         return self.kept + self.attention_kept * sequence

@@ -105,7 +105,7 @@ class Shape:
 
 
 def make_shape(*, layers: int, hidden: int, **more: int) -> Shape:
-    """A shape from layers and hidden size; the rest as GPT has it unless said."""
+    """A shape from layers and hidden size; the rest is GPT's unless it is given."""
     heads, gated = more.get("heads", max(1, hidden // 128)), bool(more.get("gated", 0))
     values = {
         "vocabulary": 50257,

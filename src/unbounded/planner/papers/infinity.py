@@ -19,8 +19,8 @@ from unbounded.planner.step.lanes import TIERS, Setup
 
 SEQUENCE, VOCABULARY = 1024, 50257
 # fp16 weights and gradients, fp32 master and moments: 16 bytes that a step moves; fp32 gradients take 4 more of memory.
-MOVED = StateBytes(weights=2, gradients=2, optimizer=12, completion=0, summed=2)
-STATES = StateBytes(weights=2, gradients=2, optimizer=16, completion=0, summed=2)
+MOVED = StateBytes(weights=2, gradients=2, optimizer=12, remainder=0, summed=2)
+STATES = StateBytes(weights=2, gradients=2, optimizer=16, remainder=0, summed=2)
 TIB, GIB = 2**40, 2**30
 
 # Figure 2a: layers, hidden, heads, TB of states, GB of working memory, GB of activation working memory (micro-batch 4)

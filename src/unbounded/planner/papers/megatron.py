@@ -15,7 +15,7 @@ from unbounded.planner.presets import find_machine
 from unbounded.planner.simulation import Way, simulate
 from unbounded.planner.step.lanes import Setup
 
-STATES = StateBytes(weights=2, gradients=4, optimizer=12, completion=0, summed=4)
+STATES = StateBytes(weights=2, gradients=4, optimizer=12, remainder=0, summed=4)
 SEQUENCE, VOCABULARY = 2048, 51200
 # billions, heads, hidden, layers, tensor, pipeline, GPUs, batch, micro-batch, layers a chunk (0: all), TFLOP/s
 TABLE = (

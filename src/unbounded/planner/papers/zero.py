@@ -7,7 +7,7 @@ from unbounded.planner.papers.table import MEMORY, Row
 from unbounded.planner.step.lanes import Setup, unit_bytes
 
 # fp16 weights and gradients, fp32 master and moments: 2 + 2 + 12 bytes.
-ADAM = StateBytes(weights=2, gradients=2, optimizer=12, completion=0, summed=2)
+ADAM = StateBytes(weights=2, gradients=2, optimizer=12, remainder=0, summed=2)
 RANKS = (1, 4, 16, 64, 256, 1024)
 # GB a device for stages 1, 2 and 3
 TABLE = {

@@ -132,7 +132,7 @@ def unit_bytes(part: Part, footprint: Footprint, setup: Setup) -> UnitBytes:
         weights=_round(numel / (shards if setup.stage == 3 else 1) * states.weights),
         gradients=_round(grads * states.gradients),
         optimizer=_round(owned * states.optimizer),
-        completion=_round(owned * states.completion),
+        remainder=_round(owned * states.remainder),
         summed_gradients=_round(grads * states.summed),
         owned=_round(owned * states.weights),
     )
@@ -166,7 +166,7 @@ def place_loads(unit: UnitBytes, where: UnitPlace, machine: Machine, setup: Setu
 def touched_bytes(unit: UnitBytes, setup: Setup) -> float:
     """What an update reads and writes: states and weights both ways, the gradient once."""
     gradient = unit.summed_gradients if setup.accumulate > 1 else unit.gradients
-    return 2 * (unit.updated_weights + unit.optimizer + unit.completion) + gradient
+    return 2 * (unit.updated_weights + unit.optimizer + unit.remainder) + gradient
 
 
 def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machine, setup: Setup) -> None:
@@ -183,7 +183,7 @@ def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machin
         loads.add(phase, "host memory", touched_bytes(unit, setup) * machine.devices / rate)
     for tier, num_bytes, comes_back in (
         (where.weights, weights, True),
-        (where.completion, unit.completion, True),
+        (where.remainder, unit.remainder, True),
         (where.gradients, gradient, False),
     ):
         if on_device and tier != "device":

@@ -11,8 +11,6 @@ from unbounded.planner.models.footprint import Footprint, Part
 from unbounded.planner.states import KINDS, UnitBytes, UnitPlace, use_of
 from unbounded.planner.step.lanes import TIERS, Setup
 
-MOMENTS = ("turn", "end", "host", "disk")
-
 
 def place_bytes(unit: UnitBytes, where: UnitPlace) -> tuple[float, ...]:
     """What a unit's states take of the tiers at most, gradients and all."""

@@ -1,7 +1,7 @@
 """Which units with states on the host are updated by the GPU instead, their states streamed through PCIe and back.
 
 The arithmetic, per parameter with `exact` AdamW states: the host's kernel reads and writes 26 bytes of host memory;
-streaming moves 14 bytes up and 12 down (gradient, weight, completion and moments up; all but the gradient back),
+streaming moves 14 bytes up and 12 down (gradient, weight, remainder and moments up; all but the gradient back),
 which are the same 26 bytes of host memory. So with enough cores to reach the memory's limit streaming gains
 nothing, and with few cores it adds what the cores leave unused. The split is a pure function of the machine, so that
 two runs split alike.
@@ -38,3 +38,8 @@ def choose_streamed(candidates: Sequence[bool], part: float) -> list[bool]:
         seen += candidate
         chosen.append(bool(candidate and int(seen * part) > int((seen - 1) * part)))
     return chosen
+
+
+def carries_weights(*, states: str, weights: str) -> bool:
+    """Whether the weights alone have to be brought to the GPU for an update, which a lane does beside the forward."""
+    return states == "device" and weights != "device"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unbounded.train.errors import DataError
+from unbounded.errors import DataError
 
 _WINDOW_BYTES = 1 << 20
 _LARGEST_RECORD = 256 << 20

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from unbounded.errors import DataError
 from unbounded.train.data.arrays import read_elements
 from unbounded.train.data.records import TEXT as TEXT_KIND
 from unbounded.train.data.records import Document, RecordKind, kind_named, recognise
@@ -25,7 +26,6 @@ from unbounded.train.data.source import (
     read_lines,
     read_text,
 )
-from unbounded.train.errors import DataError
 
 _PARQUET_BATCH_ROWS = 1024  # a window of the shuffle
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from unbounded.errors import DataError
 from unbounded.train.data.loader import Batch, stack
 from unbounded.train.data.sequences import Corpus, Sequence, make_sequence
 from unbounded.train.data.tokenizer import IGNORED
-from unbounded.train.errors import DataError
 
 _LEAST_DOCUMENTS = 16
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unbounded.errors import DataError, InputError
 from unbounded.train.data.sequences import Corpus, Sequence, Stream, StreamPlace
 from unbounded.train.data.tokenizer import IGNORED
-from unbounded.train.errors import DataError, InputError
 
 State = dict[str, Any]
 

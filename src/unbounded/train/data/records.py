@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from unbounded.errors import DataError
 from unbounded.planner.spelling import did_you_mean
-from unbounded.train.errors import DataError
 
 TEXT, CHAT, SHAREGPT, ALPACA, PROMPT = "text", "chat", "sharegpt", "alpaca", "prompt"
 Message = dict[str, str]
@@ -43,11 +43,6 @@ class RecordKind:
     name: str
     fields: tuple[str, ...]
     optional: tuple[str, ...] = ()
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether documents have answers, on which alone the loss is."""
-        return self.name != TEXT
 
     def check_fields(self, present: Collection[str], where: Where, noun: str) -> None:
         """Raises where a field is missing, naming what is there."""

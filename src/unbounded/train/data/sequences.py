@@ -23,11 +23,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unbounded.errors import DataError
 from unbounded.train.data.document import DocumentReader, Split
 from unbounded.train.data.records import Document
 from unbounded.train.data.source import Block
 from unbounded.train.data.tokenizer import IGNORED, Encoded, Tokenizer
-from unbounded.train.errors import DataError
 
 _MAX_STREAMS = 16
 _BLOCKS_PER_STREAM = 4  # fewer, and a stream could draw nothing but empty blocks

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from unbounded.errors import DataError
 from unbounded.planner.spelling import did_you_mean
 from unbounded.train.data.arrays import cut_array, is_array
-from unbounded.train.errors import DataError
 
 TEXT, JSONL, ARRAY, PARQUET = "text", "jsonl", "array", "parquet"
 RECORDS = ("chat", "sharegpt", "alpaca", "prompt")

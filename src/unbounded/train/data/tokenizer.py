@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from unbounded.errors import DataError
 from unbounded.train.data.records import Document, Message, Prompted
-from unbounded.train.errors import DataError
 
 IGNORED = -100
 Ids = NDArray[np.int32]

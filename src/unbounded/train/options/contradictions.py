@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from unbounded.errors import InputError
 from unbounded.planner.plan import read_plan
-from unbounded.train.errors import InputError
 from unbounded.train.options.config import Config
 from unbounded.train.options.fitting import flag_of
 

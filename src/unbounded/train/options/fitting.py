@@ -8,8 +8,8 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from unbounded.errors import InputError
 from unbounded.planner.spelling import did_you_mean
-from unbounded.train.errors import InputError
 from unbounded.train.options.config import Config
 
 FIELDS = {one.name: one for one in fields(Config)}

@@ -9,8 +9,8 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any, get_origin
 
+from unbounded.errors import InputError
 from unbounded.planner.spelling import did_you_mean
-from unbounded.train.errors import InputError
 from unbounded.train.options.config import GROUPS, Config
 from unbounded.train.options.contradictions import EXCLUSIVE, check
 from unbounded.train.options.fitting import FIELDS, fit, flag_of, kind_of, show

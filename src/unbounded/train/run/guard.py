@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from unbounded.errors import BudgetError
+from unbounded.errors import BudgetError, TrainingError
 from unbounded.train.data.loader import Batch
-from unbounded.train.errors import TrainingError
 from unbounded.train.options.settings import Settings
 from unbounded.train.run.output import RunFolder
 from unbounded.train.step.loop import Outcome, Trainer, find_culprit

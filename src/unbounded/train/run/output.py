@@ -25,10 +25,10 @@ from torch import nn
 
 import unbounded
 from unbounded.checkpoint.format.folder import find
+from unbounded.errors import InputError
 from unbounded.observe.metrics import FILE_NAME as METRICS
 from unbounded.observe.metrics import is_metrics
 from unbounded.observe.replacing import write_file
-from unbounded.train.errors import InputError
 from unbounded.train.world import World
 
 RUN_FILE = "run.json"

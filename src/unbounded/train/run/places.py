@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from unbounded.errors import InputError
 from unbounded.observe import trace
 from unbounded.observe.boards import check_boards
-from unbounded.train.errors import InputError
 from unbounded.train.options.settings import Settings
 
 

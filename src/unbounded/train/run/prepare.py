@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import unbounded
+from unbounded.errors import DataError
 from unbounded.native.memory import available_bytes
 from unbounded.tiers.budget import HOST_ACTIVATION_PART
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.sequences import Corpus, count_tokens
 from unbounded.train.data.source import open_source
 from unbounded.train.data.tokenizer import Tokenizer
-from unbounded.train.errors import DataError
 from unbounded.train.model import DTYPES, Subject
 from unbounded.train.options.settings import Settings
 from unbounded.train.step.optimizers import make_optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from unbounded.train.errors import InputError
+from unbounded.errors import InputError
 from unbounded.train.step.objective import logits_of
 
 _DOCUMENT = 4  # tokens

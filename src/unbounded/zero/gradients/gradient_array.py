@@ -41,6 +41,12 @@ class GradientArray:
         """Says where its memory comes from, and the buffers through which the host reaches what it cannot address."""
         self._allocate_on, self._bounce = allocate, bounce
 
+    def move(self, tier: str, allocate: Allocate) -> None:
+        """Has the next gradient on another tier; there must be none now."""
+        if self.array is not None:
+            self.array.free()
+        self.array, self.tier, self._allocate_on = None, tier, allocate
+
     @property
     def dtype(self) -> torch.dtype:
         return self.wire if self.array is None else self.array.dtype

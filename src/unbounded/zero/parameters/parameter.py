@@ -26,7 +26,6 @@ from unbounded.zero.passes.hooks import called_from
 from unbounded.zero.unit import Unit
 
 _Tensor = torch.Tensor
-_FULL = "`with unbounded.full_params(model):`"
 _SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
 _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {"__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "resize_as_", "retain_grad", "backward"}

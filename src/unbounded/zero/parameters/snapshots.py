@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from unbounded.errors import StateError
-from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.unit import Unit
 
 
@@ -28,8 +27,7 @@ class _Snapshot:
 class Snapshots:
     """The copies that somebody still holds."""
 
-    def __init__(self, writes: Writes) -> None:
-        self._writes = writes
+    def __init__(self) -> None:
         self._taken: list[_Snapshot] = []
 
     def take(self, unit: Unit, index: int, value: torch.Tensor) -> torch.Tensor:

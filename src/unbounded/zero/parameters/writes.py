@@ -17,7 +17,6 @@ from unbounded.zero.layout import round_up
 from unbounded.zero.unit import Unit
 
 CHECKED_FORWARDS, ALWAYS = 2, 1 << 30
-_COMPLETING = ("low", "master")
 
 
 class Writes:
@@ -31,7 +30,7 @@ class Writes:
         """A forward of `unit` begins."""
         left = self._checks_left.setdefault(unit, CHECKED_FORWARDS)
         if left and torch.is_grad_enabled():
-            is_copied = unit.resident and unit.is_completed
+            is_copied = unit.resident and unit.has_master
             self._before[unit] = unit.owned_part().clone() if is_copied else _fingerprint(unit.buffer)
         else:
             self._before.pop(unit, None)
@@ -98,7 +97,7 @@ class Writes:
         if unit.rule is None:
             return
         fresh = formats.encode_weight(now.float(), unit.dtype, unit.rule)
-        for name in _COMPLETING:
+        for name in formats.MASTER_STATES:
             if name in unit.states:
                 array = unit.states[name]
                 held = torch.empty(now.numel(), dtype=array.dtype)

@@ -1,8 +1,8 @@
 """When things happen: the hooks on sites that tell the engine where a forward is.
 
-Two hooks a site are all that is attached to modules, besides those for state dicts (`state_dict`). A block compiled
-with `module.compile()` before `shard` gets its two calls around the compiled code instead of inside it, where each
-would break the graph. Copies of a module come without them: a hook that is copied does nothing.
+Two hooks a site are all that the engine attaches to modules. A block compiled with `module.compile()` before `shard`
+gets its two calls around the compiled code instead of inside it, where each would break the graph. Copies of a module
+come without them: a hook that is copied does nothing.
 """
 
 from __future__ import annotations

@@ -45,13 +45,19 @@ Fill = Callable[[Entries, Installer], None]
 
 @dataclass(eq=False)
 class Sharded:
-    """Everything that runs behind one sharded model."""
+    """Everything that belongs to one sharded model."""
 
     engine: Engine
     tiers: Tiers
-    plan: Plan
+    bounce: BufferPool
+    first_plan: Plan
     optimizer: ShardedOptimizer | None
     detach: Callable[[], None]
+
+    @property
+    def plan(self) -> Plan:
+        """The closed plan, as it is now: states may move while a model trains."""
+        return self.first_plan if self.optimizer is None else self.optimizer.plan
 
     def add_detach(self, remove: Callable[[], None]) -> None:
         """Has `remove` called with the hooks' own."""
@@ -99,7 +105,7 @@ class Assembly:
         engine = self._engine([unit for unit, _, _ in entries], tiers, bounce, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
         engine.adopt_gradients()
-        return Sharded(engine, tiers, plan, sharded_optimizer, self._attach(engine))
+        return Sharded(engine, tiers, bounce, plan, sharded_optimizer, self._attach(engine))
 
     def _entries(self) -> Entries:
         places, entries = self.blueprint.places, []
@@ -128,7 +134,7 @@ class Assembly:
             )
             unit.gradient = Gradient(spec.layout, unit.owned, store, self.device)
             unit.gradient.counted = counted_ranges(spec.layout, unit.owned)
-            tiers = {"weights": where.weights, "optimizer": where.optimizer, "low": where.completion}
+            tiers = {"weights": where.weights, "optimizer": where.optimizer, "remainder": where.remainder}
             entries.append((unit, spec.members, tiers))
         return entries
 

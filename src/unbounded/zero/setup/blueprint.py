@@ -20,7 +20,7 @@ from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.states import UnitBytes, UnitPlace, check_patterns, sum_bytes
-from unbounded.planner.step.streaming import choose_streamed, streamed_part
+from unbounded.planner.step.streaming import carries_weights, choose_streamed, streamed_part
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
 from unbounded.tiers import budget as budgets
@@ -68,7 +68,7 @@ class UnitSpec:
         if self.rule is None:
             return UnitBytes(self.name, weights, 0, 0)
         states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in self.rule.specs}
-        low = states.pop("low", 0)
+        remainder = states.pop("remainder", 0)
         summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
         deferred = self.layout.numel * self.dtype.itemsize if stage == 1 and owned < self.layout.numel else 0
         return UnitBytes(
@@ -76,7 +76,7 @@ class UnitSpec:
             weights,
             owned * self.dtype.itemsize,
             sum(states.values()) + self.factor_bytes(stage),
-            completion=low,
+            remainder=remainder,
             summed_gradients=summed,
             deferred=deferred,
             owned=owned * self.dtype.itemsize,
@@ -89,7 +89,7 @@ class UnitSpec:
             arrays.append(sizes.weights)
         if self.rule is not None:
             for spec in self.rule.specs:
-                if (where.completion if spec.name == "low" else where.optimizer) == "disk":
+                if (where.remainder if spec.name == "remainder" else where.optimizer) == "disk":
                     arrays.append(spec.numel(owned) * spec.dtype.itemsize)
             if where.gradients == "disk":
                 arrays.append(sizes.size("gradients", "disk"))
@@ -244,19 +244,26 @@ def plan_units(
             f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
-    streamed = _stream(specs, places, machine)
+    streamed = _stream(specs, places, machine, device)
     return Blueprint(tuple(specs), places, streamed, closed, disk_bytes, host_bytes, buffers)
 
 
-def _stream(specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: Machine) -> tuple[bool, ...]:
-    """Which of the units with states on the host are updated by the GPU."""
+def _stream(
+    specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: Machine, device: torch.device
+) -> tuple[bool, ...]:
+    """Which units the GPU updates on their way through it: some of those with states on the host, those whose weights
+    alone are not on the GPU, and those that are updated as whole tensors.
+    """
     rows = list(zip(specs, places, strict=True))
-    is_native = all(isinstance(spec.rule, NativeRule) or spec.needs_wholes for spec in specs if spec.rule is not None)
-    candidates = [where.optimizer == "host" and not spec.needs_wholes for spec, where in rows]
-    chosen = choose_streamed(candidates, streamed_part(machine) if is_native else 0.0)
-    # Whole tensors are multiplied: the device does that, wherever the states live.
     wholes = [spec.needs_wholes and where.optimizer == "host" for spec, where in rows]
-    return tuple(one or whole for one, whole in zip(chosen, wholes, strict=True))
+    if not all(isinstance(spec.rule, NativeRule) or spec.needs_wholes for spec in specs if spec.rule is not None):
+        return tuple(wholes)
+    candidates = [where.optimizer == "host" and not spec.needs_wholes for spec, where in rows]
+    chosen = choose_streamed(candidates, streamed_part(machine))
+    return tuple(
+        streams or whole or (device.type == "cuda" and carries_weights(states=where.optimizer, weights=where.weights))
+        for streams, whole, where in zip(chosen, wholes, places, strict=True)
+    )
 
 
 def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:

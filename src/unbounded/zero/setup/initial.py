@@ -21,7 +21,7 @@ from unbounded.tiers.pool import BufferPool
 from unbounded.zero.sites import Member
 from unbounded.zero.unit import Unit, WeightState
 
-Places = Mapping[str, str]  # "weights", "optimizer", "low" -> tier
+Places = Mapping[str, str]  # "weights", "optimizer", "remainder" -> tier
 Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
 # What a parameter's optimizer state held before `shard`: state name -> values
 Carried = Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
@@ -81,7 +81,7 @@ class Installer:
         for name, values in carried.moments.items():
             given |= formats.encode_moment(values[low:high].contiguous(), name, rule)
         for spec in rule.specs:
-            tier = places["low"] if spec.name == "low" else places["optimizer"]
+            tier = places["remainder"] if spec.name == "remainder" else places["optimizer"]
             # States that only the host's kernel touches need no pinning.
             array = self.tiers.allocate(
                 tier, spec.dtype, spec.numel(high - low), self.bounce, initial=spec.initial, pin=unit.streamed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unbounded.deepspeed.config import Config
+from unbounded.deepspeed.config import DeepSpeedConfig
 from unbounded.errors import PlanError
 
 
@@ -18,7 +18,7 @@ class Batches:
     world_size: int
 
     @classmethod
-    def of(cls, config: Config, world_size: int) -> Batches:
+    def of(cls, config: DeepSpeedConfig, world_size: int) -> Batches:
         """What the config says, and what follows from it."""
         given, micro, steps = config.train_batch_size, config.micro_batch_size, config.accumulation_steps
         if given is not None and micro is None:

@@ -1,0 +1,116 @@
+"""Shares the device between states and activations while a model trains: reads clock and memory, and moves states.
+
+What is decided is in `planner.balance`, how states move in `relocation`. Moves are made as a forward begins, where no
+gradient is held. A rank decides alone where it has states of its own (a partitioned model, or one rank): the order of
+collectives does not depend on where states are. Plans that say where optimizer states live are left as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbounded.errors import BudgetError
+from unbounded.planner.balance import Balance
+from unbounded.planner.plan import Plan
+from unbounded.zero.step.optimizer import ShardedOptimizer
+from unbounded.zero.step.relocation import Relocation, states_bytes
+
+
+class Balancer:
+    """One model's. `free_bytes` says what of the device was not used since `forget` was called, `kept_bytes` what
+    blocks kept in the last forward.
+    """
+
+    def __init__(
+        self,
+        optimizer: ShardedOptimizer,
+        relocation: Relocation,
+        *,
+        free_bytes: Callable[[], int],
+        kept_bytes: Callable[[], int],
+        forget: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.balance = Balance()
+        self._optimizer, self._relocation, self._clock = optimizer, relocation, clock
+        self._free_bytes, self._kept_bytes, self._forget = free_bytes, kept_bytes, forget
+        self._last: float | None = None  # when the last step ended
+        self._seconds: float | None = None  # of the step that ended since the last forward
+        self._moved: list[str] = []  # units, by the last move
+
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        """Follows steps and forwards; the returned function ends it."""
+        hooks = [
+            self._optimizer.register_step_post_hook(lambda *_: self._note_step()),
+            model.register_forward_pre_hook(self._begin, prepend=True),
+        ]
+
+        def end() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return end
+
+    def make_room(self, num_bytes: int) -> None:
+        """Moves states of so many bytes to the host, as far as it has room: a batch needs what they take."""
+        self.balance.stop()
+        with suppress(BudgetError):
+            for unit in reversed(self._relocation.units_on("device")):
+                if num_bytes <= 0:
+                    break
+                num_bytes -= states_bytes(unit)
+                self._relocation.move(unit, "host")
+                self._note_place(unit.name, "host")
+
+    def _note_step(self) -> None:
+        now = self._clock()
+        self._seconds = None if self._last is None else now - self._last
+        self._last = now
+
+    @torch.compiler.disable
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        seconds, self._seconds = self._seconds, None
+        if seconds is None or self.balance.is_done or not model.training or not torch.is_grad_enabled():
+            return
+        waiting = self._relocation.units_on("host")
+        count = self.balance.after_step(
+            seconds,
+            free_bytes=self._free_bytes(),
+            kept_bytes=self._kept_bytes(),
+            waiting=[states_bytes(unit) for unit in waiting],
+        )
+        if count > 0:
+            self._moved = [unit.name for unit in waiting[:count]]
+            self._move(self._moved, "device")
+        elif count < 0:
+            self._move(self._moved, "host")
+
+    def _move(self, names: list[str], tier: str) -> None:
+        source = "host" if tier == "device" else "device"
+        try:
+            for unit in self._relocation.units_on(source):
+                if unit.name in names:
+                    self._relocation.move(unit, tier)
+                    self._note_place(unit.name, tier)
+        except (BudgetError, torch.OutOfMemoryError):  # less room than was read: what has moved stays
+            self.balance.stop()
+        self._forget()
+
+    def _note_place(self, name: str, tier: str) -> None:
+        self._optimizer.plan = _with_place(self._optimizer.plan, name, tier)
+
+
+def _with_place(plan: Plan, name: str, tier: str) -> Plan:
+    """The closed plan with another place for one unit's gradient and states."""
+    places = {
+        kind: tuple((unit, tier if unit == name else where) for unit, where in getattr(plan, kind))
+        for kind in ("gradients", "optimizer")
+    }
+    return replace(plan, **places)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""Moves optimizer states between device and host while a model trains, exactly: bytes are copied, nothing else changes.
+
+A unit moves with all of its states and its gradient, between an update and the next use of them. Its weights stay
+where they are. States on the device whose weights are on the host are updated by a stream lane, which carries the
+weights alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from unbounded.planner.step.streaming import carries_weights
+from unbounded.tiers.array import Array
+from unbounded.tiers.memory import Tiers
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.engine import Engine
+from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.unit import Unit
+
+
+class Relocation:
+    """Moves the states of one model's units. `bounce` are the buffers of arrays that the host cannot address."""
+
+    def __init__(self, engine: Engine, tiers: Tiers, bounce: BufferPool) -> None:
+        self._engine, self._tiers, self._bounce = engine, tiers, bounce
+
+    def units_on(self, tier: str) -> list[Unit]:
+        """Those whose states are all on `tier` and may move now, in the order of a forward."""
+        return [unit for unit in self._engine.forward_order() if _may_move(unit, tier)]
+
+    def move(self, unit: Unit, tier: str) -> None:
+        """To "device" or "host". Where that has no room an error is raised, and the unit stays where it was."""
+        for handle in (unit.weights_ready, unit.states_written):
+            if handle is not None:
+                handle.wait()
+        if unit.reader is not None:  # a save that still reads them
+            unit.reader.make_way()
+            unit.reader = None
+        with self._tiers.planned_on_host(states_bytes(unit) * (1 if tier == "host" else -1)):
+            states = self._copy(unit, tier)
+        before, unit.states = unit.states, states
+        for array in before.values():
+            self._tiers.free(array)
+        unit.gradient.store.move(tier, partial(self._tiers.allocate, tier, bounce=self._bounce))
+        is_carried = carries_weights(states=tier, weights=unit.weights.tier)
+        unit.streamed = unit.device.type == "cuda" and is_carried
+
+    def _copy(self, unit: Unit, tier: str) -> dict[str, Array]:
+        states: dict[str, Array] = {}
+        try:
+            for name, array in unit.states.items():
+                assert array.direct is not None
+                states[name] = self._tiers.allocate(tier, array.dtype, array.numel, self._bounce, pin=False)
+                states[name].evict(array.direct).wait()
+        except BaseException:
+            for array in states.values():
+                self._tiers.free(array)
+            raise
+        return states
+
+
+def states_bytes(unit: Unit) -> int:
+    """What a move of the unit moves, with room for its gradient."""
+    states = sum(array.numel * array.dtype.itemsize for array in unit.states.values())
+    return states + unit.gradient.store.numel * unit.gradient.store.wire.itemsize
+
+
+def _may_move(unit: Unit, tier: str) -> bool:
+    is_there = bool(unit.states) and {array.tier for array in unit.states.values()} == {tier}
+    return is_there and unit.gradient.tier == tier and unit.gradient.state is GradientState.EMPTY

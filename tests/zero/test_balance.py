@@ -1,0 +1,211 @@
+"""States move between device and host while a model trains: the same bits, the counts of a model that was placed so,
+and moves that stop when steps stop getting shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.zero.training import TinyGPT
+from unbounded.errors import BudgetError
+from unbounded.planner.balance import SETTLE_STEPS, TIMED_STEPS, WARM_STEPS, Balance
+from unbounded.sharding import sharded
+from unbounded.zero.step.balancer import Balancer
+from unbounded.zero.step.relocation import Relocation, states_bytes
+
+HOST = {"weights": "host", "gradients": "host", "optimizer": "host"}
+
+
+def build(plan: dict[str, Any]) -> tuple[nn.Module, Any]:
+    torch.manual_seed(3)
+    model = TinyGPT()
+    return unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=3e-3), plan)
+
+
+def train(rank: int, plan: dict[str, Any], steps: int, between: Callable[[int, nn.Module, Any], None]) -> list[Any]:
+    model, optimizer = build(plan)
+    losses = []
+    for step in range(steps):
+        between(step, model, optimizer)
+        for part in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+            loss = model.loss(torch.randint(0, 17, (2, 9), generator=generator))
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [losses, {name: value.clone() for name, value in model.state_dict().items()}, optimizer.plan]
+
+
+def relocation(model: nn.Module) -> Relocation:
+    state = sharded(model)
+    return Relocation(state.engine, state.tiers, state.bounce)
+
+
+def move_to_and_fro(step: int, model: nn.Module, _: Any) -> None:
+    """Two units up, one more, one back, all back."""
+    mover = relocation(model)
+    for unit in mover.units_on("host")[: (0, 2, 1, 0, 0)[step]]:
+        mover.move(unit, "device")
+    for unit in mover.units_on("device")[: (0, 0, 0, 1, 9)[step]]:
+        mover.move(unit, "host")
+
+
+def leave(*_: Any) -> None:
+    """Where they are."""
+
+
+def compare(rank: int, size: int) -> None:
+    plans: list[dict[str, Any]] = [{**HOST, "stage": 3}, {**HOST, "stage": 3, "precision": "bf16"}]
+    plans += [{"stage": 1, "gradients": "host", "optimizer": "host"}] if size > 1 else []
+    for plan in plans:
+        losses, values, _ = train(rank, plan, 5, leave)
+        moved_losses, moved_values, _ = train(rank, plan, 5, move_to_and_fro)
+        assert moved_losses == losses
+        assert all(torch.equal(moved_values[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_training_goes_on_with_the_same_bits_wherever_states_are_moved(ranks: Any, size: int) -> None:
+    ranks(size, compare)
+
+
+def test_what_moved_is_counted_where_it_is_now() -> None:
+    model, optimizer = build(HOST)
+    mover = relocation(model)
+    before, units = optimizer.memory(), mover.units_on("host")
+    moved = units[:2]
+    for unit in moved:
+        mover.move(unit, "device")
+    after, states = optimizer.memory(), sum(a.numel * a.dtype.itemsize for u in moved for a in u.states.values())
+    assert after["device"].used_bytes - before["device"].used_bytes == states
+    assert before["host"].used_bytes - after["host"].used_bytes == states
+    for unit in moved:
+        mover.move(unit, "host")
+    assert optimizer.memory() == before
+    assert [unit.name for unit in mover.units_on("host")] == [unit.name for unit in units]
+
+
+def test_a_unit_stays_where_the_host_has_no_room() -> None:
+    model, optimizer = build({"host_bytes": "64MiB", "device_bytes": "64MiB", "optimizer": "device"})
+    state, mover = sharded(model), relocation(model)
+    unit = mover.units_on("device")[0]
+    state.tiers.budgets["host"] = state.tiers.held_host_bytes() + states_bytes(unit) - 1
+    before, arrays = optimizer.memory(), dict(unit.states)
+    with pytest.raises(BudgetError, match="Raise host_bytes"):
+        mover.move(unit, "host")
+    assert optimizer.memory() == before
+    assert unit.states == arrays
+
+
+def test_a_checkpoint_of_moved_states_is_one_of_any_others(tmp_path: Path) -> None:
+    def save(step: int, model: nn.Module, optimizer: Any) -> None:
+        move_to_and_fro(step, model, optimizer)
+        if step == 3:
+            unbounded.save(tmp_path / "c", model, optimizer)
+
+    def load(step: int, model: nn.Module, optimizer: Any) -> None:
+        if step == 3:
+            unbounded.load(tmp_path / "c", model, optimizer)
+
+    losses, values, _ = train(0, HOST, 5, save)
+    again, found, _ = train(0, {}, 5, load)
+    assert again[6:] == losses[6:]
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+class Clock:
+    """A step takes `seconds`, by how many units are on the device."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def balance(seconds: Callable[[int], float], *, free: int, kept: int, steps: int = 60) -> tuple[list[Any], Any]:
+    """Trains with a clock and a device that the test makes up, in which every unit takes 1; where states end up."""
+    clock = Clock(seconds)
+
+    def follow(step: int, model: nn.Module, optimizer: Any) -> None:
+        mover = relocation(model)
+        if step == 0:
+            sizes = [states_bytes(unit) for unit in mover.units_on("host")]
+            follow.largest = max(sizes)  # type: ignore[attr-defined]
+            Balancer(
+                optimizer,
+                mover,
+                free_bytes=lambda: follow.largest * (free - len(mover.units_on("device"))),  # type: ignore[attr-defined]
+                kept_bytes=lambda: follow.largest * kept,  # type: ignore[attr-defined]
+                forget=lambda: None,
+                clock=clock,
+            ).attach(model)
+        clock.now += seconds(len(mover.units_on("device")))
+
+    result = train(0, HOST, steps, follow)
+    return result, result[2]
+
+
+def test_states_move_until_the_step_stops_getting_shorter() -> None:
+    plain, values, start = train(0, HOST, 24, leave)
+    assert {tier for _, tier in start.optimizer} == {"host"}
+    (losses, found, _), plan = balance(lambda count: 1.0 - 0.1 * min(count, 2), free=3, kept=8, steps=24)
+    on_device = [name for name, tier in plan.optimizer if tier == "device"]
+    assert 2 <= len(on_device) < len(plan.optimizer)
+    assert dict(plan.gradients) == dict(plan.optimizer)
+    assert losses == plain
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    _, again = build({"weights": plan.weights, "gradients": plan.gradients, "optimizer": plan.optimizer})
+    assert again.plan.optimizer == plan.optimizer
+
+
+def test_states_that_made_the_step_longer_go_back() -> None:
+    _, plan = balance(lambda count: 1.0 + 0.1 * count, free=3, kept=0, steps=16)
+    assert {tier for _, tier in plan.optimizer} == {"host"}
+
+
+def decide(best: int, *, free: int, kept: int) -> tuple[int, int]:
+    """How many of 20 units are on a device in the end, and after how many steps; each saves time up to `best`."""
+    choice, count, steps = Balance(), 0, 0
+    while not choice.is_done and steps < 500:
+        seconds = 1.0 - 0.02 * min(count, best) + 0.02 * max(0, count - best)
+        count += choice.after_step(
+            seconds, free_bytes=100 * (free - count), kept_bytes=100 * kept, waiting=[100] * (20 - count)
+        )
+        steps += 1
+    return count, steps
+
+
+@pytest.mark.parametrize(("best", "free", "kept"), [(20, 0, 0), (20, 6, 0), (20, 30, 0), (4, 2, 20), (0, 5, 9)])
+def test_the_decision_ends_at_a_count_that_no_move_improves(best: int, free: int, kept: int) -> None:
+    count, steps = decide(best, free=free, kept=kept)
+    assert steps < WARM_STEPS + 8 * (SETTLE_STEPS + TIMED_STEPS)
+    assert count <= max(best, 0) + max(1, kept // 4)
+    assert count >= min(best, int(free * 15 / 16))
+
+
+def test_a_batch_that_needs_room_gets_what_states_take() -> None:
+    def follow(step: int, model: nn.Module, optimizer: Any) -> None:
+        mover = relocation(model)
+        if step == 2:
+            balancer = Balancer(optimizer, mover, free_bytes=int, kept_bytes=int, forget=leave)
+            last = mover.units_on("device")[-1]
+            balancer.make_room(states_bytes(last))
+            assert mover.units_on("host") == [last]
+            assert dict(optimizer.plan.optimizer)[last.name] == "host"
+            balancer.make_room(2**60)
+            assert not mover.units_on("device")
+
+    plain, values, _ = train(0, {"optimizer": "device"}, 4, leave)
+    losses, found, _ = train(0, {"optimizer": "device"}, 4, follow)
+    assert losses == plain
+    assert all(torch.equal(found[name], value) for name, value in values.items())
