@@ -105,11 +105,9 @@ class ClassRule:
 
     def _open(self, weight: torch.Tensor, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The values that are trained, to be changed in place."""
-        return (
-            formats.decode_weight({"weight": weight, **states}, self)
-            if "remainder" in states
-            else _master(weight, states)
-        )
+        if "remainder" in states:
+            return formats.decode_weight({"weight": weight, **states}, self)
+        return states.get("master", weight)
 
     def _close(self, values: torch.Tensor, weight: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
         if "remainder" in states:
@@ -118,10 +116,6 @@ class ClassRule:
             states["remainder"].copy_(encoded["remainder"])
         elif "master" in states:
             weight.copy_(values)
-
-
-def _master(weight: torch.Tensor, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return states.get("master", weight)
 
 
 def _look(replica: Replica, groups: Groups, num_dims: int, dtype: torch.dtype) -> Kept:
