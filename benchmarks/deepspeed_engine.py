@@ -66,12 +66,13 @@ class DeepSpeed:
         torch.set_default_dtype(torch.float32)
         prepare(model)
         self.numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+        self.trained = self.numel
         self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
 
-    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
+    def step(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Its engine counts the backwards itself and clips inside its step."""
-        for tokens in batches:
-            loss = self.engine(input_ids=tokens, labels=tokens).loss
+        for batch in batches:
+            loss = self.engine(input_ids=batch["input_ids"], labels=batch["labels"]).loss
             self.engine.backward(loss)
             self.engine.step()
         return loss.detach()

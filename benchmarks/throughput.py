@@ -1,40 +1,76 @@
-"""Step time of a Llama-shaped model with Unbounded on one GPU; one JSON line a batch size.
+"""Step time of a Llama- or BERT-shaped model with Unbounded on one GPU; one JSON line a batch size.
 
     python benchmarks/throughput.py --size 7b --batches 2,8 --plan device_bytes=24GiB --compile
 
-TFLOP/s = (6 x parameters + 12 x layers x hidden x sequence) x tokens / second: recomputation is not counted.
-`--engine torch` trains the same model resident in plain PyTorch (fp32 master weights, bf16 autocast, fused AdamW),
-`--engine deepspeed` under DeepSpeed with its optimizer on the host or on NVMe.
+TFLOP/s = (6 x parameters + 12 x layers x hidden x sequence) x tokens / second: recomputation is not counted, frozen
+parameters count 4, and of BERT those that multiply: its blocks, and its head for the tokens that are asked for.
+`ceiling_tflops` is what a large bf16 matmul reaches in the same process. `--engine torch` trains the same model
+resident in plain PyTorch (fp32 master weights, bf16 autocast, fused AdamW), `--engine fsdp2` under `fully_shard` on a
+mesh of one, `--engine deepspeed` under DeepSpeed with its optimizer on the host or on NVMe.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import unbounded
+from unbounded.train.step.objective import MicroBatch, summed_loss
 from unbounded.zero.setup import blueprint
 
-SIZES = {  # hidden, layers, heads, ffn
-    "tiny": (256, 4, 4, 704),
-    "0.1b": (768, 12, 12, 2048),
-    "1.3b": (2048, 24, 16, 5504),
-    "3b": (3072, 26, 24, 8192),
-    "7b": (4096, 32, 32, 11008),
-    "10b": (4096, 48, 32, 11008),
-    "13b": (5120, 40, 40, 13824),
-    "20b": (6144, 44, 48, 16512),
-    "22b": (6144, 48, 48, 16512),
-    "24b": (6144, 53, 48, 16512),
-    "30b": (6656, 60, 52, 17920),
+MASKED_PART = 0.15
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's sizes, or a BERT's."""
+
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    key_heads: int | None = None
+    vocabulary: int = 32_000
+    is_bert: bool = False
+
+    def flops_per_token(self, numel: int, trained: int, sequence: int) -> float:
+        parameters: float = 6 * trained + 4 * (numel - trained)
+        if self.is_bert:
+            head = self.hidden * (self.vocabulary + self.hidden)
+            parameters = 6 * (12 * self.layers * self.hidden**2 + MASKED_PART * head)
+        return parameters + 12 * self.layers * self.hidden * sequence
+
+
+SIZES = {
+    "tiny": Shape(256, 4, 4, 704),
+    "tiny-bert": Shape(128, 2, 2, 512, vocabulary=512, is_bert=True),
+    "0.1b": Shape(768, 12, 12, 2048),
+    "bert-large": Shape(1024, 24, 16, 4096, vocabulary=30_528, is_bert=True),
+    "1.3b": Shape(2048, 24, 16, 5504),
+    "3b": Shape(3072, 26, 24, 8192),
+    "7b": Shape(4096, 32, 32, 11008),
+    "10b": Shape(4096, 48, 32, 11008),
+    "13b": Shape(5120, 40, 40, 13824),
+    "14.8b": Shape(5120, 48, 40, 13824, key_heads=8, vocabulary=152_064),  # Qwen 2.5
+    "20b": Shape(6144, 44, 48, 16512),
+    "22b": Shape(6144, 48, 48, 16512),
+    "24b": Shape(6144, 53, 48, 16512),
+    "27b": Shape(6144, 59, 48, 16512),
+    "30b": Shape(6656, 60, 52, 17920),
+    "45b": Shape(8192, 55, 64, 22016),
+    "70.6b": Shape(8192, 80, 64, 28672, key_heads=8, vocabulary=128_256),  # Llama 3
 }
 
 
@@ -54,7 +90,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--streamed", type=float, help="the part of host states that the GPU updates; else decided")
-    parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "deepspeed"))
+    parser.add_argument("--lora", type=int, help="train adapters of this rank, in Unbounded alone")
+    parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "fsdp2", "deepspeed"))
+    parser.add_argument("--offload", action="store_true", help="FSDP2's parameters and optimizer on the host")
     parser.add_argument("--stage", type=int, default=3, help="of DeepSpeed")
     parser.add_argument("--optimizer", default="cpu", choices=("cpu", "nvme"), help="where DeepSpeed keeps its own")
     parser.add_argument("--trace", default=None, help="record the last two steps here")
@@ -67,19 +105,23 @@ def arguments() -> argparse.Namespace:
 
 
 def make_model(options: argparse.Namespace) -> Any:
-    hidden, layers, heads, ffn = SIZES[options.size]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        intermediate_size=ffn,
-        vocab_size=32000,
-        max_position_embeddings=options.sequence,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+    shape: Shape = SIZES[options.size]
+    common = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": options.sequence,
+        "attn_implementation": "sdpa",
+    }
+    if shape.is_bert:
+        return BertForMaskedLM(BertConfig(**common))  # its dropout is on
+    return LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=shape.key_heads or shape.heads, use_cache=False))
+
+
+def blocks_of(model: Any) -> Any:
+    return model.bert.encoder.layer if hasattr(model, "bert") else model.model.layers
 
 
 def prepare(model: Any, options: argparse.Namespace) -> None:
@@ -87,8 +129,33 @@ def prepare(model: Any, options: argparse.Namespace) -> None:
     if options.activations == "recompute":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.compile:
-        for block in model.model.layers:
+        for block in blocks_of(model):
             block.compile()
+
+
+def adapt(model: Any, rank: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """The model's own loss; of BERT with its head on the tokens alone that are asked for, as its training runs it."""
+    if "places" not in batch:
+        return model(**batch).loss  # type: ignore[no-any-return]
+    part = MicroBatch(batch["input_ids"], batch["labels"], places=batch["places"])
+    return summed_loss(model, part) / len(batch["places"])
+
+
+def count(model: Any) -> tuple[int, int]:
+    """All parameters, and the trained ones."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def make_optimizer(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **options)
 
 
 class Unbounded:
@@ -99,8 +166,9 @@ class Unbounded:
         with torch.device("meta"):
             model = make_model(options).to(torch.bfloat16)
         prepare(model, options)
-        self.numel = sum(parameter.numel() for parameter in model.parameters())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        model = adapt(model, options.lora) if options.lora else model
+        self.numel, self.trained = count(model)
+        optimizer = make_optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
         if options.streamed is not None:
             blueprint.streamed_part = lambda machine: options.streamed
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
@@ -109,9 +177,9 @@ class Unbounded:
             plan["activations"] = "keep"
         self.model, self.optimizer = unbounded.shard(model, optimizer, plan or "auto")
 
-    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        for tokens in batches:
-            loss = self.model(input_ids=tokens, labels=tokens).loss
+    def step(self, batches: list[Batch]) -> torch.Tensor:
+        for batch in batches:
+            loss = loss_of(self.model, batch)
             (loss / len(batches)).backward()
         if self.clip:
             self.optimizer.clip_grad_norm_(1.0)
@@ -128,15 +196,20 @@ class Torch:
         with device:
             self.model = make_model(options)
         prepare(self.model, options)
-        self.numel = sum(parameter.numel() for parameter in self.model.parameters())
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
+        self.numel, self.trained = count(self.model)
+        self.place(options)
+        self.optimizer = make_optimizer(self.model.parameters(), fused=True)
 
-    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        for tokens in batches:
-            with torch.autocast(self.device.type, torch.bfloat16):
-                loss = self.model(input_ids=tokens, labels=tokens).loss
+    def place(self, options: argparse.Namespace) -> None:
+        """Leaves the model where it is."""
+
+    def casts(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def step(self, batches: list[Batch]) -> torch.Tensor:
+        for batch in batches:
+            with self.casts():
+                loss = loss_of(self.model, batch)
             (loss / len(batches)).backward()
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -145,11 +218,29 @@ class Torch:
         return loss.detach()
 
 
+class FSDP2(Torch):
+    """`fully_shard` on every block and the model, on a mesh of one; with `--offload` everything waits on the host."""
+
+    def place(self, options: argparse.Namespace) -> None:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        backend = "cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        casts = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policies = {"mp_policy": casts, "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy()}
+        for module in (*blocks_of(self.model), self.model):
+            fully_shard(module, **policies)
+
+    def casts(self) -> Any:
+        return contextlib.nullcontext()
+
+
 def build(options: argparse.Namespace, device: torch.device) -> Any:
     if options.engine == "unbounded":
         return Unbounded(options)
-    if options.engine == "torch":
-        return Torch(options, device)
+    if options.engine != "deepspeed":
+        return {"torch": Torch, "fsdp2": FSDP2}[options.engine](options, device)
     from deepspeed_engine import DeepSpeed, settings
 
     batch = int(options.batches.split(",")[0])
@@ -157,10 +248,33 @@ def build(options: argparse.Namespace, device: torch.device) -> Any:
     return DeepSpeed(lambda: make_model(options), lambda model: prepare(model, options), config)
 
 
-def make_batches(options: argparse.Namespace, batch: int, device: torch.device) -> list[torch.Tensor]:
+def make_batches(options: argparse.Namespace, batch: int, device: torch.device) -> list[Batch]:
     if options.fixed_batch:
         torch.manual_seed(1)
-    return [torch.randint(0, 32000, (batch, options.sequence), device=device) for _ in range(options.accumulate)]
+    return [make_batch(SIZES[options.size], (batch, options.sequence), device) for _ in range(options.accumulate)]
+
+
+def make_batch(shape: Shape, size: tuple[int, int], device: torch.device) -> Batch:
+    tokens = torch.randint(0, shape.vocabulary, size, device=device)
+    if not shape.is_bert:
+        return {"input_ids": tokens, "labels": tokens}
+    places = torch.randperm(tokens.numel(), device=device)[: round(MASKED_PART * tokens.numel())]
+    return {"input_ids": tokens, "labels": tokens, "places": places}
+
+
+def matmul_tflops(device: torch.device) -> float:
+    """What a large bf16 matmul reaches, the best of five."""
+    size = 8192 if device.type == "cuda" else 512
+    one = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(5):
+            one @ one
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - start) / 5)
+    return 2 * size**3 / best / 1e12
 
 
 def resident_bytes() -> int:
@@ -175,7 +289,7 @@ def main() -> None:
     began = time.perf_counter()
     engine = build(options, device)
     ready = time.perf_counter() - began
-    hidden, layers = SIZES[options.size][:2]
+    ceiling = matmul_tflops(device)
     for batch in map(int, options.batches.split(",")):
         times, losses = [], []
         if has_gpu:
@@ -200,7 +314,7 @@ def main() -> None:
             trace.stop()
         tokens = batch * options.sequence * options.accumulate
         median = statistics.median(times[2:] or times)
-        flops = (6 * engine.numel + 12 * layers * hidden * options.sequence) * tokens
+        flops = SIZES[options.size].flops_per_token(engine.numel, engine.trained, options.sequence) * tokens
         report = {
             "engine": options.engine,
             "size": options.size,
@@ -214,7 +328,8 @@ def main() -> None:
             "first_step_s": round(first, 1),
             "step_s": round(median, 4),
             "times": [round(value, 3) for value in times],
-            "tflops": round(flops / median / 1e12, 1),
+            "tflops": float(f"{flops / median / 1e12:.4g}"),
+            "ceiling_tflops": float(f"{ceiling:.4g}"),
             "losses": [round(value, 3) for value in losses],
             "host_gib": round(resident_bytes() / 2**30, 1),
         }

@@ -17,7 +17,7 @@ from torch import nn
 import unbounded
 from unbounded.observe.report.lane_chart import draw_lanes
 from unbounded.observe.spans import at_once, lane_uses, read_spans
-from unbounded.train.gpt import GPT, Shape
+from unbounded.train.gpt import GPT, GPTShape
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--path", default=None, help="folder of the disk tier")
     options = parser.parse_args()
-    shape = Shape(layers=options.layers, width=options.width, heads=8, context=256, vocabulary=256)
+    shape = GPTShape(layers=options.layers, width=options.width, heads=8, context=256, vocabulary=256)
     model = GPT(shape)
     plan = {"weights": "host", "optimizer": "disk", "prefetch_units": 2}
     if options.path:

@@ -208,7 +208,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def losses_of(model: nn.Module, optimizer: Any, batches: Iterable[Tensor] | None = None) -> list[float]:
-    """The losses of a training step with each batch; three of `tokens` unless said."""
+    """The losses of a training step with each batch; by default three of `tokens`."""
     found = []
     for batch in batches if batches is not None else map(tokens, range(3)):
         loss = model(batch)

@@ -60,35 +60,39 @@ class Job:
         return [*found, self.optimizer.param_groups[0]["lr"]]
 
 
-def compare(rank: int, world_size: int, tier: str, folder: str) -> Any:
+def compare(rank: int, world_size: int, tiers: list[str], folder: str) -> Any:
     with launched(rank, world_size):
         plain = Job(None)
-        reference = plain.train(4) + plain.train(4)
-        plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
-        ours = Job(plan)
-        found = ours.train(4)
-        ours.accelerator.save_state(f"{folder}/state")
-        unbounded.save(f"{folder}/alone", ours.model, ours.optimizer)  # wrapped as prepare returned it
-        going_on = ours.train(4)
-        again = Job(plan)
-        again.accelerator.load_state(f"{folder}/state")
-        resumed = again.train(4)
-        assert ours.accelerator.unwrap_model(ours.model) is ours.model
-        weights = ours.accelerator.get_state_dict(ours.model)
-        same = all(
-            torch.allclose(weights[k], v, atol=1e-6) for k, v in plain.accelerator.get_state_dict(plain.model).items()
-        )
-        return reference, found + going_on, going_on, resumed, same
+        reference, wanted = plain.train(4) + plain.train(4), plain.accelerator.get_state_dict(plain.model)
+        return reference, [compare_tier(tier, f"{folder}/{tier}", wanted) for tier in tiers]
 
 
-@pytest.mark.parametrize(("world_size", "tier"), [(1, "device"), (1, "disk"), (2, "device"), (2, "host"), (2, "disk")])
+def compare_tier(tier: str, folder: str, wanted: dict[str, torch.Tensor]) -> Any:
+    plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
+    Path(folder).mkdir(exist_ok=True)
+    ours = Job(plan)
+    found = ours.train(4)
+    ours.accelerator.save_state(f"{folder}/state")
+    unbounded.save(f"{folder}/alone", ours.model, ours.optimizer)  # wrapped as prepare returned it
+    going_on = ours.train(4)
+    again = Job(plan)
+    again.accelerator.load_state(f"{folder}/state")
+    resumed = again.train(4)
+    assert ours.accelerator.unwrap_model(ours.model) is ours.model
+    weights = ours.accelerator.get_state_dict(ours.model)
+    same = all(torch.allclose(weights[name], value, atol=1e-6) for name, value in wanted.items())
+    return found + going_on, going_on, resumed, same
+
+
+@pytest.mark.parametrize(("world_size", "tiers"), [(1, ["device", "disk"]), (2, ["device", "host", "disk"])])
 def test_a_loop_trains_saves_and_resumes_as_the_plain_one(
-    ranks: Any, tmp_path: Path, world_size: int, tier: str
+    ranks: Any, tmp_path: Path, world_size: int, tiers: list[str]
 ) -> None:
-    for reference, found, going_on, resumed, same in ranks(world_size, compare, tier, str(tmp_path)):
-        assert found == pytest.approx(reference, rel=1e-5)
-        assert resumed == pytest.approx(going_on, rel=1e-6)
-        assert same
+    for reference, of_tiers in ranks(world_size, compare, tiers, str(tmp_path)):
+        for found, going_on, resumed, same in of_tiers:
+            assert found == pytest.approx(reference, rel=1e-5)
+            assert resumed == pytest.approx(going_on, rel=1e-6)
+            assert same
 
 
 def test_fp16_is_scaled_by_the_accelerator_and_what_it_cannot_know_is_refused() -> None:

@@ -93,43 +93,56 @@ def make_trainer(folder: str, world_size: int, strategy: Any, **options: Any) ->
     )
 
 
-def compare(rank: int, world_size: int, tier: str, folder: str, calls_itself: bool) -> Any:
+def compare(rank: int, world_size: int, tiers: list[tuple[str, bool]], folder: str) -> Any:
+    """Of each tier (with steps that call the module or its parts): plain, ours, ours resumed, and both fitted again."""
     import unbounded.lightning
 
     warnings.simplefilter("ignore")
-    plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
     with launched(rank, world_size):
-        plain = Net(calls_itself)
-        make_trainer(f"{folder}/plain", world_size, "ddp" if world_size > 1 else "auto").fit(
-            plain, loader(rank), loader(rank)
-        )
-        ours, strategy = Net(calls_itself), unbounded.lightning.UnboundedStrategy(plan)
-        trainer = make_trainer(f"{folder}/ours", world_size, strategy)
-        trainer.fit(ours, loader(rank), loader(rank))
-        again, strategy = Net(calls_itself), unbounded.lightning.UnboundedStrategy(plan)
-        resumed = make_trainer(f"{folder}/ours", world_size, strategy, num_sanity_val_steps=0)
-        resumed.fit(again, loader(rank), loader(rank), ckpt_path=f"{folder}/ours/step=2.ckpt")
-        tested = trainer.validate(ours, loader(rank), verbose=False)
-        weights = ours.state_dict()
-        same = all(torch.allclose(weights[name], value.cpu(), atol=1e-6) for name, value in plain.state_dict().items())
-        return plain.seen, ours.seen, again.seen, same, tested
+        data, theirs = loader(rank), "ddp" if world_size > 1 else "auto"
+        references: dict[bool, Any] = {}
+        for calls_itself in {one for _, one in tiers}:
+            plain = references[calls_itself] = Net(calls_itself)
+            make_trainer(f"{folder}/plain", world_size, theirs).fit(plain, data, data)
+            make_trainer(f"{folder}/plain2", world_size, theirs, max_steps=2).fit(plain, data)
+        found = []
+        for tier, calls_itself in tiers:
+            plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
+            place, ours = f"{folder}/{tier}", Net(calls_itself)
+            trainer = make_trainer(place, world_size, unbounded.lightning.UnboundedStrategy(plan))
+            trainer.fit(ours, data, data)
+            again, strategy = Net(calls_itself), unbounded.lightning.UnboundedStrategy(plan)
+            resumed = make_trainer(place, world_size, strategy, num_sanity_val_steps=0)
+            resumed.fit(again, data, data, ckpt_path=f"{place}/step=2.ckpt")
+            tested = trainer.validate(ours, data, verbose=False)
+            ours.seen, first = [], ours.seen
+            strategy = unbounded.lightning.UnboundedStrategy(plan)
+            make_trainer(f"{place}2", world_size, strategy, max_steps=2).fit(ours, data)
+            weights, wanted = ours.state_dict(), references[calls_itself].state_dict()
+            same = all(torch.allclose(weights[name], value.cpu(), atol=1e-6) for name, value in wanted.items())
+            found.append((references[calls_itself].seen, first, again.seen, same, tested, ours.seen))
+        return found
 
 
 @pytest.mark.parametrize(
-    ("world_size", "tier", "calls_itself"),
-    [(1, "device", True), (1, "disk", False), (2, "device", False), (2, "host", True), (2, "disk", True)],
+    ("world_size", "tiers"),
+    [(1, [("device", True), ("disk", False)]), (2, [("device", False), ("host", True), ("disk", True)])],
 )
-def test_trainer_trains_validates_and_resumes_as_the_plain_one(
-    ranks: Any, tmp_path: Path, world_size: int, tier: str, calls_itself: bool
+def test_trainer_trains_validates_resumes_and_fits_again_as_the_plain_one(
+    ranks: Any, tmp_path: Path, world_size: int, tiers: list[tuple[str, bool]]
 ) -> None:
-    results = ranks(world_size, compare, tier, str(tmp_path), calls_itself)
-    for plain, ours, again, same, tested in results:
-        assert ours[: len(plain)] == pytest.approx(plain, rel=1e-5)
-        assert again == pytest.approx(ours[len(plain) - len(again) : len(plain)], rel=1e-6)
+    results = ranks(world_size, compare, tiers, str(tmp_path))
+    for plain, ours, again, same, tested, second in (one for rank in results for one in rank):
+        length = len(plain) - len(second)
+        assert ours[:length] == pytest.approx(plain[:length], rel=1e-5)
+        assert second == pytest.approx(plain[length:], rel=1e-5)
+        assert len(second) == 4
+        assert again == pytest.approx(ours[length - len(again) : length], rel=1e-6)
         assert same
         assert tested[0]["val"] == pytest.approx(ours[-1], rel=1e-5)
-    saved = tmp_path / "ours" / "step=2.ckpt"
-    assert sorted({path.suffix for path in saved.iterdir()}) == [".bin", ".json"]  # nothing pickled
+    for tier, _ in tiers:
+        saved = tmp_path / tier / "step=2.ckpt"
+        assert sorted({path.suffix for path in saved.iterdir()}) == [".bin", ".json"]  # nothing pickled
 
 
 @pytest.mark.parametrize("flag", ["bf16-mixed", "16-mixed"])

@@ -9,8 +9,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import unbounded
 from tests.integrations.launched import launched
@@ -32,6 +35,28 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)):
         with launched(0, 1):
             exec(compile(code, f"{page.name}, block {number}", "exec"), {"__name__": "page"})
+
+
+class Model(torch.nn.Module):
+    """What the README calls AnyModel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.layer(x).square().mean())
+
+
+def test_the_loop_of_the_readme_trains() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(), flags=re.DOTALL)
+    losses = []
+    for num_batches in (1, 9):
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"AnyModel": Model, "loader": [{"x": torch.ones(2, 3)}] * num_batches}
+        exec(compile(code, "README.md", "exec"), names)
+        losses.append(float(names["loss"]))
+    assert losses[1] < losses[0]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -30,7 +30,9 @@ def make_model(dtype: torch.dtype = torch.float32) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=32,
     )
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    model.generation_config.max_new_tokens = 5
+    return model
 
 
 def make_data(number: int = 24) -> list[dict[str, torch.Tensor]]:
@@ -82,32 +84,40 @@ def assert_close(ours: list[tuple[str, float]], plain: list[tuple[str, float]], 
     assert [value for _, value in ours] == pytest.approx([value for _, value in plain], rel=tolerance, abs=1e-7)
 
 
-def compare(rank: int, world_size: int, folder: str, tier: str) -> Any:
-    """Plain, ours, and ours resumed from the middle in new objects; the exported model beside the live one."""
-    plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
+def compare(rank: int, world_size: int, folder: str, tiers: list[str]) -> Any:
+    """Plain, and of each tier ours, ours resumed from the middle in new objects, and the exported model."""
     with launched(rank, world_size):
         plain = build(transformers.Trainer, f"{folder}/plain")
         plain.train()
-        ours = build(unbounded.hf.Trainer, f"{folder}/ours", plan=plan)
-        ours.train()
-        ours.save_model(f"{folder}/export")
-        resumed = build(unbounded.hf.Trainer, f"{folder}/ours", plan=plan)
-        resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-3")
-        tokens = make_data(1)[0]["input_ids"][None]
-        exported = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/export", dtype="auto")
-        live = [float(value) for value in ours.model.eval()(tokens).logits.flatten()[:50]]
-        read = [float(value) for value in exported(tokens).logits.flatten()[:50]]
-        return history(plain), history(ours), history(resumed), live, read
+        return history(plain), [compare_tier(tier, f"{folder}/{tier}") for tier in tiers]
 
 
-@pytest.mark.parametrize(("world_size", "tier"), [(1, "device"), (1, "disk"), (2, "host"), (2, "disk"), (2, "device")])
+def compare_tier(tier: str, folder: str) -> Any:
+    plan = {"weights": tier, "optimizer": tier, "gradients": tier, "disk_path": folder}
+    Path(folder).mkdir(exist_ok=True)
+    ours = build(unbounded.hf.Trainer, f"{folder}/ours", plan=plan)
+    ours.train()
+    ours.save_model(f"{folder}/export")
+    resumed = build(unbounded.hf.Trainer, f"{folder}/ours", plan=plan)
+    resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-3")
+    tokens = make_data(1)[0]["input_ids"][None]
+    exported = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/export", dtype="auto")
+    live = [float(value) for value in ours.model.eval()(tokens).logits.flatten()[:50]]
+    read = [float(value) for value in exported(tokens).logits.flatten()[:50]]
+    kept = exported.config.use_cache, exported.generation_config.use_cache, exported.generation_config.max_new_tokens
+    return history(ours), history(resumed), live, read, kept
+
+
+@pytest.mark.parametrize(("world_size", "tiers"), [(1, ["device", "disk"]), (2, ["device", "host", "disk"])])
 def test_trainer_logs_resumes_and_exports_as_the_plain_one(
-    ranks: Any, tmp_path: Path, world_size: int, tier: str
+    ranks: Any, tmp_path: Path, world_size: int, tiers: list[str]
 ) -> None:
-    for plain, ours, resumed, live, read in ranks(world_size, compare, str(tmp_path), tier):
-        assert_close(ours, plain)
-        assert_close(resumed, ours, tolerance=1e-6)
-        assert live == read
+    for plain, of_tiers in ranks(world_size, compare, str(tmp_path), tiers):
+        for ours, resumed, live, read, kept in of_tiers:
+            assert_close(ours, plain)
+            assert_close(resumed, ours, tolerance=1e-6)
+            assert live == read
+            assert kept == (True, make_model().generation_config.use_cache, 5)  # the model's own, not the training's
 
 
 @pytest.mark.parametrize("flag", ["bf16", "fp16"])

@@ -69,8 +69,8 @@ def test_after_a_failure_everything_in_flight_is_abandoned_and_the_first_error_i
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_pipeline_never_waits_for_buffers_of_its_own(count: int) -> None:
-    """Far more may be in flight than there are buffers; the pool would block for ever."""
+def test_a_pipeline_never_waits_for_buffers_of_its_own(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more may be in flight than there are buffers; the pool would block for ever. What failed is not counted."""
     pool, held, most = BufferPool(HostArena(pin=False, num_threads=1), 4096, count), dict[int, Lease](), [0]
 
     class Stages(Recorder):
@@ -82,6 +82,14 @@ def test_a_pipeline_never_waits_for_buffers_of_its_own(count: int) -> None:
             pipeline.give_back(held.pop(item))
 
     pipeline = Pipeline(Stages(), num_ahead=8, num_unfinished=8, pool=pool)
+    with monkeypatch.context() as patched:
+        patched.setattr(HostArena, "allocate", _fail)
+        with pytest.raises(MemoryError):
+            pipeline.run(range(1))
     pipeline.run(range(20))
     assert not held
     assert most[0] == count
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError

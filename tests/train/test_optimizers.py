@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import unbounded
-from unbounded.train.gpt import GPT, Shape
+from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.options.config import OPTIMIZERS, Config
 from unbounded.train.options.settings import close_settings
 from unbounded.train.step.optimizers import make_optimizer
@@ -21,7 +21,7 @@ SETTINGS = replace(close_settings(Config(), kind="cpu", world_size=1), lr=1e-2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_sharded_optimizer_does_what_it_does_on_a_plain_model(name: str) -> None:
     torch.manual_seed(0)
-    plain = GPT(Shape(layers=2, width=16, heads=2, context=8, vocabulary=11))
+    plain = GPT(GPTShape(layers=2, width=16, heads=2, context=8, vocabulary=11))
     model = copy.deepcopy(plain)
     settings = replace(SETTINGS, optimizer=name)
     reference = make_optimizer(weight_decay_groups(plain, 0.1), settings)

@@ -16,7 +16,7 @@ from unbounded.observe.metrics import read_metrics
 from unbounded.train.data.loader import Loader, stack
 from unbounded.train.data.sequences import Stream
 from unbounded.train.data.tokenizer import IGNORED
-from unbounded.train.gpt import GPT, Shape
+from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.options.config import Config
 from unbounded.train.step.loop import count_positions
 from unbounded.train.step.objective import MicroBatch, summed_loss
@@ -25,7 +25,7 @@ from unbounded.train.step.objective import MicroBatch, summed_loss
 def make_model(kind: str, folder: Path) -> torch.nn.Module:
     torch.manual_seed(0)
     if kind == "gpt":
-        return GPT(Shape(layers=2, width=32, heads=2, context=64, vocabulary=320))
+        return GPT(GPTShape(layers=2, width=32, heads=2, context=64, vocabulary=320))
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(save_model(folder), dtype=torch.float32)

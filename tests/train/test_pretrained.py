@@ -152,6 +152,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_allocated(
             "not a multiple of --sequence-length 32. The nearest that is: 96",
         ),
         ({"model": str(folder), "micro_batch": 3}, "does not divide the 8 sequences"),
+        ({"model": str(folder), "objective": "masked"}, "can be trained with --objective masked"),
         ({"model": str(folder), "lora_rank": 4, "lora_targets": ("nothing",)}, "the adapters do not fit this model"),
     ):
         with pytest.raises(InputError, match=said) as caught:

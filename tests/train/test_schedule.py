@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from unbounded.train.gpt import GPT, Shape
+from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.step import objective
 from unbounded.train.step.objective import MicroBatch, summed_loss
 from unbounded.train.step.schedule import lr_factor, weight_decay_groups
@@ -33,7 +33,7 @@ def test_matrices_decay_and_norms_biases_and_embeddings_do_not() -> None:
 
 def test_the_loss_in_tiles_has_the_value_and_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = GPT(Shape(layers=1, width=16, heads=2, context=8, vocabulary=11))
+    model = GPT(GPTShape(layers=1, width=16, heads=2, context=8, vocabulary=11))
     inputs, targets = torch.randint(11, (3, 8)), torch.randint(11, (3, 8))
     targets[1, 2:] = -100
     results = []
@@ -46,7 +46,7 @@ def test_the_loss_in_tiles_has_the_value_and_gradient_of_the_whole(monkeypatch: 
 
 def test_the_gpt_sees_only_what_came_before() -> None:
     torch.manual_seed(0)
-    model = GPT(Shape(layers=2, width=16, heads=2, context=8, vocabulary=11))
+    model = GPT(GPTShape(layers=2, width=16, heads=2, context=8, vocabulary=11))
     inputs = torch.randint(11, (1, 8))
     changed = inputs.clone()
     changed[0, 5] = (changed[0, 5] + 1) % 11

@@ -16,7 +16,7 @@ from unbounded.deepspeed.batch_sizes import Batches
 from unbounded.deepspeed.config import DeepSpeedConfig, read_config
 from unbounded.deepspeed.engine import DeepSpeedEngine
 from unbounded.deepspeed.lr_schedules import build_schedule
-from unbounded.deepspeed.ops.optimizers import build_optimizer
+from unbounded.deepspeed.ops.building import build_optimizer
 from unbounded.errors import PlanError
 from unbounded.sharding import shard
 

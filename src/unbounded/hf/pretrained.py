@@ -18,7 +18,7 @@ def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCaus
     """The model of `folder`, of the class `kind`, without its weights: `shard` or a trainer here streams them in.
 
     `folder` has safetensors and a config.json; the name of a model on the hub is downloaded first. `options` are the
-    configuration's, and `dtype` is that of the parameters (unless said, the files').
+    configuration's, and `dtype` is that of the parameters (by default the files').
     """
     path = _find(folder)
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))

@@ -8,12 +8,15 @@ checkpoints            Trainer's own files, and a folder of ours with the states
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from unbounded.checkpoint.exporting import export
 from unbounded.checkpoint.loading import load
@@ -49,6 +52,7 @@ class ShardingTrainer:
     def __init__(self, *args: Any, plan: str | Plan | dict[str, Any] = "auto", **kwargs: Any) -> None:
         self._open_plan = read_plan(plan)
         self._resumed_from: str | None = None
+        self._uses_cache = _uses_cache(args[0] if args else kwargs.get("model"))
         super().__init__(*args, **kwargs)
         self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel: start one process a GPU
         self._train_batch_size = self.args.train_batch_size
@@ -133,7 +137,8 @@ class ShardingTrainer:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
-        export(folder, self.model)
+        with self._cache_as_given():
+            export(folder, self.model)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
@@ -141,6 +146,19 @@ class ShardingTrainer:
             torch.save(self.args, Path(folder) / "training_args.bin")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _cache_as_given(self) -> Iterator[None]:
+        """Training sets `use_cache` in the model's configuration for itself; what is exported has the model's own."""
+        config = getattr(self.model, "config", None)
+        if config is None or self._uses_cache is None:
+            yield
+            return
+        during, config.use_cache = config.use_cache, self._uses_cache
+        try:
+            yield
+        finally:
+            config.use_cache = during
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / STATES, self.model, sharded(self.model).optimizer)
@@ -172,3 +190,12 @@ class ShardingTrainer:
     @staticmethod
     def _states_in(checkpoint: str) -> bool:
         return (Path(checkpoint) / STATES).is_dir()
+
+
+def _uses_cache(model: Any) -> bool | None:
+    """The `use_cache` of a model, or of one by its name; None where it says nothing."""
+    if isinstance(model, str):
+        found = PreTrainedConfig.get_config_dict(model)[0].get("use_cache")
+    else:
+        found = getattr(getattr(model, "config", None), "use_cache", None)
+    return found if isinstance(found, bool) else None

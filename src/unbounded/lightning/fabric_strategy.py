@@ -14,8 +14,8 @@ from torch import nn
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError
+from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
-from unbounded.lightning.values import as_plain
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.sharding import is_sharded, shard, sharded
 from unbounded.zero.step.optimizer import ShardedOptimizer

@@ -17,11 +17,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
+from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
-from unbounded.lightning.values import as_plain
 from unbounded.optim.recognition import unwrap
 from unbounded.planner.plan import Plan, read_plan
-from unbounded.sharding import is_sharded, shard, sharded
+from unbounded.sharding import is_sharded, shard, sharded, unshard
 
 
 class EnginePrecision(Precision):
@@ -65,13 +65,18 @@ class UnboundedStrategy(DDPStrategy):
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """All ranks call this. Shards the module, with its optimizer where it is to be trained."""
+        """All ranks call this. Shards the module, with its optimizer where it is to be trained.
+
+        Every fit makes its optimizer anew, so a module that an earlier one has trained is whole in between.
+        """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
         plan = with_precision(self.open_plan, self.precision_plugin.precision)
         if trainer.state.fn == TrainerFn.FITTING:
+            if is_sharded(module):
+                unshard(module)
             self.setup_optimizers(trainer)
             made = only_optimizer(self.optimizers)  # type: ignore[has-type]
             self.optimizers = [shard(module, made, plan)[1]]

@@ -1,6 +1,6 @@
 """The plan: what is decided before training, as one frozen value with a readable repr.
 
-A `Plan` may leave fields open (None); `shard` closes every one of them at the edge (see `placement`), so that
+A `Plan` may leave fields open (None); `shard` closes every one of them at the edge (see `solve`), so that
 nothing below it ever meets an open field.
 """
 

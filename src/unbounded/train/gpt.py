@@ -15,7 +15,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Shape:
+class GPTShape:
     """The sizes of a GPT."""
 
     layers: int
@@ -48,7 +48,7 @@ class Embedding(nn.Embedding):
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.inputs = Linear(shape.width, 3 * shape.width)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 class GPTBlock(nn.Module):
     """Attention, then a feed-forward layer of four times the width."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(shape.width)
         self.attention = Attention(shape)
@@ -83,7 +83,7 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """Tokens in, logits of the next token out."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.shape = shape
         self.tokens = Embedding(shape.vocabulary, shape.width)

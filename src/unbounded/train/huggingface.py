@@ -25,7 +25,7 @@ def build_pretrained(
     config = _read_config(path, needs_weights=settings.model is not None)
     _check_length(settings, config)
     tokenizer = FolderTokenizer(settings.tokenizer or (path if path.is_dir() else path.parent))
-    model = _build_empty(path, config, dtype)
+    model = _build_empty(path, config, dtype, settings.objective)
     if settings.lora_rank is not None:
         model = _adapt(settings, settings.lora_rank, model)
     _check_vocabulary(tokenizer, model)
@@ -59,14 +59,17 @@ def _read_config(path: Path, *, needs_weights: bool) -> Any:
     return config
 
 
-def _build_empty(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def _build_empty(path: Path, config: Any, dtype: torch.dtype, objective: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+    kind: Any = AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: nn.Module = kind.from_config(config, dtype=dtype)
     except Exception as error:  # a model's code meets whatever the configuration says
-        raise InputError(f'"{path}" is no language model that can be trained here: {_first_line(error)}') from None
+        raise InputError(
+            f'"{path}" is no language model that can be trained with --objective {objective}: {_first_line(error)}'
+        ) from None
     _read_generation(path, model)
     return model
 

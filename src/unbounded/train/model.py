@@ -18,7 +18,7 @@ from unbounded.native.memory import available_bytes
 from unbounded.observe.amounts import show_count
 from unbounded.planner.sizes import format_bytes
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
-from unbounded.train.gpt import GPT, Shape
+from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.options.settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -65,7 +65,9 @@ def _build_gpt(settings: Settings) -> Subject:
         raise InputError(f"--width {settings.width} is not a multiple of --heads {settings.heads}. Choose one that is.")
     tokenizer = ByteTokenizer()
     _check_size(settings, tokenizer.vocabulary_size)
-    shape = Shape(settings.layers, settings.width, settings.heads, settings.sequence_length, tokenizer.vocabulary_size)
+    shape = GPTShape(
+        settings.layers, settings.width, settings.heads, settings.sequence_length, tokenizer.vocabulary_size
+    )
     with torch.device("meta"):
         model = GPT(shape).to(DTYPES[settings.precision])
     return Subject(model, tokenizer, None, settings.layers, settings.width)

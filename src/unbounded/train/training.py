@@ -16,7 +16,7 @@ from unbounded.observe import trace
 from unbounded.observe.amounts import show_count
 from unbounded.train.data.heldout import pack_held_out
 from unbounded.train.data.loader import Loader, merge
-from unbounded.train.data.sequences import Sequence
+from unbounded.train.data.sample import Sequence
 from unbounded.train.model import build
 from unbounded.train.options.config import Config
 from unbounded.train.options.contradictions import check

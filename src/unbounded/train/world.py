@@ -1,6 +1,6 @@
 """The ranks of the job: who this one is, its device, and the few small collectives that the loop needs.
 
-Under torchrun (or any launcher that `ranks.launch` knows) the process group is made here; one that is there already is
+Under torchrun (or any launcher that `launcher` knows) the process group is made here; one that is there already is
 used as it is. A single process has none.
 """
 

@@ -24,7 +24,7 @@ from unbounded.sharding import shard
 
 
 def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Content:
-    """Writes the DeepSpeed ZeRO-3 or torch distributed checkpoint in `source` to `folder` as one of ours.
+    """All ranks must call this. Writes the DeepSpeed ZeRO-3 or torch distributed checkpoint in `source` to `folder`.
 
     Weights, moments, step counts, param groups and buffers come along; `unbounded.load` then reads it like any other
     checkpoint, under any plan. Pickled objects are refused. Returns what was found.

@@ -2,7 +2,7 @@
 
 Cases take turns, repetition by repetition, so that other load on the machine falls on all of them alike; the ratio
 is of median times. Ours work in host buffers, where a training keeps its states, and torch where its users have them:
-in torch's own memory. What is owed to the buffers shows a row of torch on the very tensors of the fp32 case.
+in torch's own memory. A row of torch on the tensors of the fp32 case shows how much is owed to the buffers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import numpy as np
 
 from unbounded.errors import DataError
 from unbounded.train.data.loader import Batch, stack
-from unbounded.train.data.sequences import Corpus, Sequence, make_sequence
+from unbounded.train.data.sample import Sequence
+from unbounded.train.data.sequences import Corpus
 from unbounded.train.data.tokenizer import IGNORED
 
 _LEAST_DOCUMENTS = 16
@@ -43,18 +44,19 @@ def pack_held_out(corpus: Corpus, max_tokens: int) -> list[Sequence]:
             "Raise --eval-fraction, give --eval-data, or turn evaluation off with --eval-fraction 0."
         )
     whole = Sequence(*(np.concatenate(parts)[:limit] for parts in (tokens, targets, starts)))
-    return list(_cut(whole, length, separated=corpus.separated))
+    return list(_cut(whole, corpus))
 
 
-def _cut(whole: Sequence, length: int, *, separated: bool) -> Iterator[Sequence]:
-    for at in range(0, len(whole.inputs) - 1, length):
+def _cut(whole: Sequence, corpus: Corpus) -> Iterator[Sequence]:
+    length = corpus.sequence_length
+    for number, at in enumerate(range(0, len(whole.inputs) - 1, length)):
         tokens, targets, starts = (array[at : at + length + 1] for array in whole)
         missing = length + 1 - len(tokens)
-        yield make_sequence(
+        yield corpus.ask(
             np.pad(tokens, (0, missing)),
             np.pad(targets, (0, missing), constant_values=IGNORED),
             np.pad(starts, (0, missing)),
-            separated=separated,
+            number,
         )
 
 

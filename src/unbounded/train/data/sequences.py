@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from unbounded.errors import DataError
 from unbounded.train.data.document import DocumentReader, Split
 from unbounded.train.data.records import Document
+from unbounded.train.data.sample import Masking, Sequence, ask_next
 from unbounded.train.data.source import Block
 from unbounded.train.data.tokenizer import IGNORED, Encoded, Tokenizer
 
@@ -45,28 +46,13 @@ class StreamPlace(NamedTuple):
     offset: int = 0
 
 
-class Sequence(NamedTuple):
-    """One packed sample: `inputs[i]` is to be followed by `targets[i]`; `starts[i]` marks the first of a document."""
-
-    inputs: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    starts: NDArray[np.bool_]
-
-
-def make_sequence(
-    tokens: NDArray[np.int32], targets: NDArray[np.int32], starts: NDArray[np.bool_], *, separated: bool
-) -> Sequence:
-    """A sample of one token less: separated documents are not asked for the first token of the next one."""
-    wanted = np.where(starts[1:], np.int32(IGNORED), targets[1:]) if separated else targets[1:]
-    return Sequence(tokens[:-1], wanted, starts[:-1])
-
-
 @dataclass(frozen=True)
 class Corpus:
     """A dataset as the streams see it: what to read, which part, in which tokens and in which order.
 
     With `separated` documents of a sequence do not ask for each other's tokens. A sequence that begins within a
-    document repeats the `overlap` tokens before it as context.
+    document repeats the `overlap` tokens before it as context. With `masking` tokens are hidden and asked for, instead
+    of the next one everywhere.
     """
 
     reader: DocumentReader
@@ -76,6 +62,7 @@ class Corpus:
     seed: int
     separated: bool = False
     overlap: int = 0
+    masking: Masking | None = None
 
     @cached_property
     def num_streams(self) -> int:
@@ -94,11 +81,20 @@ class Corpus:
         """The block's documents as shuffled in an epoch, those of the other split too."""
         return self.reader.read(self.reader.source.blocks[block], np.random.default_rng([self.seed, epoch, block]))
 
+    def ask(
+        self, tokens: NDArray[np.int32], targets: NDArray[np.int32], starts: NDArray[np.bool_], number: int
+    ) -> Sequence:
+        """Sample `number` out of its tokens and one more."""
+        if self.masking is None:
+            return ask_next(tokens, targets, starts, separated=self.separated)
+        return self.masking.hide(Sequence(tokens[:-1], targets[:-1], starts[:-1]), self.seed, number)
+
     @cached_property
     def fingerprint(self) -> int:
         """A number that changes whenever the order of samples does."""
         files = [(str(file.path.name), file.num_bytes) for file in self.reader.source.files]
-        kind = (self.reader.kind, self.tokenizer.name.rsplit("/", 1)[-1], self.split, self.seed, self.overlap)
+        kind: tuple[object, ...] = (self.reader.kind, self.tokenizer.name.rsplit("/", 1)[-1], self.split, self.seed)
+        kind += (self.overlap,) if self.masking is None else (self.overlap, self.masking)
         digest = blake2b(repr((files, kind, self.sequence_length)).encode(), digest_size=6).digest()
         return int.from_bytes(digest, "little")
 
@@ -170,8 +166,10 @@ class Stream:
                 self._pieces.popleft()
         self._pieces[0].offset -= 1
         wanted = np.concatenate(targets)
-        wanted[: repeated + 1] = IGNORED  # asked for before (the first of all is never asked for)
-        return make_sequence(np.concatenate(tokens), wanted, np.concatenate(starts), separated=self._corpus.separated)
+        num_asked = repeated if self._corpus.masking else repeated + 1  # the first token of all is no next one
+        wanted[:num_asked] = IGNORED
+        number = self._place.taken * self._corpus.num_streams + self._index
+        return self._corpus.ask(np.concatenate(tokens), wanted, np.concatenate(starts), number)
 
     def _encoded(self, start: StreamPlace) -> Iterator[_Piece]:
         group: list[tuple[StreamPlace, Document]] = []

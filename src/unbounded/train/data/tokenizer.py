@@ -91,12 +91,12 @@ class FolderTokenizer:
         self.name = str(folder)
         self.inner = _load_tokenizer(folder)
         self.vocabulary_size = max(self.inner.get_vocab().values()) + 1
-        self.end = self.inner.eos_token_id
-        if self.end is None:
+        begin, end = _first(self.inner, "bos", "cls"), _first(self.inner, "eos", "sep")
+        if end is None:
             raise DataError(
                 f'tokenizer "{folder}" has no end-of-text token. Set "eos_token" in its tokenizer_config.json.'
             )
-        begin = self.inner.bos_token_id
+        self.end = end
         self._begin = [begin] if begin is not None and self.inner("a")["input_ids"][:1] == [begin] else []
         self._fast = getattr(self.inner, "backend_tokenizer", None)
 
@@ -189,6 +189,12 @@ def _join(segments: list[ChatSegment], pieces: list[Ids], end: int) -> Encoded:
 
 def _bytes(text: str) -> Ids:
     return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
+
+
+def _first(tokenizer: Any, *names: str) -> int | None:
+    """The first of these special tokens that a tokenizer has: BERT's kind name theirs otherwise."""
+    ids = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
+    return next((token for token in ids if token is not None), None)
 
 
 def _load_tokenizer(folder: str | Path) -> Any:

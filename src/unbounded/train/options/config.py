@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+OBJECTIVES = ("next", "masked")
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adagrad", "nadam", "radam", "adamax", "rmsprop", "adadelta")
 FORMATS = ("auto", "text", "jsonl", "chat", "sharegpt", "alpaca", "prompt", "parquet")
 BOARDS = ("tensorboard", "wandb")
@@ -35,6 +36,13 @@ class Config:
         _MODEL, "folder or config.json of a Hugging Face model to start from nothing", shown="none", metavar="PATH"
     )
     tokenizer: str | None = _setting(_MODEL, "folder of the tokenizer", shown="the model's own", metavar="PATH")
+    objective: str = _setting(
+        _MODEL,
+        "what is learned: the next token, or (of a model such as BERT) tokens that are masked",
+        "next",
+        choices=OBJECTIVES,
+    )
+    mask_fraction: float = _setting(_MODEL, "share of the tokens that are masked and asked for", 0.15, above=0, below=1)
     layers: int | None = _setting(_MODEL, f"blocks {_MODELS}", shown="6, on a GPU 16", least=1, most=10_000)
     width: int | None = _setting(_MODEL, f"width {_MODELS}", shown="192, on a GPU 1024", least=1, most=1 << 20)
     heads: int | None = _setting(_MODEL, f"attention heads {_MODELS}", shown="6, on a GPU 16", least=1, most=1 << 20)

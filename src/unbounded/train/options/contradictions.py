@@ -1,4 +1,4 @@
-"""What settings cannot mean together. Each one by itself is checked as it is read (`values`)."""
+"""What settings cannot mean together. Each one by itself is checked as it is read (`fitting`)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,24 @@ def _check_model(config: Config) -> None:
             )
     if config.lora_rank is None and (config.lora_alpha, config.lora_targets) != (None, None):
         raise InputError("--lora-alpha and --lora-targets mean nothing without --lora-rank. Give it too.")
+    if config.objective == "masked":
+        _check_masked(config, ours=ours)
     if not ours and config.data is None:
         raise InputError("a Hugging Face model needs data to train on. Give --data.")
+
+
+def _check_masked(config: Config, *, ours: bool) -> None:
+    if ours:
+        raise InputError(
+            "--objective masked takes a model such as BERT, but the built-in GPT sees no later token. "
+            "Give --model or --from-config."
+        )
+    for key in ("lora_rank", "sample"):
+        if getattr(config, key):
+            raise InputError(
+                f"{flag_of(key)} is for models that write the next token, but --objective masked was "
+                "given. Leave out one of them."
+            )
 
 
 def _check_numbers(config: Config) -> None:

@@ -26,7 +26,7 @@ _LARGE_STEPS = 240
 _LORA_LR = 2e-4
 _PATHS = ("model", "from_config", "tokenizer", "data", "eval_data", "disk_path", "output", "export", "trace")
 _HOST_BYTES_PER_TOKEN = 17 * 6  # inputs, targets and marks of the batch in use and of those made ahead
-_MICRO_TOKENS = 8192  # a rank runs about this many tokens at once unless told
+_MICRO_TOKENS = 8192  # a rank runs about this many tokens at once by default
 
 
 @dataclass(frozen=True)

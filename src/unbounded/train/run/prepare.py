@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import unbounded
-from unbounded.errors import DataError
+from unbounded.errors import DataError, InputError
 from unbounded.native.memory import available_bytes
 from unbounded.tiers.budget import HOST_ACTIVATION_PART
 from unbounded.train.data.document import Split, open_reader
+from unbounded.train.data.sample import Masking
 from unbounded.train.data.sequences import Corpus, count_tokens
 from unbounded.train.data.source import open_source
 from unbounded.train.data.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ _LEAST_BUFFERS = 16 << 20
 
 def open_data(settings: Settings, tokenizer: Tokenizer) -> tuple[Corpus, Corpus | None]:
     """The training data and, where there is to be an evaluation, its data."""
+    masking = _masking(settings, tokenizer) if settings.objective == "masked" else None
 
     def corpus(paths: tuple[str, ...], split: Split) -> Corpus:
         source = open_source(paths, settings.data_format)
@@ -42,6 +44,7 @@ def open_data(settings: Settings, tokenizer: Tokenizer) -> tuple[Corpus, Corpus 
             settings.seed,
             separated=settings.packing == "separated",
             overlap=settings.sequence_overlap,
+            masking=masking,
         )
 
     train = corpus(settings.data, Split(settings.eval_fraction))
@@ -50,6 +53,18 @@ def open_data(settings: Settings, tokenizer: Tokenizer) -> tuple[Corpus, Corpus 
     if settings.eval_fraction > 0.0:
         return train, replace(train, split=Split(settings.eval_fraction, held_out=True))
     return train, None
+
+
+def _masking(settings: Settings, tokenizer: Tokenizer) -> Masking:
+    inner = getattr(tokenizer, "inner", None)
+    mask = getattr(inner, "mask_token_id", None)
+    if mask is None:
+        raise InputError(
+            f'tokenizer "{tokenizer.name}" has no mask token, which --objective masked puts in the place of tokens. '
+            'Set "mask_token" in its tokenizer_config.json.'
+        )
+    special = tuple(sorted(inner.all_special_ids))  # type: ignore[union-attr]
+    return Masking(mask, special, tokenizer.vocabulary_size, settings.mask_fraction)
 
 
 def count_epoch(corpus: Corpus, world: World) -> int:

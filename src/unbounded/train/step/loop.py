@@ -17,7 +17,8 @@ from unbounded.observe import trace
 from unbounded.observe.lanes import PASS, STEP
 from unbounded.train.data.heldout import share
 from unbounded.train.data.loader import Batch
-from unbounded.train.data.sequences import Sequence
+from unbounded.train.data.sample import Sequence
+from unbounded.train.data.tokenizer import IGNORED
 from unbounded.train.options.settings import Settings
 from unbounded.train.step.objective import MicroBatch, logits_of, summed_loss
 from unbounded.train.world import World
@@ -106,13 +107,14 @@ class Trainer:
         inputs, targets = batch.inputs.reshape(-1, length), batch.targets.reshape(-1, length)
         starts = batch.starts.reshape(-1, length)
         size = self.settings.micro_batch * self.settings.sequence_length // length
-        separated = self.settings.packing == "separated"
+        separated, masked = self.settings.packing == "separated", self.settings.objective == "masked"
         for at in range(0, len(inputs), size):
             span = slice(at, at + size)
             yield MicroBatch(
                 self._move(inputs[span]),
                 self._move(targets[span]),
                 self._move(count_positions(starts[span])) if separated else None,
+                self._move(np.flatnonzero(targets[span] != IGNORED)) if masked else None,
             )
 
     def _move(self, array: NDArray[np.int64]) -> Tensor:

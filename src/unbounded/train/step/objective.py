@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +20,15 @@ _TILE_LOGITS = 1 << 24  # logits turned to fp32 at once: 64 MiB
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a model runs at once. `positions` count from each document's beginning; None: documents are joined."""
+    """What a model runs at once. `positions` count from each document's beginning; None: documents are joined.
+
+    `places` are those of the flattened targets that are asked for, where they are few: the head runs on them alone.
+    """
 
     inputs: Tensor
     targets: Tensor
     positions: Tensor | None = None
+    places: Tensor | None = None
 
 
 def logits_of(model: nn.Module, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -49,13 +55,31 @@ def summed_loss(model: nn.Module, part: MicroBatch) -> Tensor:
     Logits are turned to fp32 a tile of rows at a time, and again in the backward pass: the fp32 copy of all of them
     would be the largest tensor of a step.
     """
-    logits = logits_of(model, part.inputs, part.positions).flatten(0, 1)
+    with nullcontext() if part.places is None else _head_at(model, part.places):
+        logits = logits_of(model, part.inputs, part.positions).flatten(0, 1)
     wanted = part.targets.flatten()
+    wanted = wanted if part.places is None else wanted[part.places]
     rows = max(_TILE_LOGITS // logits.shape[-1], 1)
     if len(logits) <= rows:
         return _tile_loss(logits, wanted)
     tiles = zip(logits.split(rows), wanted.split(rows), strict=True)
     return torch.stack([checkpoint(_tile_loss, *tile, use_reentrant=False) for tile in tiles]).sum()
+
+
+@contextmanager
+def _head_at(model: Any, places: Tensor) -> Iterator[None]:
+    """Inside, what stands before the logits (a head with layers of its own, as BERT's) gets these tokens alone."""
+    last = model.get_output_embeddings()
+    head = next(child for child in model.children() if any(module is last for module in child.modules()))
+
+    def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0].flatten(0, 1)[places][None], *args[1:])
+
+    hook = head.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _tile_loss(logits: Tensor, targets: Tensor) -> Tensor:

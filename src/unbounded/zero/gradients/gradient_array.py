@@ -1,7 +1,7 @@
 """The bytes of a gradient on its tier: stored, added to, scaled, measured.
 
 The first backward after a step stores what came out of the reduction as it is; nothing is lost by that. From
-the second on gradients are added up in the plan's accumulation dtype (fp32 unless said), and the store stays
+the second on gradients are added up in the plan's accumulation dtype (fp32 by default), and the store stays
 that wide, so a job that accumulates pays for it and one that does not keeps half the bytes.
 """
 
