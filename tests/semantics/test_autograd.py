@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, compare, data, make, step, weights
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
 from unbounded.errors import StateError
 
 EVERYWHERE = pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -200,6 +201,24 @@ def test_post_accumulate_hooks_are_refused_before_anything_is_touched() -> None:
     with pytest.raises(StateError, match=r"last\.weight.*register_hook"):
         unbounded.shard(model, adamw(model))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_transforms_of_torch_func_are_refused_and_work_on_a_copy(plan: str) -> None:
+    plain, model = make(), make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+
+    def loss(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, weights, (x,)).square().mean()
+
+    values = {name: value.detach() for name, value in plain.named_parameters()}
+    with pytest.raises(StateError, match=r"functional_call on copy\.deepcopy"):
+        torch.func.grad(lambda weights: loss(model, weights, data()))(values)
+    with pytest.raises(StateError, match=r"torch\.autograd\.grad"):
+        torch.func.grad(lambda x: model(x).square().mean())(data())
+    found = torch.func.grad(lambda weights: loss(copy.deepcopy(model), weights, data()))(values)
+    assert_same(found, torch.func.grad(lambda weights: loss(plain, weights, data()))(values))
+    assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
 
 
 @pytest.mark.parametrize("world", ALONE, ids=str)

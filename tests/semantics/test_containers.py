@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import time
 import weakref
 from collections import OrderedDict, namedtuple
@@ -126,3 +128,29 @@ def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: 
         assert [reference() for reference in references] == [None] * 3
     finally:
         gc.enable()
+
+
+def what_is_left(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Threads and file descriptors after each of several models that came and went; groups wait for the next one."""
+    left = []
+    for plan in ("disk", "host", "disk", "host"):
+        model = make()
+        model, optimizer = unbounded.shard(model, adamw(model), {**PLANS[plan], "stage": 3})
+        step(model, optimizer)
+        reference = weakref.ref(optimizer.engine)
+        del model, optimizer
+        deadline = time.monotonic() + 30  # a lane may still be giving a reference back
+        while (reference() is not None or _lanes()) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        left.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return left
+
+
+def _lanes() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "unbounded-fetch"]
+
+
+def test_models_that_come_and_go_leave_no_threads_and_no_descriptors(ranks: Any) -> None:
+    for left in ranks(2, what_is_left):
+        assert left[2:] == left[:2]

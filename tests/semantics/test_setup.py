@@ -77,3 +77,68 @@ def test_statistics_of_batch_norms_follow_the_precision_as_model_to_has_it(plan:
     assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
         name: buffer.dtype for name, buffer in plain.named_buffers()
     }
+
+
+class Averages(nn.Module):
+    """Float buffers as modules use them: added, looked up, concatenated, averaged in place, replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 7)
+        self.register_buffer("shift", torch.linspace(0, 1, 7))
+        self.register_buffer("table", torch.linspace(0, 1, 28).view(4, 7))
+        self.register_buffer("mean", torch.zeros(7))
+        self.register_buffer("wide", torch.zeros(7))
+        self.register_buffer("var", torch.ones(7))
+        self.register_buffer("scale", torch.tensor(0.0))
+        self.register_buffer("last", torch.zeros(7))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.detach().mean(0)
+        self.mean.lerp_(seen, 0.01)
+        self.wide.lerp_(seen.float(), 0.01)
+        self.scale += 0.001
+        self.count += 1
+        self.last = seen
+        x = nn.functional.batch_norm(x, None, None, training=True) + self.shift[:7] * (1 + self.scale)
+        nn.functional.batch_norm(x.detach(), self.wide.clone(), self.var, training=True)
+        x = torch.cat([x, self.table[torch.arange(len(x))].sqrt()], dim=1)[:, :7] - self.mean
+        return self.up(torch.where(x > 0, x, self.shift))
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.blocks = nn.ModuleList(Averages() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "activations"), [("device", "bf16", "recompute"), ("disk", "fp16", "keep")]
+)
+def test_float_buffers_compute_in_the_precision_and_stay_accurate(plan: str, precision: str, activations: str) -> None:
+    """Against a plain model in fp32: an average over many steps in 16 bits would stand still half way."""
+    plain, model = make(Averaging), make(Averaging)
+    options = {**PLANS[plan], "precision": precision, "activations": activations}
+    model, optimizer = unbounded.shard(model, adamw(model), {**options, "loss_scale": 1, "loss_scale_window": 0})
+    reference = adamw(plain)
+    for number in range(3):
+        assert step(model, optimizer, number) == pytest.approx(step(plain, reference, number), rel=0.05)
+    plain.load_state_dict(model.state_dict())
+    times = 100
+    with torch.no_grad():
+        for _ in range(times):
+            model(data())
+            plain(data())
+    for (name, found), (_, expected) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02, msg=lambda m, name=name: f"{name}: {m}")
+    assert float(model.blocks[0].scale) == pytest.approx(float(plain.blocks[0].scale), rel=1e-6)
+    assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}

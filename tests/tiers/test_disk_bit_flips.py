@@ -99,7 +99,7 @@ def test_the_plan_turns_checksums_off_and_their_memory_with_them(tmp_path: Path)
         else:
             train(model, optimizer, 0, 1, 1)
         held[checksums] = optimizer.memory()["host"].used_bytes
-        disk = optimizer.tiers._store.capacity_bytes
+        disk = optimizer.tiers._stores[0].capacity_bytes
     assert held[True] - held[False] == disk // 1024
 
 

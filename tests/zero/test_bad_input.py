@@ -79,13 +79,6 @@ def sparse_gradients() -> None:
     unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def unfreeze_what_has_no_states() -> None:
-    model = TinyGPT()
-    model.blocks.requires_grad_(False)
-    model, _ = unbounded.shard(model, adamw(model))
-    model.blocks[1].up.weight.requires_grad_(True)
-
-
 def unknown_key() -> None:
     plan_of({"prefetch_unit": 2})
 
@@ -139,7 +132,6 @@ SHARDING: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (optimizer_looks_at_neighbours, PlanError, ["LBFGS", "AdamW"]),
     (devices_differ, PlanError, ["blocks.1.up.weight", "meta", "cpu"]),
     (sparse_gradients, PlanError, ["'embedding'", "sparse=False"]),
-    (unfreeze_what_has_no_states, StateError, ["blocks.1", "trainable"]),
     (unknown_key, PlanError, ["'prefetch_unit'", "Did you mean 'prefetch_units'"]),
     (unknown_key_without_a_neighbour, PlanError, ["'zzz'", "stage", "precision"]),
     (bad_stage, PlanError, ["stage is 4", "0, 1, 2, 3"]),

@@ -156,13 +156,6 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-def test_a_group_cannot_be_added_and_the_error_says_what_to_do() -> None:
-    model = tiny()
-    _, optimizer = shard(model, _adamw(model))
-    with pytest.raises(unbounded.StateError, match=r"a group of 1 parameters cannot be added.*before `shard`"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-
-
 # -- the loss scale ------------------------------------------------------------------------------------------------
 
 

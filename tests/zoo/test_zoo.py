@@ -11,6 +11,7 @@ held to 1e-3, where five steps move them by 1e-2: for those biases the rounding 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -48,9 +49,9 @@ def train_plain(architecture: Architecture, model: nn.Module, world_size: int) -
     return losses
 
 
-def train_sharded(architecture: Architecture, model: nn.Module, rank: int) -> list[float]:
+def train_sharded(architecture: Architecture, model: nn.Module, rank: int, plan: dict[str, Any]) -> list[float]:
     with small_units(100):
-        model, optimizer = unbounded.shard(model, optimizer_of(model), {"stage": 3, "precision": "fp32"})
+        model, optimizer = unbounded.shard(model, optimizer_of(model), {"stage": 3, "precision": "fp32", **plan})
     losses = []
     for step in range(STEPS):
         loss = model(**batch(architecture, step, rank)).loss
@@ -61,13 +62,13 @@ def train_sharded(architecture: Architecture, model: nn.Module, rank: int) -> li
     return losses
 
 
-def compare(rank: int, world_size: int, name: str) -> dict[str, Any]:
+def compare(rank: int, world_size: int, name: str, **plan: Any) -> dict[str, Any]:
     torch.manual_seed(5)
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     plain = copy.deepcopy(model)
     expected = train_plain(architecture, plain, world_size)
-    losses = train_sharded(architecture, model, rank)
+    losses = train_sharded(architecture, model, rank, plan)
     wanted, found = plain.state_dict(), model.state_dict()
     errors = {
         key: relative_error(found[key], value)
@@ -85,7 +86,16 @@ def compare(rank: int, world_size: int, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_trains_as_in_plain_pytorch(ranks: Any, name: str, world_size: int) -> None:
-    for result in ranks(world_size, compare, name):
+    check(ranks(world_size, compare, name))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_state_that_is_updated_in_place_trains_off_the_device(ranks: Any, tier: str) -> None:
+    check(ranks(1, functools.partial(compare, weights=tier, gradients=tier, optimizer=tier), "rwkv"))
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    for result in results:
         assert len(result["losses"]) == STEPS
         assert len(set(result["expected"])) == STEPS, "the reference does not learn"
         assert result["losses"] == pytest.approx(result["expected"], rel=1e-5)

@@ -35,14 +35,19 @@ class RuleBook:
         return len(self._members)
 
     def member_of(self, group: int) -> int:
-        """The optimizer that a param group is of, by its number; -1 for what is frozen."""
-        return self._of_group[group] if group >= 0 else -1
+        """The optimizer that a param group is of, by its number; where there are several, -1 for what is in none."""
+        return self._of_group[group] if group >= 0 else 0 if self.num_members == 1 else -1
 
     def kind(self, member: int) -> str:
         return self._members[member][1].kind
 
-    def rule(self, member: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> UpdateRule:
-        """The rule for a unit of `dtype` with parameters of `shapes`, or an error that says why it has none."""
+    def rule(self, member: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> UpdateRule | None:
+        """The rule for a unit of `dtype` with parameters of `shapes`; None where nobody updates it.
+
+        Where there cannot be one, the error says why.
+        """
+        if member < 0:
+            return None
         optimizer, known = self._members[member]
         is_whole = known.granularity is Granularity.TENSOR
         dims = frozenset(max(1, len(shape)) for shape in shapes) if is_whole else frozenset({1})

@@ -50,7 +50,7 @@ class Shortage:
     spare: int
     budget: Budget
 
-    def error(self) -> BudgetError:
+    def error(self, what: str = "the states") -> BudgetError:
         facts = ", ".join(
             f"{tier} is short by {format_bytes(missing)} of its {format_bytes(getattr(self.budget, tier))}"
             for tier, missing in self.short.items()
@@ -64,7 +64,7 @@ class Shortage:
                 'is the cheapest), use more ranks, or optimizer_format="compact".'
             )
         taken = format_bytes(self.states_bytes)
-        return BudgetError(f"the states take {taken} on this rank and do not fit: {facts}. {remedy}")
+        return BudgetError(f"{what} take {taken} on this rank and do not fit: {facts}. {remedy}")
 
 
 def solve(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ class Phases:
         self._axis = axis.lane("words", "gloo")
         self._text: str | None = None
         self._detail = ""
+        self.standing: Callable[[], str] = str  # what must be the same on every rank in all phases
         self._ticket: Ticket | None = None
         self._last: Ticket | None = None
         self._number = self._issued = 0
@@ -133,6 +134,7 @@ class Phases:
     def _announce(self, text: str, detail: str) -> Ticket:
         self._number += 1
         before = self._last if self._last is not None and self._last._pending is not None else None
+        detail = "; ".join(filter(None, (detail, self.standing())))
         ticket = self._last = Ticket(self, self._number, Said(text, detail, self._issued), before)
         ticket.launch(self._axis)
         return ticket

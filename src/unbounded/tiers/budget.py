@@ -91,7 +91,7 @@ def _around(device: torch.device) -> int:
 
 
 def size_buffers(host: int, num_arrays: int) -> Buffers:
-    """Buffers that take a quarter of the host's budget at most, unless that is less than works."""
+    """Buffers that take a quarter of the host's budget at most, unless that is too little."""
     count, staging_bytes = size_staging(host)
     buffers = Buffers(num_arrays, PIECE_NUMEL, DEPTH, count * staging_bytes)
     while buffers.piece_numel > LEAST_PIECE and buffers.num_bytes > host // 4:

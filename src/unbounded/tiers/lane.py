@@ -113,7 +113,7 @@ class Lane:
 
 
 def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
-    """Ends a lane's thread, also when the process exits: one that were still inside torch then would abort it."""
+    """Ends a lane's thread, also when the process exits: one that is still inside torch then would abort it."""
     tasks.put(None)
     if threading.current_thread() is not thread:
         thread.join()

@@ -52,10 +52,10 @@ class Tiers:
         # Where a GPU computes, the host's budget is the process's: what it had before is not ours.
         self._resident_before = resident_bytes() if device.type == "cuda" else None
         self._lock = threading.Lock()
-        self._store: ExtentStore | None = None
+        self._paths, self._checksums = disk_path or (tempfile.gettempdir(),), disk_checksums
+        self._stores: list[ExtentStore] = []
         if disk_bytes:
-            self._store = ExtentStore(disk_path or (tempfile.gettempdir(),), disk_bytes, checksum=disk_checksums)
-            self.arena.used_bytes += self._store.checksum_bytes
+            self._reserve_disk(disk_bytes)
 
     def pool(self, count: int, buffer_bytes: int) -> BufferPool:
         return BufferPool(self.arena, buffer_bytes, count)
@@ -76,10 +76,12 @@ class Tiers:
         initial: float = 0.0,
         pin: bool | None = None,
         unplanned_bytes: int = 0,
+        store: ExtentStore | None = None,
     ) -> Array:
         """An array on `tier` filled with `initial`. A new extent on disk reads as zeros without being written.
 
         `unplanned_bytes` of it were not foreseen when the states were placed: the host's budget may have no room.
+        `store` is what `extend` gave; without it an array on disk lies in what was reserved at the start.
         """
         num_bytes = numel * dtype.itemsize
         if tier == "host" and unplanned_bytes:
@@ -92,13 +94,43 @@ class Tiers:
             if initial:
                 array.tensor.fill_(initial)
         else:
-            assert self._store is not None
-            array = DiskArray(self._store, bounce, dtype, numel)
+            array = DiskArray(store or self._stores[0], bounce, dtype, numel)
             if initial or not array.is_zero:
                 array.evict(torch.full((numel,), initial, dtype=dtype)).wait()
         if tier != "host":
             self.count(tier, num_bytes)
         return array
+
+    def extend(self, *, host_bytes: int, disk_bytes: int) -> ExtentStore | None:
+        """Takes room for states that were not there when the others were placed; a store, where any go to disk."""
+        store = self._reserve_disk(disk_bytes) if disk_bytes else None
+        with self._lock:
+            self.planned_host_bytes += host_bytes
+        return store
+
+    def shrink(self, *, host_bytes: int, store: ExtentStore | None) -> None:
+        """Gives back what `extend` took."""
+        with self._lock:
+            self.planned_host_bytes -= host_bytes
+        if store is not None:
+            self._stores.remove(store)
+            self.arena.used_bytes -= store.checksum_bytes
+            store.close()
+
+    def _reserve_disk(self, num_bytes: int) -> ExtentStore:
+        engine = self._stores[0].engine if self._stores else None
+        store = ExtentStore(self._paths, num_bytes, checksum=self._checksums, engine=engine)
+        self._stores.append(store)
+        self.arena.used_bytes += store.checksum_bytes
+        return store
+
+    def spare_bytes(self) -> dict[str, int]:
+        """What is left of each tier's budget."""
+        reserved = {"device": self._used["device"], "disk": sum(store.capacity_bytes for store in self._stores)}
+        spare = {tier: (self.budgets[tier] or 0) - taken for tier, taken in reserved.items()}
+        return {tier: 2**62 if self.budgets[tier] is None else left for tier, left in spare.items()} | {
+            "host": self.spare_host_bytes()
+        }
 
     def spare_host_bytes(self) -> int:
         """What of the host's budget neither states and buffers nor activations have, or will have."""
@@ -178,8 +210,8 @@ class Tiers:
 
     def close(self) -> None:
         self.arena.close()
-        if self._store is not None:
-            self._store.close()
+        for store in reversed(self._stores):
+            store.close()
 
 
 def disk_size(num_bytes: int) -> int:

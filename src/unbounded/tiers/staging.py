@@ -14,7 +14,7 @@ HOST_PART = 16
 
 
 def size_staging(host: int | None) -> tuple[int, int]:
-    """Number and bytes of the buffers under a host budget: a sixteenth of it, unless that is less than works."""
+    """Number and bytes of the buffers under a host budget: a sixteenth of it, unless that is too little."""
     count, buffer_bytes = NUM_BUFFERS, BUFFER_BYTES
     if host is None:
         return count, buffer_bytes

@@ -34,11 +34,13 @@ from unbounded.zero.parameters.snapshots import Snapshots
 from unbounded.zero.parameters.views import takes_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
+from unbounded.zero.passes.buffers import Buffers
 from unbounded.zero.passes.direction import Pass, RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.passes.order import Order
 from unbounded.zero.passes.saved import Saving
+from unbounded.zero.setup.thawing import Thawing
 from unbounded.zero.unit import Unit, WeightState
 
 
@@ -59,11 +61,15 @@ class Engine:
         inputs: Inputs,
         failures: Failures,
         writes: Writes,
+        thawing: Thawing,
+        buffers: Buffers,
     ) -> None:
         self._owner = OwningProcess()
         self.sites, self.device, self.inputs, self.phases = sites, device, inputs, phases
         self.axes, self.ranks = axes, axes.data
         self.gathering, self.reduction, self.failures, self.writes = gathering, reduction, failures, writes
+        self._thawing, phases.standing = thawing, thawing.describe
+        self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
         self.snapshots = Snapshots()
         self.on_complete: Callable[[Unit], None] | None = None  # called when a unit's gradient is final
@@ -106,12 +112,14 @@ class Engine:
             self._mark_compute(site)
             for unit in site.units:
                 self.writes.watch(unit)
+        self._buffers.swap_in(index)
         for unit in site.units:
             unit.views.swap_in()
 
     def after_forward(self, index: int, outputs: Any) -> None:
         """A site's forward is over: the user's parameters return."""
         site = self.sites[index]
+        self._buffers.swap_out(index)
         if hooks.in_backward():
             for unit in site.units:
                 unit.views.end_forward(check=False)
@@ -307,6 +315,7 @@ class Engine:
         if any(unit.views.is_swapped for unit in self.units) and not hooks.in_module_call():
             self.forward.abandon()
             self._saving.reset()
+            self._buffers.reset()
             self._mark_compute(None)
             self.settle()
 
@@ -406,11 +415,17 @@ class Engine:
         counts = [is_first if slot.cut is None else slot.cut.is_first for slot in slots]
         return self.axes.tensor.sum(squares * torch.tensor(counts, device=squares.device))
 
-    def thaw(self, unit: Unit) -> None:
-        raise StateError(
-            f"the parameters of unit {unit.name!r} were frozen when the model was sharded and have no optimizer "
-            "states, so they cannot be trained now. Call `shard` with them trainable, and freeze them afterwards."
-        )
+    def train(self, unit: Unit, index: int, *, is_trained: bool) -> None:
+        """A parameter is to be trained from the next backward on, or no longer. All ranks must do the same."""
+        self.check_process()
+        if is_trained and not unit.trainable:
+            if self._is_in_pass():
+                raise StateError(
+                    f"the parameter {unit.layout.slots[index].name!r} was frozen when the model was sharded and cannot "
+                    "be unfrozen inside a forward or a backward. Call requires_grad_() between passes."
+                )
+            self._thawing.thaw(unit, self.units)
+        self._thawing.note(unit, index, is_trained=is_trained)
 
     def _is_in_pass(self) -> bool:
         return self.backward.is_running or self.forward.is_running or hooks.in_module_call()

@@ -75,3 +75,4 @@ def _close(engine: Engine, unit: Unit, before: torch.Tensor) -> None:
         engine.writes.store(unit, unit.owned_part(), before)
     unit.views.place_data()
     unit.note_change()
+    unit.views.take_over_training()

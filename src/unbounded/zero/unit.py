@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -62,7 +63,7 @@ class Keeper(Protocol):
 
     def slot_norms(self, unit: Unit) -> torch.Tensor: ...
 
-    def thaw(self, unit: Unit) -> None: ...
+    def train(self, unit: Unit, index: int, *, is_trained: bool) -> None: ...
 
 
 class Views(Protocol):
@@ -89,6 +90,10 @@ class Views(Protocol):
 
     def place_data(self) -> None: ...
 
+    def take_over_training(self) -> None: ...
+
+    def watch(self) -> None: ...
+
     def lend(self) -> Sequence[torch.Tensor]: ...
 
     def note_change(self) -> None: ...
@@ -97,28 +102,21 @@ class Views(Protocol):
 class Unit:
     """See the module's docstring. `owned` is the part of the flat buffer whose states this rank keeps."""
 
-    def __init__(
-        self,
-        name: str,
-        layout: Layout,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        trainable: bool,
-        rule: UpdateRule | None = None,
-    ) -> None:
+    def __init__(self, name: str, layout: Layout, *, dtype: torch.dtype, device: torch.device, trainable: bool) -> None:
         self.name, self.layout, self.dtype, self.device = name, layout, dtype, device
-        self.trainable, self.rule = trainable, rule  # None where nothing updates it
+        self.trainable = trainable
         self.numel = sum(slot.numel for slot in layout.slots)
-        self.group_runs = find_runs(layout, [slot.group for slot in layout.slots])
+        self._note_groups()
         self._templates, self.picks = _templates(layout)
         self._take_storage()
 
-        # Where it lives; set once, when the model is built.
+        # Where it lives; set when the model is built, and anew where a frozen unit is trained (`thawing`).
         self.owned = (0, layout.numel)
         self.resident = False
         self.streamed = False  # states on the host, updated by the GPU
         self.weights: Array
+        self.rule: UpdateRule | None = None  # what updates it, from `states`; None: nothing does
+        self.rule_if_trained: UpdateRule | None = None  # what will, where it is frozen yet
         self.states: dict[str, Array] = {}
         self.homes: tuple[int, ...] = ()  # who makes each parameter whole, where an update needs that
         self.rank = 0
@@ -170,6 +168,18 @@ class Unit:
     @property
     def num_bytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
+
+    def regroup(self, groups: Mapping[int, int]) -> None:
+        """Puts the slots at these indices into other groups of the optimizer. They stay where they lie."""
+        slots = tuple(replace(s, group=groups.get(index, s.group)) for index, s in enumerate(self.layout.slots))
+        self.layout = self.gradient.layout = replace(self.layout, slots=slots)
+        self._note_groups()
+
+    def _note_groups(self) -> None:
+        """Whatever is in no group has a gradient where it is trained, and no update."""
+        groups = [slot.group for slot in self.layout.slots]
+        self.is_grouped = np.array([group >= 0 for group in groups], dtype=np.uint8)
+        self.group_runs = find_runs(self.layout, [group if group >= 0 else None for group in groups])
 
     # -- bytes ---------------------------------------------------------------------------------------------------
 

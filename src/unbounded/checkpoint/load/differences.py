@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,8 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
     saved_from = f"(saved from {saved['kind']}, here {optimizer.kind})"
     found = [f"it has no {kind} of {_shown(names)} {saved_from}" for kind, names in lacking.items()]
     found += [f"it has {kind}, which the optimizer here does not keep {saved_from}" for kind in dropped]
+    if frozen := _frozen_here(state, source, kinds):
+        found.append(f"it has states of {_shown(frozen)}, frozen here (call requires_grad_() on them before loading)")
     return found + (_of_flags(state, source) if found else [])
 
 
@@ -131,6 +133,14 @@ def _is_there(source: StoredTensors, kind: str, name: str, numel: int, dtype: to
     """Whether there is such a state of that size; `dtype` where it cannot be converted."""
     entry = source.entry(kind, name)
     return entry is not None and math.prod(entry.shape) == numel and dtype in (None, entry.dtype)
+
+
+def _frozen_here(state: Sharded, source: StoredTensors, kinds: Iterable[str]) -> list[str]:
+    """The parameters that were updated before the save and have no states here, since they are frozen."""
+    described = source.manifest.values["parameters"]
+    names = [slot.name for unit in state.engine.units if not unit.trainable for slot in unit.layout.slots]
+    updated = [name for name in names if described[source.names[name]].get("step")]
+    return [name for name in updated if any(source.entry(kind, name) is not None for kind in kinds)]
 
 
 def _of_flags(state: Sharded, source: StoredTensors) -> list[str]:

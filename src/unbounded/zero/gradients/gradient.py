@@ -60,6 +60,11 @@ class Gradient:
         return self.state in (GradientState.HELD, GradientState.ZERO) and any(self.used)
 
     @property
+    def device_bytes(self) -> int:
+        """What the device holds of it, or will after a backward."""
+        return self.store.numel * self.store.dtype.itemsize if self.tier == "device" else 0
+
+    @property
     def growth_bytes(self) -> int:
         """What the device will hold more of once another backward was added: the first is kept as it came."""
         if self.tier != "device" or self.state is not GradientState.HELD or self.store.is_wide:

@@ -77,11 +77,10 @@ class ManagedParameter(nn.Parameter):
     def _train(self, is_trained: bool) -> ManagedParameter:
         """Takes the parameter's gradient in from the next backward on, or leaves it out."""
         unit = self._unit
-        if is_trained and not unit.trainable:
-            unit.keeper.thaw(unit)
-        with torch._C.DisableTorchFunctionSubclass():
-            _SET_REQUIRES_GRAD(self, is_trained)
+        unit.keeper.train(unit, self._index, is_trained=is_trained)
+        set_requires_grad(self, is_trained)
         (unit.views.frozen.discard if is_trained else unit.views.frozen.add)(self._index)
+        unit.views.watch()
         return self
 
     def _overwrite(self, source: Any) -> ManagedParameter:
@@ -249,6 +248,11 @@ def show(parameter: ManagedParameter, value: torch.Tensor) -> None:
 def hide(parameter: ManagedParameter | ShownParameter) -> None:
     """Puts the engine in the way again."""
     parameter.__class__ = ManagedParameter
+
+
+def set_requires_grad(parameter: nn.Parameter, is_trained: bool) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _SET_REQUIRES_GRAD(parameter, is_trained)
 
 
 def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:

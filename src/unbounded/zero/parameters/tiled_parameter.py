@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import _LISTS, METADATA, ManagedGrad, _norm_order
-from unbounded.zero.parameters.parameter import _SET_REQUIRES_GRAD
+from unbounded.zero.parameters.parameter import _SET_REQUIRES_GRAD, set_requires_grad
 
 
 class Rows(Protocol):
@@ -91,8 +91,7 @@ class TiledParameter(nn.Parameter):
     def _train(self, is_trained: bool) -> TiledParameter:
         for part in self._parts():
             part.requires_grad_(is_trained)
-        with torch._C.DisableTorchFunctionSubclass():
-            _SET_REQUIRES_GRAD(self, is_trained)
+        set_requires_grad(self, is_trained)
         return self
 
     @property
@@ -148,6 +147,11 @@ class TiledParameter(nn.Parameter):
         raise StateError(
             "a tiled weight is sharded and cannot be pickled. Use `unbounded.save` or `model.state_dict()`."
         )
+
+
+def parts_of(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What a parameter is made of where it is tiled, otherwise itself."""
+    return parameter._parts() if isinstance(parameter, TiledParameter) else [parameter]
 
 
 def refuse_hooks(name: str) -> None:

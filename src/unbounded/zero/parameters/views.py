@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
 from unbounded.zero.parameters.parameter import (
@@ -24,10 +25,12 @@ from unbounded.zero.parameters.parameter import (
     hide,
     manage,
     set_data,
+    set_requires_grad,
     show,
     stand_in,
     take_hooks,
 )
+from unbounded.zero.passes.hooks import in_backward
 from unbounded.zero.sites import Member
 from unbounded.zero.unit import Unit
 
@@ -59,8 +62,10 @@ class ModuleViews:
         self.frozen: set[int] = set()  # parameters that were frozen after `shard`: their gradients are left out
         self.is_swapped = False  # the modules hold views now
         self._held: Sequence[torch.Tensor] = ()  # what they hold in the forward under way
+        self._shown_trained: list[bool] = []  # which were trained when they were last shown
         self._lent: list[Sequence[torch.Tensor]] = []  # views that a graph outside the forwards may hold
-        self.accumulator: Any = None
+        self.accumulator: Any = None  # of the first parameter that is trained
+        self._watched: tuple[ManagedParameter, RemovableHandle] | None = None
 
     @property
     def unit(self) -> Unit:
@@ -71,6 +76,11 @@ class ModuleViews:
     def make(self) -> Sequence[torch.Tensor]:
         """Views of the gathered buffer: in the graph where gradients are wanted, otherwise plain ones."""
         if self.unit.trainable and torch.is_grad_enabled():
+            if torch._C._are_functorch_transforms_active():
+                raise StateError(
+                    "torch.func's transforms (grad, vmap, jacrev) cannot follow the weights of a sharded model, which "
+                    "come and go. Use torch.autograd.grad, or give the transform a plain copy: copy.deepcopy(model)."
+                )
             views = _Views.apply(self.unit, *self.parameters)
             if views[0].requires_grad:
                 return views  # type: ignore[no-any-return]
@@ -125,6 +135,7 @@ class ModuleViews:
 
     def show(self) -> None:
         """Lets every parameter be a plain one whose data is its part of the gathered buffer."""
+        self._shown_trained = [parameter.requires_grad for parameter in self.parameters]
         for parameter, view in zip(self.parameters, self.unit.slot_views(self.unit.buffer), strict=True):
             show(parameter, view)
 
@@ -142,14 +153,33 @@ class ModuleViews:
                 self._take_data(held, unit.slot_views(unit.buffer)[parameter._index])
                 places[attribute] = parameter
 
+    def take_over_training(self) -> None:
+        """What users froze and unfroze while parameters were shown."""
+        for parameter, before in zip(self.parameters, self._shown_trained, strict=True):
+            if (is_trained := parameter.requires_grad) != before:
+                set_requires_grad(parameter, before)
+                parameter.requires_grad_(is_trained)
+
     def place_data(self) -> None:
         """The own data of hidden parameters: their part of a resident buffer, otherwise a stand-in."""
         unit = self.unit
         values = unit.slot_views(unit.buffer) if unit.resident else None
         for index, (parameter, slot) in enumerate(zip(self.parameters, unit.layout.slots, strict=True)):
             set_data(parameter, values[index] if values else stand_in(slot.shape, unit.dtype, unit.device))
-        if unit.trainable and self.accumulator is None:
-            self.accumulator = _watch_first(self.parameters, unit)
+        self.watch()
+
+    def watch(self) -> None:
+        """Hears of the end of the unit's part in a backward from the first parameter that is trained."""
+        first = next((parameter for parameter in self.parameters if parameter.requires_grad), None)
+        held, handle = self._watched or (None, None)
+        if first is held or in_backward():
+            return
+        if handle is not None:
+            handle.remove()
+        self.accumulator = self._watched = None
+        if first is not None and self.unit.trainable:
+            self.accumulator = _accumulator(first)
+            self._watched = first, self.accumulator.register_hook(partial(_complete, self._unit_ref))
 
     def _take_data(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """`p.data = x` inside full_params: x is the new value."""
@@ -168,8 +198,8 @@ class ModuleViews:
             if held is not parameter:
                 raise StateError(
                     f"the parameter {parameter.name!r} was replaced or removed after `shard`, so the engine would "
-                    "train one that the model no longer has. Change the model before `shard`, or write values inside "
-                    "`with unbounded.full_params(model):`."
+                    "train one that the model no longer has. Change the model before `shard`, write values inside "
+                    "`with unbounded.full_params(model):`, and run torch.func.functional_call on copy.deepcopy(model)."
                 )
 
 
@@ -218,22 +248,16 @@ def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.T
     return [part if is_taken else None for part, is_taken in zip(found, executed, strict=True)]
 
 
-def _watch_first(parameters: Sequence[ManagedParameter], unit: Unit) -> Any:
-    """The accumulator of the first parameter; it runs once a backward, when every use of the unit has."""
-    first = next((parameter for parameter in parameters if parameter.requires_grad), None)
-    if first is None:
-        return None
+def _accumulator(parameter: ManagedParameter) -> Any:
+    """The parameter's node of the graph; it runs once a backward, when every use of its unit has."""
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        node: Any = first.expand_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    reference = weakref.ref(unit)
+        return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-    def complete(*_: Any) -> None:
-        held = reference()
-        if held is not None:
-            held.keeper.gradients_complete(held)
 
-    node.register_hook(complete)
-    return node
+def _complete(reference: weakref.ref[Unit], *_: Any) -> None:
+    unit = reference()
+    if unit is not None:
+        unit.keeper.gradients_complete(unit)
 
 
 def _put(dicts: list[dict[str, Any]], names: list[str], values: Any) -> None:

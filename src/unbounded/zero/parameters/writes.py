@@ -3,7 +3,7 @@
 Between passes a write is seen by the version counter of what was written to (`parameter`). Inside a forward modules
 hold plain tensors: an operation in place is seen by their version counters, but one on `weight.data`, or new `.data`,
 is not. So the first training forwards of a unit are checked against a fingerprint of its bytes, and a unit that was
-written to so once is checked in every forward from then on.
+written to in that way once is checked in every forward from then on.
 """
 
 from __future__ import annotations

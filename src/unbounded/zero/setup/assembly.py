@@ -20,18 +20,17 @@ from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.factors import Factors, find_factors
-from unbounded.zero.gradients.gradient import Gradient
-from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.gradients.reduction import Reduction
-from unbounded.zero.layout import counted_ranges
 from unbounded.zero.parameters.views import ModuleViews
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
+from unbounded.zero.passes.buffers import Buffers
 from unbounded.zero.passes.direction import RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
-from unbounded.zero.setup.blueprint import DTYPES, Blueprint
+from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer, Places
+from unbounded.zero.setup.thawing import Thawing, make_gradient
 from unbounded.zero.sites import Member, Site
 from unbounded.zero.step.exchange import Exchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
@@ -97,12 +96,14 @@ class Assembly:
         tiers.planned_host_bytes = self.blueprint.host_bytes
         bounce = tiers.pool(BOUNCE_BUFFERS, buffers.bounce_bytes)
         entries = self._entries()
-        fill(entries, Installer(tiers, self.ranks, bounce))
+        installer = Installer(tiers, self.ranks, bounce)
+        fill(entries, installer)
         for unit, _, _ in entries:
             unit.views.place_data()
         self._move_buffers(cast_inputs)
         self._share_buffers()
-        engine = self._engine([unit for unit, _, _ in entries], tiers, bounce, cast_inputs)
+        thawing = Thawing(self.blueprint, [unit for unit, _, _ in entries], self.ranks, installer)
+        engine = self._engine([unit for unit, _, _ in entries], thawing, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
         engine.adopt_gradients()
         return Sharded(engine, tiers, bounce, plan, sharded_optimizer, self._attach(engine))
@@ -110,14 +111,7 @@ class Assembly:
     def _entries(self) -> Entries:
         places, entries = self.blueprint.places, []
         for spec, where, is_streamed in zip(self.blueprint.specs, places, self.blueprint.streamed, strict=True):
-            unit = Unit(
-                spec.name,
-                spec.layout,
-                dtype=spec.dtype,
-                device=self.device,
-                trainable=spec.trainable,
-                rule=spec.rule,
-            )
+            unit = Unit(spec.name, spec.layout, dtype=spec.dtype, device=self.device, trainable=spec.trainable)
             unit.views = ModuleViews(unit, spec.members)
             partitioned = self.ranks.size > 1
             if partitioned and self.plan.stage > 0 and (spec.trainable or self.plan.stage == 3):
@@ -128,18 +122,14 @@ class Assembly:
             unit.factors = Factors(
                 find_factors(spec.layout, spec.rule, spec.homes, None if unit.is_whole else self.ranks.rank)
             )
-            owned_numel = unit.owned[1] - unit.owned[0]
-            store = GradientArray(
-                where.gradients, owned_numel, wire=spec.dtype, sum_dtype=DTYPES[self.plan.accumulate_dtype]
-            )
-            unit.gradient = Gradient(spec.layout, unit.owned, store, self.device)
-            unit.gradient.counted = counted_ranges(spec.layout, unit.owned)
+            unit.rule, unit.rule_if_trained = spec.rule, spec.rule_if_trained
+            unit.gradient = make_gradient(unit, unit.owned, where.gradients, self.plan)
             tiers = {"weights": where.weights, "optimizer": where.optimizer, "remainder": where.remainder}
             entries.append((unit, spec.members, tiers))
         return entries
 
     def _move_buffers(self, lowered: torch.dtype | None) -> None:
-        """To the device. They keep their dtype, except the statistics of batch norms, which must have the weights'."""
+        """To the device. They keep their dtype (`buffers`), except the statistics of norms, which get the weights'."""
         for module in self.model.modules():
             follows = lowered is not None and isinstance(module, nn.modules.batchnorm._NormBase)
             for name, buffer in module._buffers.items():
@@ -155,19 +145,17 @@ class Assembly:
             if whole.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(whole)
 
-    def _engine(
-        self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool, cast_inputs: torch.dtype | None
-    ) -> Engine:
+    def _engine(self, units: Sequence[Unit], thawing: Thawing, cast_inputs: torch.dtype | None) -> Engine:
         ranks, phases = self.ranks, Phases(self.ranks)
         reduction = Reduction(ranks.lane("reduce"), phases, self._lane("reduce"), replicate=self.plan.stage == 0)
         for unit in units:
-            unit.gradient.store.connect(partial(tiers.allocate, unit.gradient.tier, bounce=bounce), bounce)
+            thawing.connect(unit.gradient)
         by_site: dict[str, list[Unit]] = {site.name: [] for site in self.sites}
         for spec, unit in zip(self.blueprint.specs, units, strict=True):
             by_site[spec.site.name].append(unit)
         # Stages of a pipeline are not in step with each other; everywhere else all ranks meet at the same places.
         meeting = self.axes.world if self.axes.pipeline.size == 1 else self.ranks
-        failures = Failures(meeting, shared=self.blueprint.disk_bytes > 0)
+        failures = Failures(meeting, shared=thawing.uses_disk)
         return Engine(
             [
                 RunningSite(index, site.name or "root", site.is_outer or index == 0, by_site[site.name])
@@ -177,7 +165,7 @@ class Assembly:
             device=self.device,
             phases=phases,
             gathering=Gathering(
-                ranks, phases, self.device, self._lane("fetch"), failures, partial(tiers.count, "device")
+                ranks, phases, self.device, self._lane("fetch"), failures, partial(thawing.tiers.count, "device")
             ),
             reduction=reduction,
             prefetch_units=self.plan.prefetch_units,
@@ -185,6 +173,8 @@ class Assembly:
             inputs=Inputs(self.device, cast_inputs),
             failures=failures,
             writes=Writes(),
+            thawing=thawing,
+            buffers=Buffers(self.model, [site.name for site in self.sites], cast_inputs),
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:

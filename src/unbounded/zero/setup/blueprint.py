@@ -6,6 +6,7 @@ makes it real.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ from unbounded.planner.machine import Machine
 from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.solve import Shortage, solve
-from unbounded.planner.states import UnitBytes, UnitPlace, check_patterns, sum_bytes
+from unbounded.planner.states import Budget, UnitBytes, UnitPlace, check_patterns, sum_bytes
 from unbounded.planner.step.streaming import carries_weights, choose_streamed, streamed_part
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
@@ -36,17 +37,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WHOLE_BYTES = 48
 
 
-@dataclass(eq=False)
-class UnitSpec:
-    """One unit before it runs."""
+@dataclass(eq=False, kw_only=True)
+class UnitShape:
+    """What the bytes of a unit follow from."""
 
-    site: Site
     name: str
     dtype: torch.dtype
     trainable: bool
-    members: list[Member]
     layout: Layout
     rule: UpdateRule | None = None
+    rule_if_trained: UpdateRule | None = None  # also of what is frozen, and may be trained later
     homes: tuple[int, ...] = ()
 
     @property
@@ -85,7 +85,7 @@ class UnitSpec:
     def disk_bytes(self, where: UnitPlace, sizes: UnitBytes, stage: int) -> int:
         """What the unit takes of the disk store, each array rounded up as the store does."""
         owned, arrays = self.owned_numel(stage), []
-        if where.weights == "disk":
+        if where.weights == "disk" and sizes.weights:
             arrays.append(sizes.weights)
         if self.rule is not None:
             for spec in self.rule.specs:
@@ -94,6 +94,18 @@ class UnitSpec:
             if where.gradients == "disk":
                 arrays.append(sizes.size("gradients", "disk"))
         return sum(disk_size(num_bytes) for num_bytes in arrays)
+
+
+@dataclass(eq=False, kw_only=True)
+class UnitSpec(UnitShape):
+    """One unit before it runs, with its modules and parameters."""
+
+    site: Site
+    members: list[Member]
+
+    def shape(self) -> UnitShape:
+        """The same, for whoever must not keep the model."""
+        return UnitShape(name=self.name, dtype=self.dtype, trainable=self.trainable, layout=self.layout, rule=self.rule)
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,9 @@ class Blueprint:
     disk_bytes: int
     host_bytes: int
     buffers: budgets.Buffers
+    asked: Plan  # with what was left open
+    budget: Budget
+    machine: Machine
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,7 @@ def find_specs(
 
 
 def _optimizer_of(member: Member, groups: Mapping[int, int], book: RuleBook | None) -> int:
-    return -1 if book is None or not member.parameter.requires_grad else book.member_of(_group_of(member, groups))
+    return -1 if book is None else book.member_of(_group_of(member, groups))
 
 
 def _group_of(member: Member, groups: Mapping[int, int]) -> int:
@@ -171,13 +186,23 @@ def _spec(
     cuts = {m.names[0]: held.cuts[id(m.parameter)] for m in members if id(m.parameter) in held.cuts}
     uncounted = frozenset(m.names[0] for m in members if id(m.parameter) in held.uncounted)
     rule = None
-    if book is not None and trainable:
-        rule = book.rule(optimizer, target, [shape for _, shape, _ in entries])
-    needs_wholes = rule is not None and rule.granularity is Granularity.TENSOR
+    if book is not None:
+        with contextlib.nullcontext() if trainable else contextlib.suppress(PlanError):
+            rule = book.rule(optimizer, target, [shape for _, shape, _ in entries])
+    needs_wholes = trainable and rule is not None and rule.granularity is Granularity.TENSOR
     if needs_wholes:
         _refuse_parts(members, cuts, book.kind(optimizer) if book is not None else "")
     laid = lay_out(entries, num_shards, cuts, uncounted, WHOLE_ALIGN if needs_wholes else ALIGN)
-    return UnitSpec(site, name, target, trainable, members, _with_wholes(laid, members), rule)
+    return UnitSpec(
+        name=name,
+        dtype=target,
+        trainable=trainable,
+        layout=_with_wholes(laid, members),
+        rule=rule if trainable else None,
+        rule_if_trained=rule,
+        site=site,
+        members=members,
+    )
 
 
 def _refuse_parts(members: Sequence[Member], cuts: Mapping[str, Cut], kind: str) -> None:
@@ -217,7 +242,7 @@ def plan_units(
     everyone = ranks.objects((own, budgets.this_machine(plan, device, world_size)))
     on_device, host, disk = (min(column) for column in zip(*(sizes for sizes, _ in everyone), strict=True))
     machine = everyone[0][1]  # all ranks decide by one
-    arrays = 2 + max((len(spec.rule.specs) for spec in specs if spec.rule is not None), default=0)
+    arrays = 2 + max((len(spec.rule_if_trained.specs) for spec in specs if spec.rule_if_trained is not None), default=0)
     buffers = budgets.size_buffers(host, arrays)
     largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
     wholes = largest * WHOLE_BYTES if device.type == "cuda" else 0
@@ -245,7 +270,7 @@ def plan_units(
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
     streamed = _stream(specs, places, machine, device)
-    return Blueprint(tuple(specs), places, streamed, closed, disk_bytes, host_bytes, buffers)
+    return Blueprint(tuple(specs), places, streamed, closed, disk_bytes, host_bytes, buffers, plan, budget, machine)
 
 
 def _stream(

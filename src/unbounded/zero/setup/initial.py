@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from unbounded.native.disk import ExtentStore
 from unbounded.optim import formats
 from unbounded.optim.rules import UpdateRule
 from unbounded.ranks.axis import Axis
-from unbounded.tiers.array import MemoryArray
+from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.sites import Member
@@ -66,36 +67,48 @@ class Installer:
             unit.weights = self.tiers.allocate(places["weights"], unit.dtype, high - low, self.bounce)
             unit.weights.evict(arrays["weight"].contiguous()).wait()
         if rule is not None:
-            self._install_states(unit, rule, places, arrays, carried)
+            given = {name: value for name, value in arrays.items() if name != "weight"}
+            for name, value in carried.moments.items():
+                given |= formats.encode_moment(value[low:high].contiguous(), name, rule)
+            unit.states = self.make_states(rule, high - low, places, given, pin=unit.streamed)
+            self._make_factors(unit, places, carried)
 
-    def _install_states(
+    def _make_factors(self, unit: Unit, places: Places, carried: CarriedStates) -> None:
+        if not unit.factors.held:
+            return
+        tier = "device" if places["optimizer"] == "device" else "host"
+        dtype = torch.promote_types(unit.dtype, torch.float32)
+        unit.factors.array = self.tiers.allocate(tier, dtype, unit.factors.numel, self.bounce, pin=False)
+        for index, slot in enumerate(unit.layout.slots):
+            unit.factors.put(index, carried.factors.get(slot.name, {}))
+
+    def make_states(
         self,
-        unit: Unit,
         rule: UpdateRule,
+        numel: int,
         places: Places,
-        arrays: Mapping[str, torch.Tensor],
-        carried: CarriedStates,
-    ) -> None:
-        (low, high), factors = unit.owned, carried.factors
-        given = {name: value for name, value in arrays.items() if name != "weight"}
-        for name, values in carried.moments.items():
-            given |= formats.encode_moment(values[low:high].contiguous(), name, rule)
-        for spec in rule.specs:
-            tier = places["remainder"] if spec.name == "remainder" else places["optimizer"]
-            # States that only the host's kernel touches need no pinning.
-            array = self.tiers.allocate(
-                tier, spec.dtype, spec.numel(high - low), self.bounce, initial=spec.initial, pin=unit.streamed
-            )
-            value = given.get(spec.name)
-            if value is not None and bool(value.any()):
-                array.evict(value.contiguous()).wait()
-            unit.states[spec.name] = array
-        if unit.factors.held:
-            tier = "device" if places["optimizer"] == "device" else "host"
-            dtype = torch.promote_types(unit.dtype, torch.float32)
-            unit.factors.array = self.tiers.allocate(tier, dtype, unit.factors.numel, self.bounce, pin=False)
-            for index, slot in enumerate(unit.layout.slots):
-                unit.factors.put(index, factors.get(slot.name, {}))
+        given: Mapping[str, torch.Tensor],
+        *,
+        pin: bool,
+        store: ExtentStore | None = None,
+    ) -> dict[str, Array]:
+        """The arrays that `rule` keeps for `numel` weights, with the values of `given`; none where one fails."""
+        states: dict[str, Array] = {}
+        try:
+            for spec in rule.specs:
+                tier = places["remainder"] if spec.name == "remainder" else places["optimizer"]
+                # States that only the host's kernel touches need no pinning.
+                array = states[spec.name] = self.tiers.allocate(
+                    tier, spec.dtype, spec.numel(numel), self.bounce, initial=spec.initial, pin=pin, store=store
+                )
+                value = given.get(spec.name)
+                if value is not None and bool(value.any()):
+                    array.evict(value.contiguous()).wait()
+        except BaseException:
+            for array in states.values():
+                self.tiers.free(array)
+            raise
+        return states
 
 
 def install_model(units: Entries, installer: Installer, carried: Carried | None) -> None:

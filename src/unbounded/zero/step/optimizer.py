@@ -7,13 +7,15 @@ exact and returns early: what it started is waited for by whoever needs it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from unbounded.errors import PlanError, StateError
+from unbounded.optim.book import RuleBook
 from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import kind_of
 from unbounded.planner.plan import Plan
@@ -21,6 +23,8 @@ from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.memory import Tiers, TierUse
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.managed_grad import keep_alive
+from unbounded.zero.parameters.parameter import ManagedParameter
+from unbounded.zero.parameters.tiled_parameter import parts_of
 from unbounded.zero.step import digest
 from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.step.progress import StepProgress
@@ -39,7 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine, self.updates, self.tiers, self.plan = engine, updates, tiers, plan
         for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
             member._opt_called = True  # type: ignore[attr-defined]  # schedulers made before ask whether a step was
-        self.kind = kind_of(optimizer)
+        self.kind, self._given = kind_of(optimizer), optimizer
         self.loss_scale = LossScale.of_plan(plan)
         self.skipped_steps = 0
         self.step_was_skipped = False
@@ -84,12 +88,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forgets all gradients, or makes them zeros. An update under way keeps what it reads."""
         self.engine.check_process()
         for unit in self.engine.units:
-            if unit.trainable:
-                keep_alive(unit.gradient)
-                if set_to_none:
-                    unit.gradient.drop()
-                else:
-                    unit.gradient.zero()
+            if not unit.trainable:
+                continue
+            if 0 in unit.is_grouped:  # what the optimizer does not have keeps its gradient
+                for index in map(int, np.flatnonzero(unit.is_grouped)):
+                    keep_alive(unit.gradient, [index])
+                    (unit.gradient.drop_slot if set_to_none else unit.gradient.zero_slot)(index)
+                continue
+            keep_alive(unit.gradient)
+            if set_to_none:
+                unit.gradient.drop()
+            else:
+                unit.gradient.zero()
         self.engine.reduction.forget()
         self._updated.clear()
 
@@ -182,13 +192,60 @@ class ShardedOptimizer(torch.optim.Optimizer):
         digest.restore(self, self.engine.units, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "engine"):
+        """All ranks must call this. Adds parameters of the model that no group has; they are frozen or unfrozen now.
+
+        What a frozen one needs for training is allocated when it is unfrozen: by `requires_grad_()`.
+        """
+        super().add_param_group(param_group)  # checks it, and fills in the defaults
+        if not hasattr(self, "engine"):
+            return
+        try:
+            places = self._find_places(self.param_groups[-1])
+            self._check_states(places)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for unit, indices in places.items():
+            unit.regroup(dict.fromkeys(indices, len(self.param_groups) - 1))
+        self._members = self._membership()
+
+    def _find_places(self, group: dict[str, Any]) -> dict[Unit, list[int]]:
+        """All ranks must call this. Where the parameters of a new group lie, the same on every rank."""
+        if self.engine.axes.pipeline.size > 1:
+            raise StateError("a group cannot be added to an optimizer over pipeline stages. Add it before `shard`.")
+        places: dict[Unit, list[int]] = {}
+        names = []
+        for parameter in (part for whole in group["params"] for part in parts_of(whole)):
+            if not isinstance(parameter, ManagedParameter) or parameter._unit not in self.engine.units:
+                raise StateError(
+                    "a parameter of the new group is not one of the sharded model. Add parameters to the model before "
+                    "`shard`."
+                )
+            places.setdefault(parameter._unit, []).append(parameter._index)
+            names.append(parameter.name)
+        options = describe_groups(
+            f"params={names!r}", [{key: value for key, value in group.items() if key != "params"}]
+        )
+        with self.engine.phases.during("optimizer.add_param_group()"):
+            self.engine.phases.begin("optimizer.add_param_group()", options)
+        return places
+
+    def _check_states(self, units: Iterable[Unit]) -> None:
+        """Raises where the options of the groups need states that the units do not keep."""
+        if isinstance(self._given, JoinedOptimizer):
             raise StateError(
-                f"a group of {len(list(param_group.get('params', ())))} parameters cannot be added to a sharded "
-                "optimizer: their states have no place yet. Add the group before `shard`; parameters that are trained "
-                "later may be frozen until then."
+                f"a group cannot be added to {self.kind}: which of them trains it is not known. Add it before `shard`."
             )
-        super().add_param_group(param_group)
+        book = RuleBook(self._given, self.plan.optimizer_format)
+        for unit in units:
+            wanted = book.rule(0, unit.dtype, [slot.shape for slot in unit.layout.slots])
+            held = unit.rule_if_trained
+            if wanted is None or held is None or wanted.specs != held.specs:
+                names = [", ".join(s.name for s in rule.specs) if rule else "none" for rule in (wanted, held)]
+                raise StateError(
+                    f"the new group's options need other states ({names[0]}) than the optimizer kept at `shard` "
+                    f"({names[1]}). Give it the switches of the other groups (momentum, amsgrad, centered)."
+                )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning and Fabric wrap an optimizer in a subclass of its class: what is set there is meant for it."""

@@ -43,7 +43,7 @@ def cut_wholes(unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
     pieces: list[Piece] = []
     last, total = -1, 0
     for index, slot in enumerate(layout.slots):
-        if not unit.gradient.used[index]:
+        if not (unit.gradient.used[index] and unit.is_grouped[index]):
             continue
         numbers = unit.rule.resolve(groups[slot.group], int(steps[index]))
         start, stop = clip_range(*layout.slot_span(index), low, high) or (low, low)

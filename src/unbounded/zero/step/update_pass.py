@@ -57,11 +57,11 @@ class Piece:
 
 def plan_jobs(unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Job]:
     """The runs of `unit` to update in this step, their hyper-parameters read now."""
-    steps, rule = steps_after(unit), unit.rule
-    assert rule is not None
+    steps = steps_after(unit)
     jobs, (low, high) = [], unit.owned
     for run in _runs(unit, steps):
-        numbers = rule.resolve(groups[run.group], int(steps[run.first]))
+        assert unit.rule is not None
+        numbers = unit.rule.resolve(groups[run.group], int(steps[run.first]))
         part = clip_range(run.start, run.stop, low, high)
         start, stop = (part[0] - low, part[1] - low) if part else (0, 0)
         jobs.append(Job(start, stop, numbers, range(run.first, run.last)))
@@ -70,7 +70,7 @@ def plan_jobs(unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Job]:
 
 def steps_after(unit: Unit) -> np.ndarray:
     """How many updates each parameter has had once this step has counted."""
-    return unit.steps + np.frombuffer(unit.gradient.used, dtype=np.uint8)
+    return unit.steps + (np.frombuffer(unit.gradient.used, dtype=np.uint8) & unit.is_grouped)
 
 
 def _runs(unit: Unit, steps: np.ndarray) -> list[Run]:
@@ -79,7 +79,8 @@ def _runs(unit: Unit, steps: np.ndarray) -> list[Run]:
     if 0 not in unit.gradient.used and steps.min() == steps.max() and not any(unit.scalars):
         return unit.group_runs
     scalars = [tuple(sorted(held.items())) for held in unit.scalars]
-    keys = [(slots[i].group, int(steps[i]), scalars[i]) if unit.gradient.used[i] else None for i in range(len(slots))]
+    updated = np.frombuffer(unit.gradient.used, dtype=np.uint8) & unit.is_grouped
+    keys = [(slots[i].group, int(steps[i]), scalars[i]) if updated[i] else None for i in range(len(slots))]
     return find_runs(unit.layout, keys)
 
 

@@ -101,7 +101,8 @@ class Updates:
         # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
         few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
         kinds = {"disk": (few, depth), "host": (many, depth), "device": (many, STREAMED_DEPTH)}
-        self._rules = list(dict.fromkeys(unit.rule for unit in engine.units if unit.rule is not None))
+        rules = [unit.rule_if_trained for unit in engine.units]
+        self._rules = list(dict.fromkeys(rule for rule in rules if rule is not None))
         self._passes: dict[tuple[str, UpdateRule], UpdatePass] = {
             (kind, rule): UpdatePass(rule, pool, buffers, in_flight)
             for kind, (pool, in_flight) in kinds.items()
