@@ -1,7 +1,8 @@
 """What Trainer, Accelerate and Lightning add to a step: each beside our own loop, by turns within one run.
 
     python benchmarks/frameworks.py                                           # a CPU: all three
-    python benchmarks/frameworks.py --size 7b --sequence 2048 --batch 2 --plan device_bytes=24GiB --only trainer
+    python benchmarks/frameworks.py --size 7b --sequence 2048 --batch 2 --turns 4 \
+        --plan device_bytes=24GiB --only trainer
 
 The framework trains a sharded model. After every `--block` of its steps our own loop takes the same model and the same
 optimizer for as many, so that both meet the same placement and the same neighbours on the machine. Updates have ended
@@ -42,7 +43,7 @@ class Turns:
             return False
         self.theirs.append(self._since())
         for index in range(self.options.block):
-            self._step(self.data[index % len(self.data)])
+            self._step(self.data[index])
         self.ours.append(self._since())
         return len(self.ours) > self.options.turns or time.perf_counter() - self.began > self.options.seconds
 
@@ -77,6 +78,8 @@ class Turns:
             "turns": len(pairs),
             "step_s": round(statistics.median(theirs[0] for theirs, _ in pairs) / block, 4),
             "own_step_s": round(statistics.median(ours[0] for _, ours in pairs) / block, 4),
+            "cpu_s": round(statistics.median(theirs[1] for theirs, _ in pairs) / block, 4),
+            "own_cpu_s": round(statistics.median(ours[1] for _, ours in pairs) / block, 4),
             "ratio": round(ratios[0], 4),
             "ratio_cpu_time": round(ratios[1], 4),
             "of_turns": [round(theirs[0] / ours[0], 3) for theirs, ours in pairs],
@@ -96,14 +99,14 @@ def plan_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    rows = torch.randint(0, SIZES[options.size].vocabulary, (8 * options.batch, options.sequence))
-    return [{"input_ids": row, "labels": row} for row in rows]
+    """Of one epoch that does not end."""
+    size = num_steps(options) * options.batch, options.sequence
+    return [{"input_ids": row, "labels": row} for row in torch.randint(0, SIZES[options.size].vocabulary, size)]
 
 
 def batches_of(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    rows = rows_of(options)
-    parts = [rows[at : at + options.batch] for at in range(0, len(rows), options.batch)]
-    return [{name: torch.stack([row[name] for row in part]) for name in part[0]} for part in parts]
+    size = options.block, options.batch, options.sequence
+    return [{"input_ids": rows, "labels": rows} for rows in torch.randint(0, SIZES[options.size].vocabulary, size)]
 
 
 def num_steps(options: argparse.Namespace) -> int:
@@ -158,19 +161,19 @@ def run_accelerate(options: argparse.Namespace, folder: str) -> Turns:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     loader = torch.utils.data.DataLoader(rows_of(options), batch_size=options.batch, shuffle=True)  # type: ignore[arg-type]
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    while True:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            float(loss.detach())
-            if turns.step_done():
-                return turns
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        float(loss.detach())
+        if turns.step_done():
+            break
+    return turns
 
 
 def run_lightning(options: argparse.Namespace, folder: str) -> Turns:
@@ -183,7 +186,7 @@ def run_lightning(options: argparse.Namespace, folder: str) -> Turns:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = make(options)
+            self.inner = make_model(options).train()  # in memory: inside another module none of it initialises itself
 
         def forward(self, **batch: Any) -> Any:
             return self.inner(**batch)
@@ -208,7 +211,6 @@ def run_lightning(options: argparse.Namespace, folder: str) -> Turns:
         devices=1,
         precision="bf16-mixed" if torch.cuda.is_available() else "32-true",
         max_steps=num_steps(options),
-        min_steps=None,
         gradient_clip_val=1.0,
         callbacks=[Callback()],
         logger=False,

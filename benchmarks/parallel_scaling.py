@@ -1,14 +1,21 @@
 """Weak scaling of one training step on CPU ranks: ours beside DDP, FSDP2 and FSDP2 with parallelize_module, as ratios.
 
-    python benchmarks/parallel_scaling.py --ranks 2 4
+    python benchmarks/parallel_scaling.py --ranks 2 4 8
+    python benchmarks/parallel_scaling.py --ranks 2 --profile "unbounded, stage 3"
 
-Every system trains the same model with the same rows a rank, taking turns. All ranks share this machine's cores, so
-only the ratios between systems at the same number of ranks mean anything.
+Every system trains the same model with the same rows a rank. All are built in the same processes and take turns, step
+by step, so that a busy machine is busy for all of them. A round gives the ratio of each to FSDP2 in that round; what is
+printed is the median over the rounds, of the time of the step and of the CPU seconds that all ranks spent in it. Where
+ranks share cores, the second says what a system costs, whoever else runs. Only ratios at one number of ranks mean
+anything. A step of a pipeline has two micro-batches for each stage, and with so few of them a bubble of a quarter.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-WIDTH, DEPTH, ROWS, STEPS = 256, 8, 16, 8
+WIDTH, DEPTH, ROWS, WARMUP = 256, 8, 16, 2
 
 
 class Block(nn.Module):
@@ -92,38 +99,59 @@ SYSTEMS: dict[str, Callable[[int], tuple[Callable[[torch.Tensor], Any], Any, int
 }
 
 
-def measure(rank: int, size: int, port: int, results: Any) -> None:
+def measure(rank: int, size: int, port: int, rounds: int, profiled: str, results: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     running = {name: build(size) for name, build in SYSTEMS.items()}
-    times: dict[str, list[float]] = {name: [] for name in running}
-    for _ in range(STEPS):  # taking turns, so that a busy machine is busy for all
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
+    profile = cProfile.Profile()
+    for number in range(WARMUP + rounds):
         for name, (run, optimizer, rows) in running.items():
             x = torch.ones(rows, WIDTH)
             dist.barrier()
-            start = time.perf_counter()
+            if name == profiled and rank == 0 and number >= WARMUP:
+                profile.enable()
+            start, cpu = time.perf_counter(), time.process_time()
             run(x)
             optimizer.step()
             optimizer.zero_grad()
-            dist.barrier()
-            times[name].append(time.perf_counter() - start)
+            if hasattr(optimizer, "wait"):
+                optimizer.wait()
+            spent = torch.tensor([time.process_time() - cpu])
+            dist.all_reduce(spent)
+            profile.disable()
+            if number >= WARMUP:
+                times[name].append((time.perf_counter() - start, float(spent)))
     if rank == 0:
-        results.update({name: sorted(found)[len(found) // 2] for name, found in times.items()})
+        results.update(times)
+        if profiled:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(20)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def ratios(times: dict[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Of every system, the median over the rounds of its ratios to FSDP2: in time and in CPU seconds."""
+    found = {}
+    for name, own in times.items():
+        pairs = list(zip(own, times["FSDP2"], strict=True))
+        found[name] = statistics.median(a[0] / b[0] for a, b in pairs), statistics.median(a[1] / b[1] for a, b in pairs)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    for size in parser.parse_args().ranks:
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--profile", default="", choices=["", *SYSTEMS], help="also show where rank 0 spends its time")
+    chosen = parser.parse_args()
+    for size in chosen.ranks:
         results = mp.Manager().dict()
-        mp.spawn(measure, (size, 29500 + size, results), nprocs=size)
-        base = results["FSDP2"]
-        print(f"{size} ranks, time of a step as a ratio to FSDP2 (below 1 is faster):")
-        for name, seconds in results.items():
-            print(f"  {name:32} {seconds / base:5.2f}")
+        mp.spawn(measure, (size, 29500 + size, chosen.rounds, chosen.profile, results), nprocs=size)
+        print(f"{size} ranks, a step as a ratio to FSDP2 (below 1 is better):        time   CPU seconds")
+        for name, (seconds, cpu) in ratios(dict(results)).items():
+            print(f"  {name:64} {seconds:5.2f}   {cpu:5.2f}")
 
 
 if __name__ == "__main__":

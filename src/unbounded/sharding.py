@@ -60,9 +60,9 @@ from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.relocation import Relocation
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
-_parts: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 _expected: weakref.WeakKeyDictionary[nn.Module, os.PathLike[str]] = weakref.WeakKeyDictionary()
 _shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()
+_PARTS = "_unbounded_parts"  # an attribute of the model, which they hold: a table of ours would keep it alive
 _promises: weakref.WeakKeyDictionary[nn.Module, DevicePromise] = weakref.WeakKeyDictionary()
 
 
@@ -86,13 +86,15 @@ def shard(
     optimizer = unwrap(optimizer) if optimizer is not None else None
     admitted = admit(model, optimizer, plan, mesh=mesh, is_known=model in _sharded)
     axes, device = admitted.axes, admitted.device
+    is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
+    if is_cut:
+        _refuse_tiles(model)
     parts = take_parts(model, optimizer, admitted.plan, axes, device)
     open_plan = _close_activations(model, admitted.plan, device)
     if weights is None:
         weights = next((_expected[part] for part in model.modules() if part in _expected), None)
     fill = _choose_fill(model, optimizer, weights, device, parts)
     lowered = DTYPES[open_plan.precision] if open_plan.precision is not None else None
-    is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
     if not is_cut:
         tile_to_fit(model, open_plan.device_bytes)
     sites = find_sites(model, with_tiles=True)
@@ -107,16 +109,17 @@ def shard(
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
     with _lifted_policies(model):
         state = Assembly(model, sites, blueprint, axes, device).build(optimizer, fill, cast_inputs)
-        _sharded[model], _parts[model] = state, parts
+        _sharded[model], model.__dict__[_PARTS] = state, parts
         parts.attach()
-        state.add_detach(parts.detach)
+        state.add_detach(partial(_detach_parts, weakref.ref(model)))
+        if parts.hollow is not None:
+            parts.hollow.answer = lambda *call: pipeline(model).answer(*call)
         if promise is not None:
             _promises[model] = promise
             state.add_detach(promise.attach(model, partial(_device_states, state.tiers)))
     if blueprint.plan.activations is not None:
         checkpoint_activations(model, blueprint.plan.activations)
-    if not is_cut:  # a head that the tensor axis cuts keeps its logits where they are made
-        state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes).remove)
+    state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes, cut=parts.heads).remove)
     for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer] if optimizer else []:
         state.add_detach(member.register_step_pre_hook(_refuse_old_optimizer).remove)
     if optimizer is not None and _may_balance(admitted.plan, state):
@@ -124,6 +127,21 @@ def shard(
     if optimizer is not None and not hasattr(model, "peft_config"):
         state.add_detach(_refuse_late_adapters(model))
     return model, state.optimizer  # type: ignore[return-value]
+
+
+def _refuse_tiles(model: nn.Module) -> None:
+    tile_to_fit(model, None)  # takes those off that a failed call made for a budget
+    if has_tiles(model):
+        raise PlanError(
+            "layers of the model are tiled, and the job has a tensor, pipeline or context axis, which cuts the model "
+            "too. Leave out unbounded.tile: a tensor axis makes large layers smaller."
+        )
+
+
+def _detach_parts(held: weakref.ref[nn.Module]) -> None:
+    model = held()
+    if model is not None:
+        model.__dict__.pop(_PARTS).detach()
 
 
 def _refuse_old_optimizer(*_: Any) -> None:
@@ -237,15 +255,21 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
+def pipeline(
+    model: nn.Module, loss: Loss | None = None, *, targets: Sequence[str] = (), reduction: str = "mean"
+) -> Pipeline:
     """All ranks must call this. What runs the batches of a model that was sharded with a pipeline axis.
 
     Called with a batch it runs the forwards and backwards of all micro-batches and returns the batch's loss, the same
     on every rank; `optimizer.step()` follows as usual. The loss is the model's own (`labels` in the batch), or
-    `loss(output, batch)` of what the model returns. On a model without a pipeline axis it does the same on one stage.
+    `loss(output, batch)` of what the model returns; `targets` names what in the batch is for `loss` alone. The losses
+    of micro-batches are averaged, or added up with reduction="sum". On a model without a pipeline axis it does the same
+    on one stage.
     """
+    if reduction not in ("mean", "sum"):
+        raise PlanError(f'reduction is {reduction!r}. Choose "mean" or "sum".')
     state = sharded(model)
-    axes, parts = state.engine.axes, _parts[model]
+    axes, parts = state.engine.axes, model.__dict__[_PARTS]
 
     def add_up() -> None:
         for ranks, parameters in parts.copies:
@@ -262,6 +286,8 @@ def pipeline(model: nn.Module, loss: Loss | None = None) -> Pipeline:
         trainer=state.optimizer,
         sum_copies=add_up,
         loss=loss,
+        targets=targets,
+        reduction=reduction,
     )
 
 

@@ -109,9 +109,11 @@ def test_ray_trains_with_two_workers(tmp_path: Path) -> None:
 
     source = str(Path(unbounded.__file__).parents[1])
     command = [sys.executable, str(SCRIPTS / "ray_train.py"), str(SCRIPTS), str(tmp_path), "2"]
-    environment = {"RAY_DEDUP_LOGS": "0", "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+    patient = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}  # Ray gives up on a busy machine otherwise
+    paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
+    environment = {**patient, "RAY_DEDUP_LOGS": "0", "PYTHONPATH": paths}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment}
+        command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, **environment}
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(losses(done.stdout + done.stderr)) == 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,17 +24,28 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=2e-3, eps=1e-5)
 
 
-def train_plain(model: nn.Module, family: str, *, copies: int = 1, steps: int = STEPS) -> list[float]:
-    """Losses and norms of the whole model on the batches of all copies, gradients averaged."""
+def counted_labels(family: str, labels: torch.Tensor) -> torch.Tensor:
+    return labels != -100 if family in ("bert", "t5") else labels[:, 1:] != -100
+
+
+def train_plain(
+    model: nn.Module, family: str, *, copies: int = 1, num_micros: int = 1, steps: int = STEPS
+) -> list[float]:
+    """Losses and norms of the whole model on the batches of all copies, in parts whose labels weigh alike."""
     optimizer = optimizer_of(model)
     torch.manual_seed(11)
     numbers = []
     for step in range(steps):
         total = 0.0
         for copy_ in range(copies):
-            loss = model(**models.batch(family, step, copy_)).loss / copies
-            loss.backward()
-            total += loss.item()
+            batch = models.batch(family, step, copy_, device=next(model.parameters()).device)
+            count = counted_labels(family, batch["labels"]).sum()
+            for micro in range(num_micros):
+                part = {name: value.chunk(num_micros)[micro] for name, value in batch.items()}
+                weight = counted_labels(family, part["labels"]).sum() / count / copies
+                loss = model(**part).loss * weight
+                loss.backward()
+                total += loss.item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -41,19 +53,23 @@ def train_plain(model: nn.Module, family: str, *, copies: int = 1, steps: int = 
     return numbers
 
 
-def train_parallel(
-    model: nn.Module, optimizer: Any, family: str, *, data_rank: int = 0, steps: int = STEPS
-) -> list[float]:
-    """The loop a user would write."""
-    torch.manual_seed(11)
+def train_parallel(model: nn.Module, optimizer: Any, family: str, *, steps: int = STEPS) -> list[float]:
+    """The loop a user would write: losses, averaged over the data axis, and norms."""
+    axes = optimizer.engine.axes
+    pipeline = unbounded.pipeline(model) if axes.pipeline.size > 1 else None
+    torch.manual_seed(11 + (axes.data.rank if axes.data.size > 1 else 0))
     numbers = []
     for step in range(steps):
-        loss = model(**models.batch(family, step, data_rank)).loss
-        loss.backward()
+        batch = models.batch(family, step, axes.data.rank, device=optimizer.engine.device)
+        if pipeline is not None:
+            loss = pipeline(**batch)
+        else:
+            loss = model(**batch).loss
+            optimizer.scale(loss).backward()
         norm = optimizer.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        numbers += [loss.item(), float(norm)]
+        numbers += [float(axes.data.sum(loss.detach().clone()) / axes.data.size), float(norm)]
     return numbers
 
 
@@ -71,31 +87,41 @@ def without_dropout(model: nn.Module) -> nn.Module:
 def worst_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The largest relative error of a tensor in the 2-norm, and whose it is."""
     assert found.keys() == wanted.keys()
-    errors = [(float((found[name] - value).norm() / (value.norm() + 1e-3)), name) for name, value in wanted.items()]
-    return max(errors)
+    pairs = [(name, found[name].cpu(), value.cpu()) for name, value in wanted.items()]
+    return max((float((own - value).norm() / (value.norm() + 1e-3)), name) for name, own, value in pairs)
 
 
-def compare(rank: int, size: int, family: str, plans: list[dict[str, Any]], changes: dict[str, Any]) -> list[Any]:
-    """The numbers of one rank and of each plan, with the error of the weights, for every plan."""
+def compare(
+    rank: int,
+    size: int,
+    family: str,
+    plans: list[dict[str, Any]],
+    changes: dict[str, Any],
+    steps: int = STEPS,
+    device: str = "cpu",
+) -> list[Any]:
+    """For every plan the numbers of all ranks; on the first one also those of one rank and the error of the weights."""
     results = []
-    model = models.build(family, **changes)
-    references: dict[int, tuple[list[float], dict[str, torch.Tensor]]] = {}
+    model = models.build(family, **changes).to(device)
+    references: dict[Any, tuple[list[float], dict[str, torch.Tensor]]] = {}
     for plan in plans:
-        tensor = plan.get("tensor", 1) * plan.get("context", 1)
-        copies = size // tensor
+        copies = size // plan.get("tensor", 1) // plan.get("context", 1) // plan.get("pipeline", 1)
         own = copy.deepcopy(model) if copies == 1 else without_dropout(copy.deepcopy(model))
-        if copies not in references:
+        key = copies, plan.get("microbatches", 1)
+        if rank == 0 and key not in references:
             plain = copy.deepcopy(own)
-            references[copies] = train_plain(plain, family, copies=copies), plain.state_dict()
-        expected, weights = references[copies]
+            numbers = train_plain(plain, family, copies=copies, num_micros=key[1], steps=steps)
+            references[key] = numbers, plain.state_dict()
         own, optimizer = unbounded.shard(own, optimizer_of(own), plan)
-        numbers = train_parallel(own, optimizer, family, data_rank=rank // tensor)
-        losses = optimizer.engine.axes.data.sum(torch.tensor(numbers[::2])) / copies
-        results.append(
-            (
-                expected,
-                [x for pair in zip(losses.tolist(), numbers[1::2], strict=True) for x in pair],
-                worst_error(own.state_dict(), weights),
-            )
-        )
+        found, values = train_parallel(own, optimizer, family, steps=steps), own.state_dict()
+        expected, weights = references.get(key, ([], values))
+        results.append((expected, found, worst_error(values, weights)))
     return results
+
+
+def check(results: list[list[Any]], tolerance: float = 1e-5) -> None:
+    """What `compare` returned on all ranks agrees with one rank."""
+    for number, (expected, _, worst) in enumerate(results[0]):
+        assert worst[0] < 10 * tolerance, (number, worst)
+        for per_rank in results:
+            assert per_rank[number][1] == pytest.approx(expected, rel=tolerance), number

@@ -59,7 +59,9 @@ def build(family: str, **changes: Any) -> nn.Module:
     return model
 
 
-def batch(family: str, step: int, rank: int = 0, rows: int = 4, length: int = 8) -> dict[str, torch.Tensor]:
+def batch(
+    family: str, step: int, rank: int = 0, rows: int = 4, length: int = 8, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
     """A batch that follows from its place alone."""
     generator = torch.Generator().manual_seed(1 + 100 * step + rank)
     tokens = torch.randint(2, VOCABULARY, (rows, length), generator=generator)
@@ -69,4 +71,4 @@ def batch(family: str, step: int, rank: int = 0, rows: int = 4, length: int = 8)
     if family == "t5":
         labels = torch.randint(2, VOCABULARY, (rows, length), generator=generator)
     labels[0, 1] = -100
-    return {"input_ids": tokens, "labels": labels}
+    return {"input_ids": tokens.to(device), "labels": labels.to(device)}

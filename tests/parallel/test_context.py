@@ -1,7 +1,8 @@
-"""Context parallelism: sequences cut between ranks train as whole ones on one rank."""
+"""Context parallelism: what is saved of it, and the attention that it refuses."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,9 @@ import torch
 
 import unbounded
 from tests.parallel import models
-from tests.parallel.comparing import compare, optimizer_of, train_parallel
-from tests.parallel.test_pipeline import compare as compare_pipeline
-from tests.parallel.test_tensor import check
+from tests.parallel.comparing import optimizer_of, train_parallel, without_dropout
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
-def test_two_parts_of_a_sequence_train_as_one_rank_with_dropout_on(ranks: Any, family: str) -> None:
-    check(ranks(2, compare, family, [{"context": 2}], {}))
-
-
-def test_context_goes_with_data_tensor_and_pipeline(ranks: Any) -> None:
-    plans: list[dict[str, Any]] = [{"context": 2, "stage": 3}, {"context": 2, "tensor": 2, "optimizer": "host"}]
-    check(ranks(4, compare, "llama", plans, {}))
-    check(ranks(4, compare_pipeline, "gpt2", [{"context": 2, "pipeline": 2, "microbatches": 2}]))
 
 
 def save_and_load(rank: int, size: int, folder: str) -> Any:
@@ -46,11 +34,8 @@ def test_what_ranks_of_a_context_hold_is_saved_once(ranks: Any, tmp_path: Path) 
 
 def refusals(rank: int, size: int, kind: str) -> str:
     changes = {"attn_implementation": "eager"} if kind == "eager" else {}
-    model = models.build("gpt2", **changes)
+    model = models.build("t5" if kind == "t5" else "gpt2", **changes)
     batch = models.batch("gpt2", 0, length=7 if kind == "odd" else 8)
-    if kind == "mask":
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][0, :3] = 0
     try:
         model, _ = unbounded.shard(model, optimizer_of(model), {"context": 2})
         model(**batch)
@@ -60,8 +45,35 @@ def refusals(rank: int, size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"), [("eager", "attention is 'eager'"), ("odd", "7 tokens"), ("mask", "gives its attention a mask")]
+    ("kind", "wanted"), [("eager", "attention is 'eager'"), ("odd", "7 tokens"), ("t5", "made inside a block")]
 )
 def test_attention_that_cannot_be_cut_is_refused(ranks: Any, kind: str, wanted: str) -> None:
     for message in ranks(2, refusals, kind):
         assert wanted in message
+
+
+def pad(family: str) -> dict[str, torch.Tensor]:
+    batch = models.batch(family, 0)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    for row, count in enumerate((3, 0, 1)):
+        batch["attention_mask"][row, 8 - count :] = 0
+        batch["labels"][row, 8 - count :] = -100
+    return batch
+
+
+def train_padded(rank: int, size: int, family: str) -> tuple[float, float, float, float]:
+    plain = without_dropout(models.build(family))
+    model = copy.deepcopy(plain)
+    expected = plain(**pad(family)).loss
+    expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    model, optimizer = unbounded.shard(model, optimizer_of(model), {"context": 2})
+    loss = model(**pad(family)).loss
+    loss.backward()
+    return float(expected), float(loss), float(norm), float(optimizer.clip_grad_norm_(1e9))
+
+
+def test_padded_batches_train_as_on_one_rank(ranks: Any) -> None:
+    for family in ("llama", "bert"):
+        for expected, loss, norm, found in ranks(2, train_padded, family):
+            assert (loss, found) == pytest.approx((expected, norm), rel=1e-5)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from unbounded.parallel.pipeline.stages import Cutting, cut_model
 from unbounded.parallel.tensor.cutting import TensorParallel
 from unbounded.parallel.tensor.given import GivenTensors, find_given
 from unbounded.parallel.tensor.layers import attach_loading
+from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.planner.plan import Plan
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
@@ -29,6 +31,8 @@ from unbounded.ranks.mesh import Axes
 
 # Chunks of layers a rank has in the interleaved schedule.
 CHUNKS = 2
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
@@ -41,9 +45,14 @@ class Applied:
     copies: list[tuple[list[int], list[nn.Parameter]]] = field(
         default_factory=list
     )  # parameters that several stages hold
+    heads: dict[nn.Module, HeadPart] = field(default_factory=dict)  # last layers whose logits stay cut
     replaced: dict[int, nn.Parameter] = field(default_factory=dict)  # what stands for a parameter, by its id
     attaches: list[Callable[[], None]] = field(default_factory=list)
     detaches: list[Callable[[], None]] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: Any) -> Applied:
+        """A copy of a model is a plain one."""
+        return Applied()
 
     def attach(self) -> None:
         for attach in self.attaches:
@@ -73,7 +82,9 @@ def take_parts(
             _match_ranks(model, axis, device)
     uncounted: set[int] = set()
     if cutting is not None:
-        _take_stages(applied, model, optimizer, cutting, axes.pipeline)
+        lowered = _DTYPES[plan.precision] if plan.precision is not None else None
+        applied.hollow = HollowModel(model, cutting, axes.pipeline, lowered)
+        _take_stages(applied, applied.hollow, optimizer, axes.pipeline)
         uncounted |= {id(p) for ranks, held in applied.copies if axes.pipeline.rank > ranks[0] for p in held}
     stacks = applied.hollow.own_stacks() if applied.hollow is not None else None
     if axes.context.size > 1:
@@ -94,6 +105,8 @@ def take_parts(
             if not (cut.is_first if cut is not None else first):
                 uncounted.add(id(parameter))
         applied.cuts = tensor.cuts
+        if isinstance(tensor, TensorParallel):
+            applied.heads = tensor.heads
         applied.attaches.append(tensor.attach)
         for module in model.modules():
             places = {name: tensor.cuts[id(p)] for name, p in module._parameters.items() if id(p) in tensor.cuts}
@@ -138,10 +151,7 @@ def _find_stages(model: nn.Module, plan: Plan, axes: Axes) -> Cutting | None:
     return cut_model(model, axes.pipeline.size, num_chunks(plan))
 
 
-def _take_stages(
-    applied: Applied, model: nn.Module, optimizer: torch.optim.Optimizer | None, cutting: Cutting, axis: Axis
-) -> None:
-    hollow = applied.hollow = HollowModel(model, cutting, axis)
+def _take_stages(applied: Applied, hollow: HollowModel, optimizer: torch.optim.Optimizer | None, axis: Axis) -> None:
     copies = hollow.copies()
     gone = {id(parameter) for parameter in hollow.take_out()}
     if optimizer is not None:

@@ -6,9 +6,9 @@
     last block    join the sequence
 
 Everything outside the blocks (masks, positions, the embedding, the head and the loss) is the model's own code on whole
-sequences, the same on every rank. Gradients of the blocks are parts and are summed, one collective a block. It holds
-for attention by `scaled_dot_product_attention` without a mask of its own or with `is_causal`; a block that attends in
-another way is refused when it first runs.
+sequences, the same on every rank, and attention, which sees whole sequences too, takes its masks as they are. Gradients
+of the blocks are parts and are summed, one collective a block. It holds for `scaled_dot_product_attention`; a block
+that attends in another way is refused when it first runs, and a mask that is made inside a block, of its part.
 """
 
 from __future__ import annotations
@@ -75,11 +75,6 @@ class ContextAttention(SlicedDropout):
     ) -> torch.Tensor:
         self.num_attentions += 1
         axis, groups = self.scene.axis, query.shape[1] // key.shape[1]
-        if attn_mask is not None:
-            raise StateError(
-                "the model gives its attention a mask, which context parallelism does not cut. Give batches without "
-                "padding and without attention_mask, or leave context out of the plan."
-            )
         if query.shape[1] % axis.size:
             raise StateError(
                 f"attention has {query.shape[1]} heads here, which do not divide over context={axis.size}. "
@@ -88,11 +83,25 @@ class ContextAttention(SlicedDropout):
         if groups > 1 and key.shape[1] % axis.size:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         query, key, value = (_Exchange.apply(part, axis, True) for part in (query, key, value))
+        mask = self._own_heads(attn_mask, query, key) if attn_mask is not None else None
         self.scene.hold = Hold.FEATURES
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": query.shape[1] > key.shape[1]}
-        result = self._attention(query, key, value, None, dropout_p, **options)
+        result = self._attention(query, key, value, mask, dropout_p, **options)
         self.scene.hold = Hold.SEQUENCE
         return _Exchange.apply(result, axis, False)  # type: ignore[no-any-return]
+
+    def _own_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """This rank's heads of a mask of whole sequences, which most masks have only one of."""
+        length, others = query.shape[2], key.shape[2]
+        if mask.dim() < 2 or mask.shape[-1] not in (1, others) or mask.shape[-2] not in (1, length):
+            raise StateError(
+                f"attention has a mask of {tuple(mask.shape)} for sequences of {length} tokens: it was made inside a "
+                "block, of a part of them. Leave context out of the plan."
+            )
+        heads = query.shape[1]
+        if mask.dim() == 4 and mask.shape[1] == heads * self.scene.axis.size:
+            return mask.narrow(1, self.scene.axis.rank * heads, heads)
+        return mask
 
 
 class ContextParallel:

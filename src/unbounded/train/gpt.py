@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -50,17 +51,17 @@ class Attention(nn.Module):
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.num_heads, self.head_dim = shape.heads, shape.width // shape.heads
         self.inputs = Linear(shape.width, 3 * shape.width)
         self.outputs = Linear(shape.width, shape.width, gain=1 / math.sqrt(2 * shape.layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mix each position with those before it, or with those that `mask` names."""
-        rows, length, width = x.shape
-        split = self.inputs(x).view(rows, length, 3, self.heads, width // self.heads)
+        rows, length, _ = x.shape
+        split = self.inputs(x).view(rows, length, 3, self.num_heads, self.head_dim)
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        return self.outputs(mixed.transpose(1, 2).reshape(rows, length, width))
+        return self.outputs(mixed.transpose(1, 2).reshape(rows, length, -1))
 
 
 class GPTBlock(nn.Module):
@@ -82,6 +83,15 @@ class GPTBlock(nn.Module):
 
 class GPT(nn.Module):
     """Tokens in, logits of the next token out."""
+
+    tp_plan: ClassVar = {  # how a tensor axis cuts its layers
+        "blocks.*.attention.inputs": "column_of_3",
+        "blocks.*.attention.outputs": "row",
+        "blocks.*.feed_in": "column",
+        "blocks.*.feed_out": "row",
+        "tokens": "vocabulary",
+        "head": "head",
+    }
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from unbounded.train.data.loader import Loader, merge
 from unbounded.train.data.sample import Sequence
 from unbounded.train.model import build
 from unbounded.train.options.config import Config
-from unbounded.train.options.contradictions import check
+from unbounded.train.options.contradictions import check, plan_fields
 from unbounded.train.options.settings import close_length, close_settings
 from unbounded.train.run.finish import export_model, sample_text
 from unbounded.train.run.guard import Guard, name_shortage
@@ -41,7 +41,7 @@ def run(config: Config) -> Summary:
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would fight the optimizer's
-    axes = {key: size for key, size in dict(config.plan).items() if key in ("tensor", "pipeline")}
+    axes = {key: size for key, size in plan_fields(config).items() if key in ("tensor", "pipeline", "context")}
     world = join_world(config.device, **axes)
     try:
         return TrainingJob(config, world).run()

@@ -45,11 +45,18 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """All ranks must call this: the sums over the ranks that share out the batch, in double precision."""
-        if self.data.size == 1:
+        return self._sum(values, self.data)
+
+    def sum_all(self, values: Sequence[float]) -> list[float]:
+        """All ranks must call this: the sums over all ranks of the job, in double precision."""
+        return self._sum(values, self.axes.world)
+
+    def _sum(self, values: Sequence[float], axis: Axis) -> list[float]:
+        if axis.size == 1:
             return list(values)
-        device = self.device if dist.get_backend(self.data.group) == "nccl" else torch.device("cpu")
+        device = self.device if dist.get_backend(axis.group) == "nccl" else torch.device("cpu")
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
-        return [float(value) for value in self.data.sum(tensor).tolist()]
+        return [float(value) for value in axis.sum(tensor).tolist()]
 
     def collect(self, value: Any) -> list[Any]:
         """All ranks must call this: the value of every rank, on every rank."""
@@ -76,11 +83,11 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def join_world(device: str | None = None, *, tensor: int = 1, pipeline: int = 1) -> World:
+def join_world(device: str | None = None, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> World:
     """All ranks must call this: the world of this job, on `device` ("cpu", "cuda", or what there is)."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda was given, but torch sees no CUDA device here. Use --device cpu.")
     place = local_device(kind)
     made = join(place)
-    return World(make_axes(None, place, tensor=tensor, pipeline=pipeline), place, owns_group=made)
+    return World(make_axes(None, place, tensor=tensor, pipeline=pipeline, context=context), place, owns_group=made)

@@ -4,6 +4,8 @@ A head is what `get_output_embeddings` gives. In a forward with labels its linea
 its weights not even gathered. The loss then calls the layer for real, hooks and all, with the tiled loss in the place
 of its product: an engine gathers the weights once, whichever tier they are on, and sees the gradients come.
 
+Of a head that ranks hold a part of the vocabulary of, logits are those of the part, and ranks join each tile's sums.
+
 The place is `_compiled_call_impl`, around the hooks, as for activation policies (`checkpointed`). Logits that fit into
 one tile are made at once: there is nothing to gain, and results are then those of the model bit by bit.
 """
@@ -15,13 +17,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from unbounded.activations.tiled.deferred import defer
-from unbounded.activations.tiled.entropy import Entropy
+from unbounded.activations.tiled.entropy import Entropy, Vocabulary
 from unbounded.activations.tiled.loss import TILE_BYTES, LinearProjection, choose_tile_rows, sum_of_losses, values_of
 from unbounded.activations.tiled.recipe import Product, Recipe, RecipeProjection, map_inputs, products_of, read_head
 
@@ -29,14 +31,28 @@ from unbounded.activations.tiled.recipe import Product, Recipe, RecipeProjection
 BUDGET_PARTS, LEAST_TILE_BYTES = 48, 16 * 2**20
 
 
+class CutHead(Vocabulary, Protocol):
+    """A part of a head's classes, `width` of them, whose `forward` another owner has replaced."""
+
+    width: int
+
+    def keeps(self) -> bool:
+        """Whether the logits of this forward go nowhere but into the loss."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of all parts, whose gradients are added up."""
+
+
 class DeferredHeads:
     """The heads of a model that defer their logits. `remove` takes it off."""
 
-    def __init__(self, model: nn.Module, *, device_bytes: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, device_bytes: int | None = None, cut: Mapping[nn.Module, CutHead] | None = None
+    ) -> None:
         tile_bytes = max(LEAST_TILE_BYTES, (device_bytes or 2**62) // BUDGET_PARTS)
         self._handles: list[Callable[[], None]] = []
         for owner, head in find_heads(model):
-            layers = [_Layer(linear, tile_bytes) for linear in _layers_of(head)]
+            layers = [_Layer(linear, tile_bytes, (cut or {}).get(linear)) for linear in _layers_of(head)]
             for layer in layers:
                 layer.attach()
                 self._handles.append(layer.detach)
@@ -48,7 +64,7 @@ class DeferredHeads:
 
     def _follow(self, owner: nn.Module, layers: Sequence[_Layer]) -> None:
         """Layers defer inside forwards of their model that are given labels."""
-        names = list(inspect.signature(owner.forward).parameters)
+        names = list(inspect.signature(type(owner).forward).parameters)[1:]
         position = names.index("labels") if "labels" in names else len(names)
 
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -111,10 +127,11 @@ def _layers_of(head: nn.Module) -> list[nn.Linear]:
 class _Layer:
     """One linear layer. `depth` counts the forwards with labels that are running."""
 
-    def __init__(self, linear: nn.Linear, tile_bytes: int) -> None:
-        self.linear, self.tile_bytes, self.depth = linear, tile_bytes, 0
+    def __init__(self, linear: nn.Linear, tile_bytes: int, part: CutHead | None) -> None:
+        self.linear, self.tile_bytes, self.part, self.depth = linear, tile_bytes, part, 0
         self.answers: list[bool] = []
         self._num_hooks = 0
+        self._forward = linear.__dict__.get("forward") if part is not None else None
         self._call = partial(_call, self)
 
     def attach(self) -> None:
@@ -129,20 +146,24 @@ class _Layer:
         """Not where one tile is enough, nor where a hook of the user's wants to see the logits."""
         if torch.compiler.is_compiling() or self.depth == 0 or not isinstance(inputs, torch.Tensor):
             return False
-        if "forward" in self.linear.__dict__ or len(self.linear._forward_hooks) > self._num_hooks:
+        if self.linear.__dict__.get("forward") is not self._forward:
+            return False
+        if len(self.linear._forward_hooks) > self._num_hooks or (self.part is not None and not self.part.keeps()):
             return False
         num_rows = inputs.numel() // max(1, inputs.shape[-1])
         return inputs.dim() > 1 and num_rows > self.tile_rows(inputs.dtype, inputs.device)
 
     def tile_rows(self, dtype: torch.dtype, device: torch.device) -> int:
-        row_bytes, most = self.linear.out_features * dtype.itemsize, TILE_BYTES[device.type]
+        width = self.linear.out_features if self.part is None else -(-self.part.size // self.part.num_parts)
+        row_bytes, most = width * dtype.itemsize, TILE_BYTES[device.type]
         return choose_tile_rows(row_bytes, max(row_bytes, min(most, self.tile_bytes)), device)
 
     def defer(self, inputs: torch.Tensor) -> torch.Tensor:
         autocast = _autocast_now(inputs.device)
         lowered = torch.get_autocast_dtype(inputs.device.type) if autocast is not None else inputs.dtype
         needs = inputs.requires_grad or any(parameter.requires_grad for parameter in self.linear.parameters())
-        like = torch.empty(*inputs.shape[:-1], self.linear.out_features, dtype=lowered, device="meta")
+        width = self.linear.out_features if self.part is None else self.part.width
+        like = torch.empty(*inputs.shape[:-1], width, dtype=lowered, device="meta")
 
         def make() -> torch.Tensor:
             with autocast() if autocast is not None else nullcontext():
@@ -188,24 +209,34 @@ def _tiled_loss(
             return _reduce(layer, current, labels, options)
 
     run: Callable[[], torch.Tensor] = compute
+    enter = layer.part.enter if layer.part is not None else None
     for product in reversed(products):
-        run = partial(_call_around, product, run, given)
+        run = partial(_call_around, product, run, given, enter)
     return run()
 
 
-def _call_around(product: Product, run: Callable[[], torch.Tensor], given: list[torch.Tensor]) -> torch.Tensor:
+def _call_around(
+    product: Product,
+    run: Callable[[], torch.Tensor],
+    given: list[torch.Tensor],
+    enter: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> torch.Tensor:
     """Calls a layer, hooks and all, with `run` in the place of its forward; a hook may have changed the input."""
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        given.append(inputs)
+        given.append(inputs if enter is None else enter(inputs))
         return run()
 
     linear = product.linear
+    had = linear.__dict__.get("forward")
     linear.__dict__["forward"] = forward
     try:
         return linear._call_impl(product.inputs)
     finally:
-        del linear.__dict__["forward"]
+        if had is None:
+            del linear.__dict__["forward"]
+        else:
+            linear.__dict__["forward"] = had
 
 
 def _reduce(layer: _Layer, recipe: Recipe, labels: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
@@ -218,10 +249,10 @@ def _reduce(layer: _Layer, recipe: Recipe, labels: torch.Tensor, options: Mappin
         tensors = [head.product.inputs.reshape(-1, head.product.inputs.shape[-1]), *weights[0]]
         if torch.is_autocast_enabled(device.type):
             tensors = [tensor.to(torch.get_autocast_dtype(device.type)) for tensor in tensors]
-        entropy = Entropy(ignore_index, options["label_smoothing"], softcap=head.softcap, scale=head.scale)
+        entropy = Entropy(ignore_index, options["label_smoothing"], 0.0, head.softcap, head.scale, layer.part)
         projection: Any = LinearProjection(*tensors)
     else:
-        entropy = Entropy(ignore_index, options["label_smoothing"])
+        entropy = Entropy(ignore_index, options["label_smoothing"], vocabulary=layer.part)
         projection = RecipeProjection(recipe, weights)
     total = sum_of_losses(projection, labels, entropy, layer.tile_rows(dtype, device))
     if options["reduction"] == "sum":

@@ -24,7 +24,12 @@ from unbounded.checkpoint.foreign.pickles import load_tensors
 from unbounded.errors import CheckpointError
 
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
-_PLAIN = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "dp_world_size", "ds_version")
+_STRUCTURE = {
+    *("module", "optimizer", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes"),
+    *("frozen_param_fragments", "data_sampler", "random_ltd", "mp_world_size", "checkpoint_parallel_dimensions"),
+    "ds_config",
+}
+"""Keys beside which a checkpoint has its counters, its schedule and the script's own `client_state`."""
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -54,7 +59,7 @@ def read_deepspeed(folder: Path) -> Content:
         StoredGroup(list(named), {key: value for key, value in group.items() if key != "params"})
         for named, group in zip(shapes, inside[0]["param_groups"], strict=True)
     ]
-    extra = {key: models[0][key] for key in _PLAIN if key in models[0]}
+    extra = {key: value for key, value in models[0].items() if key not in _STRUCTURE}
     return Content(
         f"DeepSpeed ZeRO-3 checkpoint of {len(models)} ranks",
         parameters,

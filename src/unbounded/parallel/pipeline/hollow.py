@@ -82,13 +82,17 @@ class _Ending(_Beside):
 class HollowModel:
     """The stages of one rank inside the whole model. `run` is a forward of one of them."""
 
-    def __init__(self, model: nn.Module, cutting: Cutting, axis: Axis) -> None:
+    def __init__(self, model: nn.Module, cutting: Cutting, axis: Axis, lowered: torch.dtype | None = None) -> None:
         self.model, self.cutting, self.axis, self.rank = model, cutting, axis, axis.rank
+        self._lowered = lowered  # what weights are computed with, where that is another dtype than theirs
         self._received: Payload = {}
         self._kept: Payload = {}
         self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._detaches: list[Detach] = []
+        self._runs = False
         self.watcher: Watcher | None = None
+        # What a call of the model outside `run` does; given the model's own forward and the arguments.
+        self.answer: Callable[[Callable[..., Any], Any, Any], Any] | None = None
         self._views = [self._arrange(chunk) for chunk in range(cutting.chunks)]
 
     # -- what is here --------------------------------------------------------------------------------------------------
@@ -150,9 +154,11 @@ class HollowModel:
 
     def attach(self) -> None:
         """Lets absent embeddings answer, and the model's forward end where a stage does."""
+        dtypes = {module: parameter.dtype for module, _, parameter in self._removed}
         for module, homes in self.cutting.homes.items():
-            if self.rank not in homes and isinstance(module, nn.Embedding):
-                self._detaches.append(replace_forward(module, _make_nothing(module)))
+            if self.rank not in homes and isinstance(module, nn.Embedding) and module in dtypes:
+                dtype = self._lowered or dtypes[module]
+                self._detaches.append(replace_forward(module, _make_nothing(module, dtype)))
         self._detaches.append(replace_forward(self.model, self._make_leaving))
         if self.axis.size > 1:
             self._detaches.append(self.model.register_state_dict_post_hook(partial(self._complete)).remove)
@@ -166,12 +172,19 @@ class HollowModel:
             module._parameters[name] = parameter
         self._removed.clear()
 
-    def run(self, chunk: int, received: Payload, args: Any, kwargs: Any) -> tuple[Any, Payload]:
-        """A forward of one of this rank's stages: what the model returned (of the last), and what the blocks did."""
-        self._received, self._kept = received, dict(received)
-        with self._arranged(chunk):
-            result = self.model(*args, **kwargs)
-        kept, self._received, self._kept = self._kept, {}, {}
+    def run(
+        self, chunk: int, received: Payload, args: Any, kwargs: Any, forward: Callable[..., Any] | None = None
+    ) -> tuple[Any, Payload]:
+        """A forward of one of this rank's stages: what the model returned (of the last), and what the blocks did.
+
+        `forward` is the model's own where its call has begun already.
+        """
+        self._received, self._kept, self._runs = received, dict(received), True
+        try:
+            with self._arranged(chunk):
+                result = (forward or self.model)(*args, **kwargs)
+        finally:
+            kept, self._received, self._kept, self._runs = self._kept, {}, {}, False
         return result, kept
 
     def _make_leaving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +194,12 @@ class HollowModel:
             except _Left:
                 return list(self._kept.values())
 
-        return leaving
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._runs or self.answer is None:
+                return leaving(*args, **kwargs)
+            return self.answer(leaving, args, kwargs)
+
+        return called
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
@@ -268,10 +286,9 @@ class HollowModel:
         return keep
 
 
-def _make_nothing(module: nn.Embedding) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An embedding of another stage gives NaNs of the right shape: whatever uses them shows."""
+def _make_nothing(module: nn.Embedding, dtype: torch.dtype) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An embedding of another stage gives NaNs of the right shape and dtype: whatever uses them shows."""
     width = module.embedding_dim
-    dtype = module.weight.dtype if module.weight is not None else torch.get_default_dtype()
 
     def make(_: Callable[..., Any]) -> Callable[..., Any]:
         def nothing(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

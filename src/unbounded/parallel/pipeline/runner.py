@@ -7,12 +7,12 @@
         optimizer.zero_grad()
 
 The loss is the batch's, on every rank. Gradients are added up on each rank and reduced once, by the step. Under
-`torch.no_grad()` it is the loss of the forwards alone.
+`torch.no_grad()` it is the loss of the forwards alone, and a call of the model itself gives its output on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from unbounded.errors import StateError
 from unbounded.parallel.blocks import unwrap
 from unbounded.parallel.pipeline import batches
 from unbounded.parallel.pipeline.batches import Micro
@@ -27,13 +28,13 @@ from unbounded.parallel.pipeline.deferred import Deferring, WeightWork
 from unbounded.parallel.pipeline.draws import Draws
 from unbounded.parallel.pipeline.exchange import Exchange, Part, Template, take_apart
 from unbounded.parallel.pipeline.hollow import HollowModel
-from unbounded.parallel.pipeline.schedules import Action, Work, check_schedule, make_schedule
+from unbounded.parallel.pipeline.schedules import Action, PassKind, check_schedule, make_schedule
 from unbounded.ranks.axis import Axis
 
 Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
 
 
-class Trainer(Protocol):
+class PipelineOptimizer(Protocol):
     """The optimizer as a pipeline needs it."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
@@ -42,7 +43,7 @@ class Trainer(Protocol):
 
 
 @dataclass
-class _Pass:
+class _MicroState:
     """One micro-batch between its forward and its backward in one stage."""
 
     received: list[torch.Tensor] = field(default_factory=list)
@@ -63,12 +64,15 @@ class Pipeline:
         *,
         schedule: str,
         num_micros: int | None,
-        trainer: Trainer | None,
+        trainer: PipelineOptimizer | None,
         sum_copies: Callable[[], None],
         loss: Loss | None = None,
+        targets: Sequence[str] = (),
+        reduction: str = "mean",
     ) -> None:
         self.model, self.hollow, self.axis, self.device = model, hollow, axis, device
         self.schedule, self.num_micros, self.loss = schedule, num_micros, loss
+        self.targets, self.reduction = frozenset(targets), reduction
         self.trainer, self.sum_copies = trainer, sum_copies
         self.chunks, self.num_stages = hollow.cutting.chunks, axis.size * hollow.cutting.chunks
         self.exchange = Exchange(axis, device) if axis.size > 1 else None
@@ -78,18 +82,21 @@ class Pipeline:
         self._templates: dict[tuple[Any, ...], Template] = {}
         self._told: set[tuple[Any, ...]] = set()
         self._draws = Draws(axis, hollow, device)
+        if axis.size > 1:
+            hollow.answer = self.answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """All ranks must call this. The batch's loss; with gradients enabled its backward has run."""
-        args, kwargs = self._on_device(args), {name: self._on_device(value) for name, value in kwargs.items()}
         if self._without_cache:
             kwargs.setdefault("use_cache", False)
         count = self.num_micros or batches.choose_count((args, kwargs), self.axis.size)
-        micros = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
+        # Labels are counted where they are: on a GPU that would wait for all that it has to do.
+        cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
+        micros = [Micro(self._on_device(micro.args), self._on_device(micro.kwargs), micro.weight) for micro in cut]
         trains = torch.is_grad_enabled()
-        order = [action for action in self.order(count) if trains or action.work is Work.FORWARD]
+        order = [action for action in self.order(count) if trains or action.work is PassKind.FORWARD]
         self._losses = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._passes: dict[tuple[int, int], _MicroState] = {}
         self._prepare_draws(micros)
         deferring = self.trainer.no_sync() if self.trainer is not None and trains else nullcontext()
         with deferring:
@@ -107,22 +114,46 @@ class Pipeline:
         check_schedule(self.schedule, self.axis.size, num_micros)
         return make_schedule(self.schedule, self.axis.rank, self.axis.size, num_micros, self.chunks)
 
+    def answer(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """All ranks must call the model then. What it returns, on every rank; nothing is kept for a backward."""
+        if torch.is_grad_enabled():
+            raise StateError(
+                "the model is cut into pipeline stages, so a call of it cannot be followed by a backward. Train with "
+                "pipeline = unbounded.pipeline(model) and loss = pipeline(**batch); call the model under no_grad()."
+            )
+        args, kwargs = self._on_device(args), self._on_device(kwargs)
+        if self._without_cache:
+            kwargs.setdefault("use_cache", False)
+        micro, result = Micro(args, kwargs, 1.0), None
+        for chunk in range(self.chunks):
+            stage, state = self._stage(Action(PassKind.FORWARD, chunk, 0)), _MicroState()
+            payload = self._receive(stage, micro, state) if stage else {}
+            result, kept = self.hollow.run(chunk, payload, args, kwargs, forward)
+            if stage < self.num_stages - 1:
+                self._send(stage, micro, kept, state)
+        self._wire().finish()
+        is_last = self.axis.rank == self.axis.size - 1
+        host = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result) if is_last else None
+        told = self.axis.objects(host, "the output of a pipeline")[-1]
+        return result if is_last else self._on_device(told)
+
     # -- one piece of work -------------------------------------------------------------------------------------------
 
     def _do(self, action: Action, micro: Micro) -> None:
-        if action.work is Work.FORWARD:
+        if action.work is PassKind.FORWARD:
             self._forward(action, micro)
-        elif action.work is Work.WEIGHTS:
+        elif action.work is PassKind.WEIGHTS:
             self._passes.pop((action.chunk, action.micro)).work.run()
         else:
-            self._backward(action, keep=action.work is Work.INPUTS)
+            self._backward(action, keep=action.work is PassKind.INPUTS)
 
     def _forward(self, action: Action, micro: Micro) -> None:
-        stage, state = self._stage(action), _Pass()
+        stage, state = self._stage(action), _MicroState()
         payload = self._receive(stage, micro, state) if stage else {}
         halves = Deferring(state.work) if self.schedule == "zero_bubble" and torch.is_grad_enabled() else nullcontext()
         with self._draws.at(stage, action.micro), halves:
-            result, kept = self.hollow.run(action.chunk, payload, micro.args, micro.kwargs)
+            given = {name: value for name, value in micro.kwargs.items() if name not in self.targets}
+            result, kept = self.hollow.run(action.chunk, payload, micro.args, given)
             if stage == self.num_stages - 1:
                 self._keep_loss(result, micro, state)
         if stage < self.num_stages - 1:
@@ -130,9 +161,9 @@ class Pipeline:
         if torch.is_grad_enabled():
             self._passes[action.chunk, action.micro] = state
 
-    def _keep_loss(self, result: Any, micro: Micro, state: _Pass) -> None:
+    def _keep_loss(self, result: Any, micro: Micro, state: _MicroState) -> None:
         loss = batches.read_loss(result) if self.loss is None else self.loss(result, micro.kwargs)
-        weighted = loss * micro.weight
+        weighted = loss * micro.weight if self.reduction == "mean" else loss
         self._losses += weighted.detach().double()
         state.outputs = [self.trainer.scale(weighted) if self.trainer is not None else weighted]
 
@@ -143,7 +174,7 @@ class Pipeline:
         if stage < self.num_stages - 1:
             gradients = self._wire().receive(state.parts, (stage + 1) % self.axis.size, back=True)
             if self.trainer is not None:
-                self.trainer.scale(gradients[0])  # what came is scaled already; this stage's step must know
+                self.trainer.scale(self._losses)  # what came is scaled already; this stage's step must know
         torch.autograd.backward(state.outputs, gradients)  # type: ignore[arg-type]
         if stage:
             back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in state.received if t.requires_grad]
@@ -154,7 +185,7 @@ class Pipeline:
 
     # -- payloads ------------------------------------------------------------------------------------------------------
 
-    def _receive(self, stage: int, micro: Micro, state: _Pass) -> Any:
+    def _receive(self, stage: int, micro: Micro, state: _MicroState) -> Any:
         wire, source = self._wire(), (stage - 1) % self.axis.size
         key = stage, *batches.signature(micro)
         if key not in self._templates:
@@ -165,7 +196,7 @@ class Pipeline:
             tensor.requires_grad_(part.wants_gradient and torch.is_grad_enabled())
         return template.fill(state.received)
 
-    def _send(self, stage: int, micro: Micro, kept: Any, state: _Pass) -> None:
+    def _send(self, stage: int, micro: Micro, kept: Any, state: _MicroState) -> None:
         wire, to = self._wire(), (stage + 1) % self.axis.size
         tensors, template = take_apart(kept)
         key = stage, *batches.signature(micro)
@@ -184,7 +215,7 @@ class Pipeline:
         if not self._draws.knows(key):
             with torch.no_grad(), self._draws.recording(key):
                 for chunk in range(self.chunks):
-                    self._forward(Action(Work.FORWARD, chunk, 0), micros[0])
+                    self._forward(Action(PassKind.FORWARD, chunk, 0), micros[0])
             if self.exchange is not None:
                 self.exchange.finish()
             self._losses.zero_()

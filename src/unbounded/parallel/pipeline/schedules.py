@@ -18,7 +18,7 @@ from enum import Enum
 from unbounded.errors import PlanError
 
 
-class Work(Enum):
+class PassKind(Enum):
     """What is done with a micro-batch."""
 
     FORWARD = "F"
@@ -31,7 +31,7 @@ class Work(Enum):
 class Action:
     """One piece of work on one micro-batch in one of the rank's chunks."""
 
-    work: Work
+    work: PassKind
     chunk: int
     micro: int
 
@@ -57,12 +57,12 @@ def make_schedule(schedule: str, rank: int, num_ranks: int, num_micros: int, chu
     """What `rank` does, in order."""
     if schedule == "gpipe":
         micros = range(num_micros)
-        return [Action(Work.FORWARD, 0, i) for i in micros] + [Action(Work.BACKWARD, 0, i) for i in micros]
+        return [Action(PassKind.FORWARD, 0, i) for i in micros] + [Action(PassKind.BACKWARD, 0, i) for i in micros]
     if schedule == "interleaved":
         return _interleaved(rank, num_ranks, num_micros, chunks)
     ahead = min(num_ranks - rank - 1, num_micros)
-    forwards = [Action(Work.FORWARD, 0, i) for i in range(num_micros)]
-    backwards = [Action(Work.BACKWARD, 0, i) for i in range(num_micros)]
+    forwards = [Action(PassKind.FORWARD, 0, i) for i in range(num_micros)]
+    backwards = [Action(PassKind.BACKWARD, 0, i) for i in range(num_micros)]
     order = _alternate(forwards, backwards, ahead)
     return _split_backwards(order, rank) if schedule == "zero_bubble" else order
 
@@ -82,8 +82,8 @@ def _interleaved(rank: int, num_ranks: int, num_micros: int, chunks: int) -> lis
     def place(number: int) -> tuple[int, int]:
         return number % group // num_ranks, number // group * num_ranks + number % num_ranks
 
-    forwards = [Action(Work.FORWARD, *place(number)) for number in range(total)]
-    backwards = [Action(Work.BACKWARD, chunks - 1 - chunk, micro) for chunk, micro in map(place, range(total))]
+    forwards = [Action(PassKind.FORWARD, *place(number)) for number in range(total)]
+    backwards = [Action(PassKind.BACKWARD, chunks - 1 - chunk, micro) for chunk, micro in map(place, range(total))]
     ahead = min((num_ranks - rank - 1) * 2 + (chunks - 1) * num_ranks, total)
     return _alternate(forwards, backwards, ahead)
 
@@ -93,21 +93,21 @@ def _split_backwards(order: Sequence[Action], rank: int) -> list[Action]:
     halves: list[Action] = []
     waiting: list[Action] = []
     for action in order:
-        if action.work is not Work.BACKWARD:
+        if action.work is not PassKind.BACKWARD:
             halves.append(action)
             continue
-        halves.append(Action(Work.INPUTS, action.chunk, action.micro))
-        waiting.append(Action(Work.WEIGHTS, action.chunk, action.micro))
+        halves.append(Action(PassKind.INPUTS, action.chunk, action.micro))
+        waiting.append(Action(PassKind.WEIGHTS, action.chunk, action.micro))
         if len(waiting) > rank:
             halves.append(waiting.pop(0))
     return halves + waiting
 
 
-def simulate(orders: Sequence[Sequence[Action]], seconds: dict[Work, float], chunks: int = 1) -> float:
+def simulate(orders: Sequence[Sequence[Action]], seconds: dict[PassKind, float], chunks: int = 1) -> float:
     """How long all ranks take if only computing costs time and every rank does its `orders` as early as it can."""
     num_ranks = len(orders)
     last = num_ranks * chunks - 1
-    done: dict[tuple[Work, int, int], float] = {}
+    done: dict[tuple[PassKind, int, int], float] = {}
     clocks, positions = [0.0] * num_ranks, [0] * num_ranks
     while any(position < len(order) for position, order in zip(positions, orders, strict=True)):
         moved = False
@@ -120,7 +120,7 @@ def simulate(orders: Sequence[Sequence[Action]], seconds: dict[Work, float], chu
                     break
                 start = max([clocks[rank], *(done[key] for key in needed)])
                 clocks[rank] = start + seconds[action.work]
-                kind = Work.BACKWARD if action.work is Work.INPUTS else action.work
+                kind = PassKind.BACKWARD if action.work is PassKind.INPUTS else action.work
                 done[kind, stage, action.micro] = clocks[rank]
                 positions[rank] += 1
                 moved = True
@@ -129,11 +129,11 @@ def simulate(orders: Sequence[Sequence[Action]], seconds: dict[Work, float], chu
     return max(clocks)
 
 
-def _needs(action: Action, stage: int, last: int) -> list[tuple[Work, int, int]]:
+def _needs(action: Action, stage: int, last: int) -> list[tuple[PassKind, int, int]]:
     """The work that must be done before: of the neighbouring stages, and of this one."""
-    if action.work is Work.FORWARD:
-        return [(Work.FORWARD, stage - 1, action.micro)] if stage else []
-    if action.work is Work.WEIGHTS:
-        return [(Work.BACKWARD, stage, action.micro)]
-    before = [(Work.FORWARD, stage, action.micro)]
-    return before if stage == last else [*before, (Work.BACKWARD, stage + 1, action.micro)]
+    if action.work is PassKind.FORWARD:
+        return [(PassKind.FORWARD, stage - 1, action.micro)] if stage else []
+    if action.work is PassKind.WEIGHTS:
+        return [(PassKind.BACKWARD, stage, action.micro)]
+    before = [(PassKind.FORWARD, stage, action.micro)]
+    return before if stage == last else [*before, (PassKind.BACKWARD, stage + 1, action.micro)]

@@ -63,6 +63,7 @@ class TensorParallel:
         self._dropping = [block for stack in found for block in stack] if sequence or by_context else []
         if sequence and not self.blocks:
             raise PlanError("sequence=True needs repeated blocks, and the model has none. Leave it out of the plan.")
+        self.heads: dict[nn.Module, vocabulary.HeadPart] = {}
         self._detaches: list[layers.Detach] = []
 
     # -- finding out ---------------------------------------------------------------------------------------------------
@@ -247,11 +248,12 @@ class TensorParallel:
         return lambda: None
 
     def _attach_head(self, layer: Layer, cut: Cut) -> layers.Detach:
+        part = vocabulary.HeadPart(self.scene, cut)
+        attached = vocabulary.attach_head(layer.module, part)
         if not vocabulary.TokenLoss.fits(self.base):
-            return vocabulary.attach_head(layer.module, self.scene, cut, lambda: False)
-        loss = vocabulary.TokenLoss(self.base, self.axis, cut)
-        attached = vocabulary.attach_head(layer.module, self.scene, cut, loss.keeps_parts)
-        return layers.together(loss.attach(), attached)
+            return attached
+        self.heads[layer.module] = part
+        return layers.together(vocabulary.TokenLoss(self.base, part).attach(), attached)
 
     def _attentions(self) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
         """The attention modules whose heads are cut, with the key heads of the whole and those held here."""

@@ -1,7 +1,8 @@
 """The head and the cross entropy of a vocabulary that is cut over the tensor axis: logits stay where they are made.
 
 In training with labels a transformers model's loss is computed from each rank's part of the logits, with one exchange
-of two numbers a token. In every other forward, and in models that write out their own loss, logits are joined.
+of two numbers a token. In every other forward, and in models that write out their own loss, logits are joined. Logits
+that do not exist yet (of a loss in tiles) compute their loss themselves, from what `HeadPart` says of the vocabulary.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from unbounded.parallel import collectives
@@ -65,14 +67,43 @@ def cross_entropy(
     return losses.sum() / (1 if reduction == "sum" else (labels != ignore_index).sum())
 
 
-def attach_head(module: nn.Module, scene: Scene, cut: Cut, keeps: Callable[[], bool]) -> Detach:
-    """The last layer: its part of the logits where the loss `keeps` them so, joined otherwise."""
+class HeadPart:
+    """This rank's part of the vocabulary, for whoever computes with the head's weight: see `Vocabulary` in the loss."""
+
+    def __init__(self, scene: Scene, cut: Cut) -> None:
+        self.scene = scene
+        self.has_labels = False  # in the forward that runs, whose loss is computed from parts of the logits
+        self.size, self.num_parts = cut.shape[cut.dim], scene.axis.size
+        self.start, stop = cut.intervals[0]
+        self.width = stop - self.start
+
+    def keeps(self) -> bool:
+        """Whether this forward's logits go nowhere but into the loss."""
+        return self.has_labels and torch.is_grad_enabled()
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, the same on all ranks, for a product with the part: its gradients are summed."""
+        entered = self.scene.enter(x)
+        self.scene.hold = Hold.COPIES
+        return entered
+
+    def max(self, rows: torch.Tensor) -> torch.Tensor:
+        """All ranks of the axis must call this."""
+        dist.all_reduce(rows, dist.ReduceOp.MAX, group=self.scene.axis.group)
+        return rows
+
+    def sum(self, rows: torch.Tensor) -> torch.Tensor:
+        """All ranks of the axis must call this."""
+        return collectives.sum_parts(rows, self.scene.axis)
+
+
+def attach_head(module: nn.Module, part: HeadPart) -> Detach:
+    """The last layer: its part of the logits where the loss keeps them so, joined otherwise."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def head(x: torch.Tensor) -> torch.Tensor:
-            part = forward(scene.enter(x))
-            scene.hold = Hold.COPIES
-            return part if keeps() else collectives.join(part, -1, scene.axis, cut.shape[cut.dim])
+            logits = forward(part.enter(x))
+            return logits if part.keeps() else collectives.join(logits, -1, part.scene.axis, part.size)
 
         return head
 
@@ -82,9 +113,8 @@ def attach_head(module: nn.Module, scene: Scene, cut: Cut, keeps: Callable[[], b
 class TokenLoss:
     """The loss of a transformers model, from joined logits or from parts of them."""
 
-    def __init__(self, base: nn.Module, axis: ParallelAxis, cut: Cut) -> None:
-        self.base, self.axis, self.cut = base, axis, cut
-        self.has_labels = False
+    def __init__(self, base: nn.Module, part: HeadPart) -> None:
+        self.base, self.part = base, part
         self._plain: Callable[..., torch.Tensor] = base.loss_function  # type: ignore[assignment]
         self.__name__ = self._plain.__name__
 
@@ -93,13 +123,9 @@ class TokenLoss:
         """Whether a model's forward asks its `loss_function`, and that is a cross entropy over tokens."""
         return asked_loss(base) in _SHIFTS
 
-    def keeps_parts(self) -> bool:
-        """Whether this forward's logits go nowhere but into the loss."""
-        return self.has_labels and torch.is_grad_enabled()
-
     def attach(self) -> Detach:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self.has_labels = kwargs.get("labels") is not None
+            self.part.has_labels = kwargs.get("labels") is not None
 
         handle = self.base.register_forward_pre_hook(before, with_kwargs=True)
         self.base.loss_function = self  # type: ignore[assignment]
@@ -120,9 +146,13 @@ class TokenLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if not self.keeps_parts():
+        if not self.part.keeps():
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return self._plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, **given, **kwargs)
+        if type(logits) is not torch.Tensor:  # they are not there yet, and compute the loss of their part in tiles
+            given = {} if shift_labels is None else {"shift_labels": shift_labels}
+            width = logits.shape[-1]
+            return self._plain(logits, labels, width, num_items_in_batch, ignore_index, **given, **kwargs)
         if shift_labels is None:
             shift_labels = labels
             if _SHIFTS[self._plain.__name__]:
@@ -131,8 +161,8 @@ class TokenLoss:
         losses = cross_entropy(
             logits.float().reshape(wanted.numel(), -1),
             wanted,
-            self.axis,
-            start=self.cut.intervals[0][0],
+            self.part.scene.axis,
+            start=self.part.start,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
         )

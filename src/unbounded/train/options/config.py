@@ -161,6 +161,13 @@ class Config:
     host_bytes: str | None = _setting(_PLACE, "host memory to use", shown="what is free", metavar="SIZE")
     disk_bytes: str | None = _setting(_PLACE, "disk to use", shown="what is free", metavar="SIZE")
     disk_path: tuple[str, ...] | None = _setting(_PLACE, "folders to put states in", shown="a temporary one")
+    tensor: int | None = _setting(_PLACE, "ranks that each hold a part of all layers", shown="1", least=1, most=1 << 20)
+    pipeline: int | None = _setting(
+        _PLACE, "ranks that each hold some of the blocks, in stages", shown="1", least=1, most=1 << 20
+    )
+    context: int | None = _setting(
+        _PLACE, "ranks that each hold a part of every sequence", shown="1", least=1, most=1 << 20
+    )
     plan: tuple[tuple[str, Any], ...] = _setting(
         _PLACE,
         "any other field of the plan, as key=value: weights=host optimizer=disk",

@@ -12,7 +12,10 @@ from unbounded.train.options.fitting import flag_of
 EXCLUSIVE = (("model", "from_config"), ("steps", "epochs"), ("eval_fraction", "eval_data"))
 """Pairs that say one thing in two ways."""
 
-PLANNED = ("precision", "activations", "device_bytes", "host_bytes", "disk_bytes", "disk_path")
+PLANNED = (
+    *("precision", "activations", "device_bytes", "host_bytes", "disk_bytes", "disk_path"),
+    *("tensor", "pipeline", "context"),
+)
 """Settings that are fields of the plan, too."""
 
 

@@ -94,7 +94,8 @@ def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
     closed: dict[str, Any] = {key: defaults.get(key) if value is None else value for key, value in given.items()}
     settings = Settings(**{key: _expand(value) if key in _PATHS else value for key, value in closed.items()})
     _check_lengths(settings)
-    return replace(settings, micro_batch=_micro_batch(settings, config.micro_batch, world_size))
+    settings = replace(settings, micro_batch=_micro_batch(settings, config.micro_batch, world_size))
+    return _close_microbatches(settings, settings.rows // world_size)
 
 
 def close_length(settings: Settings, config: Config, *, tokens_per_epoch: int = 0) -> Settings:
@@ -153,6 +154,14 @@ def _check_batch(settings: Settings, rows: int) -> None:
         )
 
 
+def _close_microbatches(settings: Settings, rows: int) -> Settings:
+    """A pipeline runs the `rows` of a rank's batch in one call: the plan says in how many parts."""
+    plan = dict(settings.plan)
+    if settings.shard_plan.get("pipeline", 1) == 1 or "microbatches" in plan:
+        return settings
+    return replace(settings, plan=tuple({**plan, "microbatches": rows // settings.micro_batch}.items()))
+
+
 def _micro_batch(settings: Settings, given: int | None, world_size: int) -> int:
     length, tokens = settings.sequence_length, settings.batch_tokens
     if tokens % length:
@@ -167,8 +176,19 @@ def _micro_batch(settings: Settings, given: int | None, world_size: int) -> int:
         )
     mine = settings.rows // world_size
     _check_batch(settings, mine)
+    stages, parts = settings.shard_plan.get("pipeline", 1), settings.shard_plan.get("microbatches")
+    if parts is not None and (mine % parts or given not in (None, mine // parts)):
+        raise InputError(
+            f"--plan microbatches={parts} does not go with the {mine} sequences of a rank's batch"
+            + (f" and --micro-batch {given}." if given is not None else ".")
+            + " Choose a number that divides them, and leave out --micro-batch."
+        )
+    if parts is not None:
+        return mine // parts
     if given is None:
         most = min(max(_MICRO_TOKENS // length, 1), mine)
+        if stages > 1:  # parts enough to fill the pipeline
+            most = max(min(most, mine // (2 * stages)), 1)
         return next(count for count in range(most, 0, -1) if mine % count == 0)
     if mine % given:
         raise InputError(

@@ -17,7 +17,8 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, settings: Settings, worl
     """All ranks must call this: the prompt of the settings continued, or nothing where there is none."""
     if not settings.sample or not settings.sample_tokens:
         return ""
-    return continue_text(model, tokenizer, settings.sample, settings=settings, device=world.device)
+    multiple = world.axes.context.size * world.axes.tensor.size
+    return continue_text(model, tokenizer, settings.sample, settings=settings, device=world.device, multiple=multiple)
 
 
 def export_model(model: nn.Module, tokenizer: Tokenizer, settings: Settings) -> Path | None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from unbounded.train.data.sample import Sequence
 from unbounded.train.data.tokenizer import IGNORED
 from unbounded.train.options.settings import Settings
 from unbounded.train.step.objective import MicroBatch, logits_of, summed_loss
+from unbounded.train.step.staged import StagedModel
 from unbounded.train.world import World
 
 
@@ -44,6 +46,7 @@ class Trainer:
     def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, settings: Settings, world: World) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.settings, self.world = settings, world
+        self.staged = StagedModel(model) if world.axes.pipeline.size > 1 else None
         self.broken_units: list[str] = []  # units whose gradient was not finite in the last step that was left out
 
     def step(self, number: int, batch: Batch, vote: Callable[[], tuple[float, ...]] = tuple) -> Outcome:
@@ -59,22 +62,31 @@ class Trainer:
         start = time.perf_counter()
         self._seed(number)
         num_targets = max(int(self.world.sum([batch.num_targets])[0]), 1)
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         length = self.settings.length_at(number)
-        for part in self._parts(batch, length):
-            with trace.mark(PASS, "forward"):
-                loss = summed_loss(self.model, part)
-            with trace.mark(PASS, "backward"):
-                self.optimizer.scale(loss * (self.world.data.size / num_targets)).backward()
-            total = total + loss.detach().double()
+        total = self._run(batch, length, self.world.data.size / num_targets)
         norm = float(self.optimizer.clip_grad_norm_(math.inf))
         if self.settings.clip and math.isfinite(norm):  # otherwise a NaN would spread to the units that have none
             self.optimizer.clip_grad_norm_(self.settings.clip)
-        summed, *votes = self.world.sum([float(total), *vote()])
+        (summed,) = self.world.sum([float(total)])
+        votes = self.world.sum_all(vote())
         lr = float(self.optimizer.param_groups[0]["lr"])
         stepped = self._update(summed / num_targets, norm)
         seconds = time.perf_counter() - start
         return Outcome(summed / num_targets, norm, num_targets, stepped, lr, length, seconds, tuple(votes))
+
+    def _run(self, batch: Batch, length: int, factor: float) -> Tensor:
+        """The summed loss of this rank's batch; the gradient of `factor` times it is left in the model."""
+        if self.staged is not None:
+            with trace.mark(PASS, "pipeline"):
+                return self.staged.summed_loss(self._whole(batch, length), factor)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for part in self._parts(batch, length):
+            with trace.mark(PASS, "forward"):
+                loss = summed_loss(self.model, part)
+            with trace.mark(PASS, "backward"):
+                self.optimizer.scale(loss * factor).backward()
+            total = total + loss.detach().double()
+        return total
 
     def _update(self, loss: float, norm: float) -> bool:
         """Step, unless the loss or gradient is not finite. (In fp16 the optimizer itself judges the gradient.)"""
@@ -92,11 +104,12 @@ class Trainer:
         """The mean loss over the held-out targets."""
         self.model.eval()
         summed, count = 0.0, 0
-        rows = self.settings.micro_batch
+        rows = self.settings.rows // self.world.data.size if self.staged is not None else self.settings.micro_batch
         with torch.no_grad():
             for batch in share(sequences, rows=rows, rank=self.world.data.rank, world_size=self.world.data.size):
-                (part,) = self._parts(batch, self.settings.sequence_length)
-                summed += float(summed_loss(self.model, part))
+                whole = self._whole(batch, self.settings.sequence_length)
+                run = self.staged.summed_loss if self.staged is not None else partial(summed_loss, self.model)
+                summed += float(run(whole))
                 count += batch.num_targets
         self.model.train()
         total, targets_seen = self.world.sum([summed, count])
@@ -104,18 +117,22 @@ class Trainer:
 
     def _parts(self, batch: Batch, length: int) -> Iterator[MicroBatch]:
         """The batch in parts of about as many tokens, its rows cut to `length`."""
-        inputs, targets = batch.inputs.reshape(-1, length), batch.targets.reshape(-1, length)
-        starts = batch.starts.reshape(-1, length)
         size = self.settings.micro_batch * self.settings.sequence_length // length
-        separated, masked = self.settings.packing == "separated", self.settings.objective == "masked"
-        for at in range(0, len(inputs), size):
-            span = slice(at, at + size)
-            yield MicroBatch(
-                self._move(inputs[span]),
-                self._move(targets[span]),
-                self._move(count_positions(starts[span])) if separated else None,
-                self._move(np.flatnonzero(targets[span] != IGNORED)) if masked else None,
-            )
+        for at in range(0, batch.inputs.size // length, size):
+            yield self._cut(batch, length, slice(at, at + size))
+
+    def _whole(self, batch: Batch, length: int) -> MicroBatch:
+        return self._cut(batch, length, slice(None))
+
+    def _cut(self, batch: Batch, length: int, rows: slice) -> MicroBatch:
+        inputs, targets = batch.inputs.reshape(-1, length)[rows], batch.targets.reshape(-1, length)[rows]
+        positions = None
+        if self.settings.packing == "separated":
+            positions = self._move(count_positions(batch.starts.reshape(-1, length)[rows]))
+        places = None
+        if self.settings.objective == "masked" and self.staged is None:
+            places = self._move(np.flatnonzero(targets != IGNORED))
+        return MicroBatch(self._move(inputs), self._move(targets), positions, places)
 
     def _move(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.world.device)

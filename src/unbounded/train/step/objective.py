@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +50,22 @@ def _takes_cache(model: Any) -> bool:
 
 
 def summed_loss(model: nn.Module, part: MicroBatch) -> Tensor:
-    """Cross entropy in fp32, summed over the targets that are not ignored.
+    """Cross entropy in fp32, summed over the targets that are not ignored."""
+    if part.places is None:
+        return sum_losses(logits_of(model, part.inputs, part.positions), part.targets)
+    with _head_at(model, part.places):
+        logits = logits_of(model, part.inputs, part.positions)
+    return sum_losses(logits, part.targets.flatten()[part.places])
+
+
+def sum_losses(output: Any, targets: Tensor) -> Tensor:
+    """The summed loss of what a model returned.
 
     Logits are turned to fp32 a tile of rows at a time, and again in the backward pass: the fp32 copy of all of them
     would be the largest tensor of a step.
     """
-    with nullcontext() if part.places is None else _head_at(model, part.places):
-        logits = logits_of(model, part.inputs, part.positions).flatten(0, 1)
-    wanted = part.targets.flatten()
-    wanted = wanted if part.places is None else wanted[part.places]
+    logits = (output if isinstance(output, Tensor) else output.logits).flatten(0, 1)
+    wanted = targets.flatten()
     rows = max(_TILE_LOGITS // logits.shape[-1], 1)
     if len(logits) <= rows:
         return _tile_loss(logits, wanted)

@@ -14,15 +14,19 @@ _TEMPERATURE, _TOP = 0.8, 40
 
 @torch.no_grad()
 def continue_text(
-    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, settings: Settings, device: torch.device
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, settings: Settings, device: torch.device, multiple: int = 1
 ) -> str:
-    """All ranks must call this: `prompt` continued by tokens drawn from the settings' seed, the same on every rank."""
+    """All ranks must call this: `prompt` continued by tokens drawn from the settings' seed, the same on every rank.
+
+    Where ranks hold parts of a sequence, its length must be a `multiple`: what fills it up is not looked at.
+    """
     draw = torch.Generator().manual_seed(settings.seed)
     tokens = tokenizer.encode_prompt(prompt)
     model.eval()
     for _ in range(settings.sample_tokens):
-        inputs = torch.tensor([tokens[-settings.sequence_length :]], device=device)
-        best = logits_of(model, inputs)[0, -1].float().cpu().topk(min(_TOP, tokenizer.vocabulary_size))
+        seen = tokens[-settings.sequence_length :]
+        inputs = torch.tensor([seen + [0] * (-len(seen) % multiple)], device=device)
+        best = logits_of(model, inputs)[0, len(seen) - 1].float().cpu().topk(min(_TOP, tokenizer.vocabulary_size))
         odds = torch.softmax(best.values / _TEMPERATURE, 0)
         tokens.append(int(best.indices[torch.multinomial(odds, 1, generator=draw)]))
     model.train()

@@ -1,0 +1,29 @@
+"""Batches of a model that is cut into pipeline stages: one call for all of their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+import unbounded
+from unbounded.train.step.objective import MicroBatch, sum_losses
+
+
+class StagedModel:
+    """The summed loss of a rank's whole batch. All ranks must call it together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._factor = 1.0
+        self._pipeline = unbounded.pipeline(model, self._loss, targets=("targets",), reduction="sum")
+
+    def summed_loss(self, batch: MicroBatch, factor: float = 1.0) -> Tensor:
+        """With gradients enabled the backward of `factor` times the loss has run."""
+        self._factor = factor
+        given = {"input_ids": batch.inputs, "targets": batch.targets}
+        if batch.positions is not None:
+            given["position_ids"] = batch.positions
+        return self._pipeline(**given).double() / factor
+
+    def _loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
+        return sum_losses(output, batch["targets"]) * self._factor

@@ -1,0 +1,68 @@
+"""The training job over tensor, pipeline and context axes: the losses of one rank, on whatever mesh it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.corpora import write_texts
+from tests.train.jobs import losses, tiny, train, train_on_rank
+from unbounded.errors import InputError
+from unbounded.observe.metrics import read_metrics
+from unbounded.train.options.flags import make_config
+from unbounded.train.options.settings import close_settings
+
+PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding"]
+
+
+def evaluations(output: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(output / "metrics.jsonl", "eval")]
+
+
+def test_a_job_moves_from_mesh_to_mesh_with_the_losses_of_one_rank(
+    tmp_path: Path, ranks: Callable[..., list[Any]]
+) -> None:
+    texts = write_texts(tmp_path / "texts.jsonl", 600)
+    config = tiny(
+        tmp_path / "one", texts, layers=4, decay="constant", warmup=1, eval_fraction=0.05, eval_every=2, sample="the "
+    )
+    config = replace(config, sample_tokens=3)
+    sample = train(config).sample
+    moving = replace(config, output=str(tmp_path / "moving"))
+    meshes: list[tuple[int, int, dict[str, Any]]] = [
+        (4, 2, {"pipeline": 2, "tensor": 2}),
+        (2, 4, {"pipeline": 2, "plan": (("schedule", "interleaved"), ("optimizer", "host"))}),
+        (2, 6, {"context": 2}),
+    ]
+    for world_size, steps, axes in meshes:
+        assert ranks(world_size, train_on_rank, replace(moving, steps=steps, **axes)) == [steps] * world_size
+    assert losses(tmp_path / "moving") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert evaluations(tmp_path / "moving") == pytest.approx(evaluations(tmp_path / "one"), rel=1e-5)
+    assert sample == ranks(2, sample_on_rank, replace(moving, tensor=2))[0]
+
+
+def sample_on_rank(rank: int, world_size: int, config: Any) -> str:
+    return train(config).sample
+
+
+def test_flags_say_how_a_batch_goes_through_a_pipeline() -> None:
+    config = make_config({"tensor": 2, "pipeline": 2, "sequence_length": 32, "batch_tokens": 512, "steps": 1})
+    closed = close_settings(config, kind="cpu", world_size=2)
+    assert closed.shard_plan == {
+        "precision": "fp32",
+        "activations": "host",
+        "tensor": 2,
+        "pipeline": 2,
+        "microbatches": 4,
+    }
+    assert closed.micro_batch == 2  # of the 8 sequences of a rank: two parts for every stage
+    given = make_config({"pipeline": 2, "plan": (("microbatches", 8),), "sequence_length": 32, "batch_tokens": 512})
+    assert close_settings(given, kind="cpu", world_size=2).micro_batch == 1
+    with pytest.raises(InputError, match=r"microbatches=8 does not go with the 8 sequences .* and --micro-batch 4"):
+        close_settings(replace(given, micro_batch=4), kind="cpu", world_size=2)
+    with pytest.raises(InputError, match=r"--pipeline and --plan pipeline=... contradict each other"):
+        make_config({"pipeline": 2, "plan": (("pipeline", 2),)})
