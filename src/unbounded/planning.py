@@ -225,8 +225,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_
     for index, group in enumerate(optimizer.param_groups):  # each counts by its size
         shapes = [tuple(parameter.shape) for parameter in group["params"]]
         numel = sum(map(math.prod, shapes))
-        rule = book.rule(book.member_of(index), dtype, shapes)
-        if numel == 0 or rule is None:
+        rule = book.rule(book.member_of(index), dtype, shapes) if numel else None
+        if rule is None:
             continue
         held, total = _rule_bytes(rule, dtype), total + numel
         factors = 4 * sum(math.prod(factor) for shape in shapes for factor in rule.factor_shapes(shape).values())
