@@ -7,6 +7,9 @@ parameters count 4, and of BERT those that multiply: its blocks, and its head fo
 `ceiling_tflops` is what a large bf16 matmul reaches in the same process. `--engine torch` trains the same model
 resident in plain PyTorch (fp32 master weights, bf16 autocast, fused AdamW), `--engine fsdp2` under `fully_shard` on a
 mesh of one, `--engine deepspeed` under DeepSpeed with its optimizer on the host or on NVMe.
+`early_updates` counts the units that the plan lets be updated inside the backward, and the drafts of them that steps
+have taken and refused; with `--trace` also the part of the host optimizer's time inside backwards. Compare with
+`--plan ... early_units=0`, which updates all of them after it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import unbounded
+from unbounded.observe import trace
+from unbounded.observe.lanes import HOST_OPTIMIZER, PASS
+from unbounded.observe.spans import merge, read_spans
 from unbounded.train.step.objective import MicroBatch, summed_loss
 from unbounded.zero.setup import blueprint
 
@@ -89,6 +95,7 @@ def arguments() -> argparse.Namespace:
         help="what blocks keep; recompute is the model's own checkpointing (auto in Unbounded, else recompute)",
     )
     parser.add_argument("--no-clip", action="store_true")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="of clipping; untrained models are often above 1")
     parser.add_argument("--streamed", type=float, help="the part of host states that the GPU updates; else decided")
     parser.add_argument("--lora", type=int, help="train adapters of this rank, in Unbounded alone")
     parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "fsdp2", "deepspeed"))
@@ -162,7 +169,7 @@ class Unbounded:
     """The model built on the meta device and sharded by the plan."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.clip = not options.no_clip
+        self.clip, self.max_norm = not options.no_clip, options.max_norm
         with torch.device("meta"):
             model = make_model(options).to(torch.bfloat16)
         prepare(model, options)
@@ -180,9 +187,10 @@ class Unbounded:
     def step(self, batches: list[Batch]) -> torch.Tensor:
         for batch in batches:
             loss = loss_of(self.model, batch)
-            (loss / len(batches)).backward()
+            with trace.mark(PASS, "backward"):
+                (loss / len(batches)).backward()
         if self.clip:
-            self.optimizer.clip_grad_norm_(1.0)
+            self.optimizer.clip_grad_norm_(self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -192,7 +200,7 @@ class Torch:
     """Plain PyTorch, everything on the device."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self.clip, self.device = not options.no_clip, device
+        self.clip, self.max_norm, self.device = not options.no_clip, options.max_norm, device
         with device:
             self.model = make_model(options)
         prepare(self.model, options)
@@ -212,7 +220,7 @@ class Torch:
                 loss = loss_of(self.model, batch)
             (loss / len(batches)).backward()
         if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -282,6 +290,18 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def early_updates(optimizer: Any, trace_path: str | None) -> dict[str, Any]:
+    outlook = optimizer.updates.drafts.outlook
+    found = {"units": optimizer.plan.early_units, "taken": outlook.num_taken, "refused": outlook.num_refused}
+    if trace_path is not None:
+        spans = read_spans(trace_path)
+        updates = merge([(span.start, span.stop) for span in spans if span.lane == HOST_OPTIMIZER])
+        backwards = [(span.start, span.stop) for span in spans if span.lane == PASS]
+        inside = sum(max(0.0, min(b, d) - max(a, c)) for a, b in updates for c, d in backwards)
+        found["part_in_backward"] = round(inside / (sum(b - a for a, b in updates) or 1.0), 3)
+    return found
+
+
 def main() -> None:
     options = arguments()
     has_gpu = torch.cuda.is_available()
@@ -296,8 +316,6 @@ def main() -> None:
             torch.cuda.reset_peak_memory_stats()
         for index in range(options.steps):
             if options.trace and index == max(0, options.steps - 2):
-                from unbounded.observe import trace
-
                 trace.start(options.trace)
             if has_gpu:
                 torch.cuda.synchronize()
@@ -336,6 +354,7 @@ def main() -> None:
         if has_gpu:
             report["gpu_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         if options.engine == "unbounded":
+            report["early_updates"] = early_updates(engine.optimizer, options.trace)
             tiers = engine.optimizer.memory()
             report["tiers"] = {tier: round(use.used_bytes / 2**30, 2) for tier, use in tiers.items()}
         print(json.dumps(report), flush=True)

@@ -141,7 +141,8 @@ def _buffer_bytes(state: Sharded) -> int:
             held[array.tier] += array.numel * array.dtype.itemsize
     for unit, (_, tier) in zip(units, plan.gradients or (), strict=False):
         held[tier] += (unit.owned[1] - unit.owned[0]) * unit.dtype.itemsize if unit.states else 0
-    planned = max(0, state.tiers.planned_host_bytes - held["host"])
+    drafts = state.optimizer.updates.drafts.num_bytes if state.optimizer is not None else 0
+    planned = max(0, state.tiers.planned_host_bytes - held["host"] - drafts)
     return min(planned, held["disk"] if held["disk"] else 2**27, max(held.values()))
 
 

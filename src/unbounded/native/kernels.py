@@ -8,6 +8,7 @@ or on how a buffer is cut into calls (for the compact format: at multiples of BL
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from functools import cache
 
@@ -61,6 +62,7 @@ class UpdateArguments(ctypes.Structure):
 
 SIGNATURES: dict[str, list[type]] = {
     "update": [c_void_p],
+    "update_beside": [c_void_p, c_void_p],
     "sum_squares": [c_void_p, c_int32, c_int64],
     "convert": [c_void_p, c_int32, c_void_p, c_int32, c_int64],
     "accumulate": [c_void_p, c_int32, c_void_p, c_int32, c_double, c_int64],
@@ -105,15 +107,17 @@ def update(
     states: dict[str, Tensor],
     grad_scale: float = 1.0,
     out: Tensor | None = None,
+    source: Mapping[str, Tensor] | None = None,
     pool: Pool | None = None,
 ) -> None:
     """One step of `rule` in one pass over memory: gradient times `grad_scale`, update, write back.
 
     `states` holds the arrays of `state_arrays`, zero before step 1, and is changed in place like `weight`. `out`
-    (fp32 format only) receives the new weights in bf16 or fp16. A compact slice begins at a multiple of BLOCK.
+    (fp32 format only) receives the new weights in bf16 or fp16. A compact slice begins at a multiple of BLOCK. With
+    `source` ("weight" and the states by name) what is read is there and stays as it is: `weight` and `states` are
+    written without being read. They must not overlap.
     """
-    has_momentum = rule.momentum != 0
-    specs = state_arrays(rule.name, format, weight.dtype, momentum=has_momentum)
+    specs = state_arrays(rule.name, format, weight.dtype, momentum=rule.momentum != 0)
     numel = weight.numel()
     _check("weight", weight, (weight.dtype,))
     _check("grad", grad, tuple(FLOATS), numel)
@@ -126,16 +130,30 @@ def update(
     if out is not None:
         _check("out", out, HALVES, numel)
     arguments = _arguments(rule, format, weight, grad, grad_scale, out)
-    for slot, moment in zip(("first", "second"), moments(rule.name, momentum=has_momentum), strict=True):
+    _point(arguments, specs, rule, states)
+    if source is None:
+        _call("update", pool, ctypes.addressof(arguments))
+        return
+    _check("source", source["weight"], (weight.dtype,), numel)
+    for name, spec in specs.items():
+        _check(f'the source of "{name}"', source[name], (spec.dtype,), spec.numel(numel))
+    before = UpdateArguments(weight=source["weight"].data_ptr())
+    _point(before, specs, rule, source)
+    _call("update_beside", pool, ctypes.addressof(arguments), ctypes.addressof(before))
+
+
+def _point(
+    arguments: UpdateArguments, specs: Mapping[str, ArraySpec], rule: Rule, states: Mapping[str, Tensor]
+) -> None:
+    """Sets the pointers to a rule's states."""
+    for slot, moment in zip(("first", "second"), moments(rule.name, momentum=rule.momentum != 0), strict=True):
+        scale = f"{moment}_scale"
         setattr(arguments, slot, _pointer(states, moment))
-        setattr(
-            arguments, f"{slot}_scale", _pointer(states, moment and f"{moment}_scale" if format == "compact" else None)
-        )
+        setattr(arguments, f"{slot}_scale", _pointer(states, scale if scale in specs else None))
     arguments.remainder = _pointer(states, "remainder" if "remainder" in specs else None)
-    _call("update", pool, ctypes.addressof(arguments))
 
 
-def _pointer(states: dict[str, Tensor], name: str | None) -> int | None:
+def _pointer(states: Mapping[str, Tensor], name: str | None) -> int | None:
     return None if name is None else states[name].data_ptr()
 
 

@@ -129,7 +129,9 @@ class NativeRule:
         grad_scale: float | torch.Tensor,
         pool: kernels.Pool | None,
         whole: Whole | None = None,
+        source: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, float]:
+        """With `source` what is stepped is read there ("weight" and the states), on the host, and stays as it is."""
         moments = {name: state for name, state in states.items() if name != "master"}
         target, out = (states["master"], weight) if self.has_master else (weight, None)
         if weight.device.type == "cuda":
@@ -145,9 +147,26 @@ class NativeRule:
                 states=moments,
                 grad_scale=float(grad_scale),
                 out=out,
+                source=None if source is None else self._bring_along(numbers, source, moments, pool),
                 pool=pool,
             )
         return {}
+
+    def _bring_along(
+        self,
+        numbers: kernels.Rule,
+        source: Mapping[str, torch.Tensor],
+        moments: Mapping[str, torch.Tensor],
+        pool: kernels.Pool | None,
+    ) -> dict[str, torch.Tensor]:
+        """The source as the kernel takes it. A moment that these numbers do not step is copied as it is."""
+        stepped = kernels.state_arrays(
+            numbers.name, self.format, source["master" if self.has_master else "weight"].dtype,
+            momentum=numbers.momentum != 0,
+        )  # fmt: skip
+        for name in moments.keys() - stepped.keys():
+            kernels.copy(source[name], moments[name], pool)
+        return {**source, "weight": source["master"]} if self.has_master else dict(source)
 
     def _refuse_new_states(self, group: Mapping[str, Any]) -> None:
         """Options that need an array which was not there when the states were placed."""

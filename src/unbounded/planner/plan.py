@@ -32,6 +32,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _LEAST = {
     "prefetch_units": 0,
+    "early_units": 0,
     "host_threads": 1,
     "loss_scale_window": 0,
     "loss_scale_hysteresis": 1,
@@ -47,7 +48,8 @@ class Plan:
     """What lives where and how a step runs. A field left None is decided by "auto".
 
     `disk_checksums` has everything that is read back from the disk tier held against the checksum of what was written.
-    It takes a thousandth of the disk's bytes in host memory.
+    It takes a thousandth of the disk's bytes in host memory. `early_units` are updated inside the backward, beside
+    their old states in host memory.
     """
 
     stage: int = 3
@@ -63,6 +65,7 @@ class Plan:
     disk_path: tuple[str, ...] | None = None
     disk_checksums: bool = True
     prefetch_units: int = 2
+    early_units: int | None = None
     host_threads: int | None = None
     accumulate_dtype: str = "fp32"
     loss_scale: float = 2.0**16  # of fp16 at the start

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -72,7 +72,7 @@ class Engine:
         self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
         self.snapshots = Snapshots()
-        self.on_complete: Callable[[Unit], None] | None = None  # called when a unit's gradient is final
+        self.num_backwards = 0  # since the last step
         self.is_shown = False  # every parameter holds its full value
         self._defer_reduction = defer_reduction
         indices = [site.index for site in sites]
@@ -195,8 +195,6 @@ class Engine:
         """Every use of `unit` in this backward has given its gradients."""
         with torch.no_grad():
             self.reduction.complete(unit, defer=self._is_deferring)
-        if self.on_complete is not None and not self._no_sync:
-            self.on_complete(unit)
 
     @property
     def _is_deferring(self) -> bool:
@@ -220,6 +218,7 @@ class Engine:
         if self._is_reducing:
             return
         self._is_reducing = True
+        self.num_backwards += 1
         if self._is_deferring:
             self.reduction.defer()
         else:

@@ -134,6 +134,7 @@ class Unit:
         self.generation = 0  # changes of the weights so far
         self.weights_ready: Handle | None = None  # the update in flight: done when the new weights are home
         self.states_written: Handle | None = None  # and when the new states are
+        self.num_writes = 0  # changes of weights and states that no update made, counted before and after each
         self.reader: Reader | None = None  # a save that still reads the owned states: updates wait for it
         self.steps = np.zeros(len(layout.slots), dtype=np.int64)  # updates each parameter has had
         self.scalars: list[dict[str, float]] = [{} for _ in layout.slots]
@@ -253,6 +254,7 @@ class Unit:
     def forget_update(self) -> None:
         """The states were replaced from outside: what became of the last update no longer matters."""
         self.weights_ready = self.states_written = None
+        self.num_writes += 1
         self.note_change()
 
     def spoil(self, error: Exception) -> None:

@@ -34,6 +34,7 @@ class GradientArray:
         self.sum_dtype = torch.promote_types(sum_dtype, wire) if sum_dtype != wire else wire
         self.array: Array | None = None
         self.is_wide = tier == "disk"  # there a second copy, to widen from, has no room
+        self.num_changes = 0  # counted before and after each, so that who reads meanwhile can tell
         self._allocate_on: Allocate
         self._bounce: BufferPool
 
@@ -56,7 +57,17 @@ class GradientArray:
         if self.tier == "device":
             self.array = None
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        self.num_changes += 1
+        yield
+        self.num_changes += 1
+
     def store(self, part: torch.Tensor) -> None:
+        with self._changing():
+            self._store(part)
+
+    def _store(self, part: torch.Tensor) -> None:
         self.is_wide = self.is_wide or part.dtype != self.wire
         dtype = self.sum_dtype if self.is_wide else self.wire
         if self.tier == "device":
@@ -69,6 +80,10 @@ class GradientArray:
         self.array.evict(part.to(dtype)).wait()
 
     def accumulate(self, part: torch.Tensor) -> None:
+        with self._changing():
+            self._accumulate(part)
+
+    def _accumulate(self, part: torch.Tensor) -> None:
         assert self.array is not None
         if not self.is_wide and self.sum_dtype != self.wire:
             self._widen()
@@ -117,11 +132,12 @@ class GradientArray:
         """[start, stop) to change in place, in parts that go back to their tier."""
         if self.array is None or start == stop:
             return
-        if self.array.direct is not None:
-            yield self.array.direct[start:stop]
-        else:
-            for _, part in self._parts(start, stop, write_back=True):
-                yield part
+        with self._changing():
+            if self.array.direct is not None:
+                yield self.array.direct[start:stop]
+            else:
+                for _, part in self._parts(start, stop, write_back=True):
+                    yield part
 
     def _parts(self, start: int, stop: int, *, write_back: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
         """[start, stop) as the host can address it, each part with its place: they begin on a page of the disk."""

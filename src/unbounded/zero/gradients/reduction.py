@@ -12,8 +12,9 @@ and inside `no_sync`) whole local gradients are added up instead and reduced lat
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -36,6 +37,7 @@ class Reduction:
     def __init__(self, ranks: Axis, phases: Phases, lane: Lane, *, replicate: bool) -> None:
         self._phases = phases
         self.ranks, self.lane, self.replicate = ranks, lane, replicate
+        self.on_final: weakref.WeakMethod[Callable[[Unit], None]] | None = None  # who is told of final gradients
         self.measure = False  # take the norm as gradients pass: set once somebody has asked for it
         self._in_flight: deque[Handle] = deque()
         self._waiting: list[Unit] = []
@@ -75,9 +77,13 @@ class Reduction:
             full = self._fresh.pop(unit)
             _call_hooks(unit, full)
             self._take(unit, full, defer=defer)
-        if self.ranks.size > 1 and not defer:
+        if defer:
+            return
+        if self.ranks.size > 1:
             self._ready.add(unit)
             self._launch()
+        else:
+            self._tell_final(unit)
 
     def _take(self, unit: Unit, full: torch.Tensor, *, defer: bool) -> None:
         full = _add(unit.gradient.local, full)
@@ -132,7 +138,15 @@ class Reduction:
 
     def _launch(self) -> None:
         while self._waiting and self._waiting[0] in self._ready:
-            self.flush(self._waiting.pop(0), wide=self._is_deferred)
+            unit = self._waiting.pop(0)
+            self.flush(unit, wide=self._is_deferred)
+            self._tell_final(unit)
+
+    def _tell_final(self, unit: Unit) -> None:
+        """This backward adds nothing more to the gradient of `unit`, which is on its way to its tier."""
+        tell = self.on_final() if self.on_final is not None else None
+        if tell is not None:
+            tell(unit)
 
     def _submit(self, unit: Unit, full: torch.Tensor) -> None:
         if self.ranks.size == 1 and unit.gradient.tier == "device":

@@ -92,6 +92,13 @@ class Writes:
         if unit.reader is not None:
             unit.reader.make_way()
             unit.reader = None
+        unit.num_writes += 1
+        try:
+            self._store(unit, now, changed, start)
+        finally:
+            unit.num_writes += 1
+
+    def _store(self, unit: Unit, now: torch.Tensor, changed: torch.Tensor, start: int) -> None:
         if not unit.resident:
             unit.weights.evict(now, start).wait()
         if unit.rule is None:

@@ -10,10 +10,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from unbounded.optim.rules import NativeRule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
+from unbounded.tiers.array import Array
 from unbounded.tiers.budget import BOUNCE_BUFFERS, host_threads
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.memory import Tiers
@@ -32,6 +34,7 @@ from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer, Places
 from unbounded.zero.setup.thawing import Thawing, make_gradient
 from unbounded.zero.sites import Member, Site
+from unbounded.zero.step.drafts import Draft
 from unbounded.zero.step.exchange import Exchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
@@ -184,8 +187,21 @@ class Assembly:
         lanes = Lanes(self._lane("update"), self._lane("buffered"), streams, self._lane("whole"))
         needs_wholes = any(unit.needs_wholes and not unit.is_whole for unit in engine.units)
         exchange = Exchange(self.ranks.lane("whole")) if needs_wholes else None
-        updates = Updates(engine, lanes, self.threads, leased, buffers.depth, exchange)
+        drafts = self._drafts(engine.units, tiers, leased)
+        updates = Updates(engine, lanes, self.threads, leased, buffers.depth, drafts, exchange)
         return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
+
+    def _drafts(self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool) -> dict[Unit, Draft]:
+        """Spare states for the units that are updated inside the backward."""
+
+        def allocate(array: Array, *, pin: bool) -> Array:
+            return tiers.allocate(array.tier, array.dtype, array.numel, bounce, pin=pin)
+
+        drafts = {}
+        for unit, is_early in zip(units, self.blueprint.early, strict=True):
+            if is_early and isinstance(unit.rule, NativeRule):
+                drafts[unit] = Draft(unit, unit.rule, allocate)
+        return drafts
 
     def _attach(self, engine: Engine) -> Callable[[], None]:
         detaches = [hooks.attach(site.module, i, engine, is_root=i == 0) for i, site in enumerate(self.sites)]

@@ -115,6 +115,7 @@ class Blueprint:
     specs: tuple[UnitSpec, ...]
     places: tuple[UnitPlace, ...]
     streamed: tuple[bool, ...]  # which host states the GPU updates
+    early: tuple[bool, ...]  # which host states are updated inside the backward, beside the old ones
     plan: Plan
     disk_bytes: int
     host_bytes: int
@@ -270,7 +271,49 @@ def plan_units(
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
     streamed = _stream(specs, places, machine, device)
-    return Blueprint(tuple(specs), places, streamed, closed, disk_bytes, host_bytes, buffers, plan, budget, machine)
+    early = _choose_early(specs, sizes, places, streamed, plan, solved.room["host"], is_cpu=device.type == "cpu")
+    host_bytes += sum(_drafted(unit_bytes) for unit_bytes, chosen in zip(sizes, early, strict=True) if chosen)
+    closed = replace(closed, early_units=sum(early))
+    return Blueprint(
+        tuple(specs), places, streamed, early, closed, disk_bytes, host_bytes, buffers, plan, budget, machine
+    )
+
+
+def _drafted(unit: UnitBytes) -> int:
+    """What a second set of a unit's weights and states takes."""
+    return unit.updated_weights + unit.optimizer + unit.remainder
+
+
+def _choose_early(
+    specs: Sequence[UnitSpec],
+    sizes: Sequence[UnitBytes],
+    places: Sequence[UnitPlace],
+    streamed: Sequence[bool],
+    plan: Plan,
+    host_room: int,
+    *,
+    is_cpu: bool,
+) -> tuple[bool, ...]:
+    """Which units have room on the host for a second set of states: the last ones, whose gradients come first.
+
+    Room to add up the gradients of several backwards is left; of the rest half, unless the plan says how many. A CPU
+    has nothing to hide updates in, so there the plan has to say so.
+    """
+    wanted = plan.early_units if plan.early_units is not None else 0 if is_cpu else len(specs)
+    rows = list(zip(sizes, places, strict=True))
+    spare = host_room - sum_bytes(sizes, places, "host")
+    spare -= sum(unit.summed_gradients - unit.gradients for unit, where in rows if where.gradients == "host")
+    spare = spare if plan.early_units is not None else spare // 2
+    chosen = [False] * len(specs)
+    for index in reversed(range(len(specs))):
+        unit, where = rows[index]
+        is_on_host = (where.weights, where.gradients, where.optimizer) == ("host",) * 3
+        if not is_on_host or streamed[index] or not isinstance(specs[index].rule, NativeRule):
+            continue
+        if sum(chosen) < wanted and _drafted(unit) <= spare:
+            chosen[index] = True
+            spare -= _drafted(unit)
+    return tuple(chosen)
 
 
 def _stream(

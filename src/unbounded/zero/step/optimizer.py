@@ -7,6 +7,7 @@ exact and returns early: what it started is waited for by whoever needs it.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -50,6 +51,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scaled = False
         self._members = self._membership()
         self._updated: set[Unit] = set()  # inside last_backward
+        self._is_last_backward = self._updates_at_once = False
+        engine.reduction.on_final = weakref.WeakMethod(self._gradient_landed)
 
     # -- the training loop -----------------------------------------------------------------------------------------
 
@@ -80,6 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.updates.run([unit for unit in units if unit not in self._updated], self.param_groups)
         self._scaled = False
         self._updated.clear()
+        self.updates.drafts.outlook.num_backwards, self.engine.num_backwards = self.engine.num_backwards, 0
         for unit in self.engine.units:
             unit.gradient.is_new = False
         return loss
@@ -102,6 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unit.gradient.zero()
         self.engine.reduction.forget()
         self._updated.clear()
+        self.engine.num_backwards = 0
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -132,13 +137,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         `max_norm` says that `clip_grad_norm_` will follow: its norm is only known at the end, so updates wait for it.
         """
-        engine = self.engine
-        if max_norm is None and self.loss_scale is None and engine.ranks.size == 1:
-            engine.on_complete = self._update_early
+        self._is_last_backward = True
+        self._updates_at_once = max_norm is None and self.loss_scale is None and self.engine.ranks.size == 1
         try:
             yield
         finally:
-            engine.on_complete = None
+            self._is_last_backward = self._updates_at_once = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are added up on each rank and reduced by the first backward outside: less traffic."""
@@ -332,6 +336,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return (max_norm / (norm + 1e-6)).clamp(max=1.0)
         factor = torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
         return float(factor.clamp(max=1.0))
+
+    def _gradient_landed(self, unit: Unit) -> None:
+        """A backward has added all that it will to the gradient of `unit`, which is on its way to its tier."""
+        if self._updates_at_once:
+            self._update_early(unit)
+        elif self._is_last_backward or self.engine.num_backwards == self.updates.drafts.outlook.num_backwards:
+            self.updates.drafts.ask(unit, self.param_groups)
 
     def _update_early(self, unit: Unit) -> None:
         self._updated.add(unit)

@@ -11,8 +11,9 @@ new weights waits on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +25,12 @@ from unbounded.tiers.lane import Handle, Lane
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.gradients.gradient_array import Factor
+from unbounded.zero.step.drafts import Basis, Draft, Drafts, basis_of
 from unbounded.zero.step.exchange import Exchange
 from unbounded.zero.step.tensor_pass import TensorPass, cut_wholes
 from unbounded.zero.step.update_pass import (
+    Job,
     Piece,
     UpdatePass,
     cut_pieces,
@@ -51,6 +55,11 @@ class Work:
     home: Handle  # the new weights are where they live
     written: Handle  # the new states are
     before: Handle | None  # `states_written` of the step before: states that were not written must not be read
+    basis: Basis  # what it is updated from, but for the factor, which the device may still be computing
+
+    @property
+    def factor(self) -> Factor:
+        return self.pieces[0].factor
 
     def fail(self, error: BaseException) -> None:
         for handle in (self.home, self.written):
@@ -94,12 +103,14 @@ class Updates:
         num_threads: int,
         buffers: BufferPool,
         depth: int,
+        drafts: Mapping[Unit, Draft],
         exchange: Exchange | None = None,
     ) -> None:
         self.engine, self.lanes = engine, lanes
         self._piece_numel = buffers.buffer_bytes // 4
         # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
         few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
+        self.drafts = Drafts(drafts, lanes.direct, many)
         kinds = {"disk": (few, depth), "host": (many, depth), "device": (many, STREAMED_DEPTH)}
         rules = [unit.rule_if_trained for unit in engine.units]
         self._rules = list(dict.fromkeys(rule for rule in rules if rule is not None))
@@ -114,7 +125,8 @@ class Updates:
 
     def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]]) -> None:
         """Updates `units` in order; returns before the lanes have done their part."""
-        planned = [(unit, self._plan(unit, groups)) for unit in units]  # what fails here has changed nothing
+        self.drafts.cancel()
+        planned = [(unit, *self._plan(unit, groups)) for unit in units]  # what fails here has changed nothing
         queued: dict[Lane, list[Work]] = {lane: [] for lane in self.lanes.all}
         try:
             self._begin(planned, queued)
@@ -130,21 +142,23 @@ class Updates:
             if work:
                 lane.submit(self._run_in, lane, work, ready)
 
-    def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
+    def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> tuple[list[Job], list[Piece]]:
         gradient = unit.gradient
         gradient.order_stream()
         gradient.apply_changes()
         if gradient.state is GradientState.ZERO:
             gradient.apply_factor()
         if unit.needs_wholes:
-            return cut_wholes(unit, groups)
+            pieces = cut_wholes(unit, groups)
+            return [job for piece in pieces for job in piece.jobs], pieces
         piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
-        return cut_pieces(unit, plan_jobs(unit, groups), piece_numel)
+        jobs = plan_jobs(unit, groups)
+        return jobs, cut_pieces(unit, jobs, piece_numel)
 
-    def _begin(self, planned: Sequence[tuple[Unit, list[Piece]]], queued: dict[Lane, list[Work]]) -> None:
+    def _begin(self, planned: Sequence[tuple[Unit, list[Job], list[Piece]]], queued: dict[Lane, list[Work]]) -> None:
         """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
         num_streamed = 0
-        for unit, pieces in planned:
+        for unit, jobs, pieces in planned:
             unit.steps = steps_after(unit)
             unit.note_change()
             if pieces and kernel_device(unit).type == "cuda" and not unit.streamed and not unit.needs_wholes:
@@ -152,7 +166,8 @@ class Updates:
             elif pieces:
                 lane = self.lanes.lane_for(unit, num_streamed)
                 num_streamed += unit.streamed
-                work = Work(unit, pieces, Handle(), Handle(), unit.states_written)
+                basis = basis_of(unit, jobs, math.nan)
+                work = Work(unit, pieces, Handle(), Handle(), unit.states_written, basis)
                 queued[lane].append(work)
                 unit.weights_ready, unit.states_written = work.home, work.written
                 unit.gradient.reading = work.written
@@ -176,6 +191,8 @@ class Updates:
         kind = "whole" if lane is self.lanes.whole else kind
         try:
             _read_factors(work)
+            if lane is self.lanes.direct:
+                work = self._take_drafts(lane, work)
             for rule in dict.fromkeys(part.unit.rule for part in work):
                 assert rule is not None
                 self._passes[kind, rule].run(
@@ -187,6 +204,24 @@ class Updates:
             for part in work:
                 part.fail(error)
             raise
+
+    def _take_drafts(self, lane: Lane, work: list[Work]) -> list[Work]:
+        """Exchanges old states for those that were written already; what is left is to be updated."""
+        left, num_written = [], 0
+        for part in work:
+            draft = self.drafts.of.get(part.unit)
+            num_written += draft is not None and draft.is_written
+            if part.before is not None:
+                part.before.order_stream()
+            if draft is not None and draft.take(replace(part.basis, factor=part.factor)):
+                part.home.complete(event=lane.mark())
+                part.written.complete(event=lane.mark())
+            else:
+                left.append(part)
+        num_taken = len(work) - len(left)
+        factors = {float(part.factor) for part in work}
+        self.drafts.outlook.note(factors, num_taken=num_taken, num_refused=num_written - num_taken)
+        return left
 
 
 def _read_factors(work: Iterable[Work]) -> None:

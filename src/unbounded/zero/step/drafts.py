@@ -1,0 +1,211 @@
+"""Updates inside the backward that can be taken back: a unit's new states written beside its old ones.
+
+    backward   | u3 |    | u2 |    | u1 |
+    gradient        | u3 |    | u2 |    | u1 |
+    draft                | u3 |    | u2 |                u1 is cancelled: its update begins with the step
+    step                                      | take u2, u3 | update u1 ... |
+
+Clipping needs a norm that is known when the backward ends, so an update before that is a guess: that the step will use
+the gradient as it landed, a factor and hyper-parameters that are known already. A draft notes what it was made from
+(`Basis`). The step works out what it would update from; where that is the same, old and new arrays change places, and
+where it is not, the unit is updated from its old states as ever. So results never depend on whether a guess was good:
+`Outlook` only keeps bad ones from being made.
+
+What a draft reads may change under it: another backward adds to the gradient, somebody writes to a weight. Nobody waits
+for a draft. The arrays count their changes, before and after each, so that a draft which saw one has another basis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unbounded.native import kernels
+from unbounded.observe import trace
+from unbounded.optim.rules import NativeRule
+from unbounded.tiers.array import Array
+from unbounded.tiers.lane import Lane
+from unbounded.tiers.reader import Reader
+from unbounded.zero.step.update_pass import Job, plan_jobs
+from unbounded.zero.unit import Unit
+
+# Steps without drafts after some were of no use, twice as many each time, up to so many.
+MOST_PAUSED = 64
+
+
+class AllocateLike(Protocol):
+    """Makes an array like the given one, on its tier."""
+
+    def __call__(self, array: Array, *, pin: bool) -> Array: ...
+
+
+@dataclass(frozen=True)
+class Basis:
+    """All that an update follows from: equal ones give the same bits."""
+
+    jobs: tuple[Job, ...]
+    factor: float
+    gradient: int  # changes of the array so far
+    states: int  # writes to the states from outside
+
+
+def basis_of(unit: Unit, jobs: Sequence[Job], factor: float) -> Basis:
+    """What an update of `unit` now would follow from."""
+    return Basis(tuple(jobs), factor, unit.gradient.store.num_changes, unit.num_writes)
+
+
+class Draft:
+    """The spare arrays of one unit whose states, weights and gradient are in host memory; allocated when first used."""
+
+    def __init__(self, unit: Unit, rule: NativeRule, allocate: AllocateLike) -> None:
+        self.unit, self._rule, self._allocate = unit, rule, allocate
+        self._arrays: dict[str, Array] = {}
+        self._reader: Reader | None = None  # a save that still reads what is spare by now
+        self._asked: tuple[Job, ...] | None = None  # not begun yet
+        self._basis: Basis | None = None  # of what is written
+
+    def ask(self, groups: Sequence[dict[str, Any]]) -> tuple[Job, ...] | None:
+        """What shall be written, from hyper-parameters as they are now; None where the update would leave some out."""
+        self._basis = self._asked = None
+        if 0 not in self.unit.gradient.used and 0 not in self.unit.is_grouped:
+            self._asked = tuple(plan_jobs(self.unit, groups))
+        return self._asked
+
+    def cancel(self) -> None:
+        """What has not begun need not."""
+        self._asked = None
+
+    def write(self, jobs: tuple[Job, ...], factor: float, pool: kernels.Pool) -> bool:
+        """Runs in the update lane, after the gradient has landed. Whether it was still asked for."""
+        if self._asked is not jobs:
+            return False
+        self._asked = None
+        basis = basis_of(self.unit, jobs, factor)
+        gradient = self.unit.gradient.store.array
+        old = _arrays_of(self.unit)
+        if not self._arrays:
+            self._arrays = {  # weights go to the device from where they are
+                name: self._allocate(array, pin=name == "weight") for name, array in old.items()
+            }
+        if self._reader is not None:
+            self._reader.make_way(pool)
+            self._reader = None
+        if gradient is None or gradient.direct is None:
+            return False
+        with trace.device_span("host optimizer", self.unit.name):
+            for job in jobs:
+                self._apply(job, factor, gradient.direct, old, pool)
+        self._basis = basis
+        return True
+
+    def _apply(
+        self, job: Job, factor: float, gradient: torch.Tensor, old: Mapping[str, Array], pool: kernels.Pool
+    ) -> None:
+        every = {"weight": 1, **{spec.name: spec.every for spec in self._rule.specs}}
+
+        def stretch(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+            return {
+                name: array.direct[job.start // every[name] : -(-job.stop // every[name])]  # type: ignore[index]
+                for name, array in arrays.items()
+            }
+
+        states = stretch(self._arrays)
+        self._rule.apply(
+            job.numbers,
+            {},
+            weight=states.pop("weight"),
+            grad=gradient[job.start : job.stop],
+            states=states,
+            grad_scale=factor,
+            pool=pool,
+            source=stretch(old),
+        )
+
+    def take(self, basis: Basis) -> bool:
+        """Exchanges old and new states where these are what an update from `basis` gives. Runs in the update lane."""
+        written, self._basis = self._basis, None
+        if written != basis:
+            return False
+        unit, new = self.unit, self._arrays
+        self._arrays = _arrays_of(unit)
+        unit.weights = new["weight"]
+        unit.states.update({name: array for name, array in new.items() if name != "weight"})
+        self._reader, unit.reader = unit.reader, None
+        return True
+
+    @property
+    def is_written(self) -> bool:
+        return self._basis is not None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.numel * array.dtype.itemsize for array in _arrays_of(self.unit).values())
+
+
+def _arrays_of(unit: Unit) -> dict[str, Array]:
+    return {"weight": unit.weights, **unit.states}
+
+
+class Outlook:
+    """What the next step is expected to be like: like the last one, if that used a factor which has come up before.
+
+    A factor of 1 is that of every step that does not clip; fp16 has the same one until its scale changes; one that
+    clips is another in every step.
+    """
+
+    def __init__(self) -> None:
+        self.num_backwards = 0  # of the last step
+        self.num_taken = self.num_refused = 0  # drafts so far
+        self._factor: float | None = None
+        self._before: float | None = None
+        self._pause = self._backoff = 0
+
+    @property
+    def factor(self) -> float | None:
+        """What gradients will be multiplied by; None where a guess would be too bold."""
+        is_known = self._factor == 1.0 or (self._factor is not None and self._factor == self._before)
+        return self._factor if is_known and not self._pause else None
+
+    def note(self, factors: set[float], *, num_taken: int, num_refused: int) -> None:
+        """A step has used these factors, and so many drafts were of use and not."""
+        self._before, self._factor = self._factor, factors.pop() if len(factors) == 1 else None
+        self.num_taken += num_taken
+        self.num_refused += num_refused
+        self._pause = max(0, self._pause - 1)
+        if num_refused:
+            self._pause = self._backoff = min(MOST_PAUSED, 2 * self._backoff + 1)
+        elif num_taken:
+            self._backoff = 0
+
+
+class Drafts:
+    """The drafts of a model's units, written in the update lane."""
+
+    def __init__(self, drafts: Mapping[Unit, Draft], lane: Lane, pool: kernels.Pool) -> None:
+        self.of, self.outlook = drafts, Outlook()
+        self._lane, self._pool = lane, pool
+
+    def ask(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> None:
+        """The gradient of `unit` is on its way to its tier, for the last time before the step as far as is known."""
+        draft, factor = self.of.get(unit), self.outlook.factor
+        if draft is None or factor is None or (jobs := draft.ask(groups)) is None:
+            return
+        self._lane.submit(self._write, draft, jobs, factor, unit.gradient.adding)
+
+    def _write(self, draft: Draft, jobs: tuple[Job, ...], factor: float, adding: Any) -> None:
+        if adding is not None:
+            adding.wait()
+        draft.write(jobs, factor, self._pool)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the spare arrays take once all were used."""
+        return sum(draft.num_bytes for draft in self.of.values())
+
+    def cancel(self) -> None:
+        """The step begins: units whose drafts have not are updated in its order."""
+        for draft in self.of.values():
+            draft.cancel()
