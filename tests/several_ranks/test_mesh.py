@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -112,3 +114,14 @@ def train_on(rank: int, world_size: int, with_mesh: bool) -> list[float]:
 
 def test_a_mesh_of_the_users_trains_as_the_world_does(ranks: Any) -> None:
     assert ranks(2, train_on, True) == ranks(2, train_on, False)
+
+
+def count_descriptors(rank: int, size: int) -> int:
+    make_axes(None, CPU, tensor=size)
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_job_after_the_other_leaves_no_meshes(ranks: Any) -> None:
+    first, *others = (ranks(2, count_descriptors) for _ in range(3))
+    assert all(count <= before for counts in others for count, before in zip(counts, first, strict=True))

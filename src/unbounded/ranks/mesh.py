@@ -30,8 +30,10 @@ ORDER = ("pipeline", "data", "context", "tensor")
 _SHORT = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _KNOWN = (*ORDER, "expert")
 
-# The meshes made here, so that every model of a job runs on the same groups.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
+# The meshes made here, so that every model of a job runs on the same groups; and the job's group. A mesh holds that
+# one, so meshes of a job that has ended go when the next one makes its first.
+_made: dict[tuple[int, ...], DeviceMesh] = {}
+_made_in: weakref.ref[dist.ProcessGroup] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,13 @@ def _axes(world: Axis, groups: Mapping[str, dist.ProcessGroup | None], mesh: Dev
 
 def _make_mesh(sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
     """Tensor innermost. Axes of one rank are part of it, so that every mesh made here has the same names."""
+    global _made_in
     world = dist.group.WORLD
     assert world is not None
-    made = _made.setdefault(world, {})
+    if _made_in is None or _made_in() is not world:
+        _made.clear()
+        _made_in = weakref.ref(world)
     shape = tuple(sizes[name] for name in ORDER)
-    if shape not in made:
-        made[shape] = init_device_mesh(device.type, shape, mesh_dim_names=ORDER)
-    return made[shape]
+    if shape not in _made:
+        _made[shape] = init_device_mesh(device.type, shape, mesh_dim_names=ORDER)
+    return _made[shape]
