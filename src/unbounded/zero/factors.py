@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unbounded.optim.rules import UpdateRule
+from unbounded.optim.rules import Granularity, UpdateRule
 from unbounded.tiers.array import Array
 from unbounded.zero.layout import Layout
 
@@ -34,9 +34,10 @@ class Factor:
 def find_factors(layout: Layout, rule: UpdateRule | None, homes: Sequence[int], home: int | None) -> tuple[Factor, ...]:
     """The factors that the rank `home` keeps of a unit; None keeps those of all ranks."""
     found: list[Factor] = []
-    for index, slot in enumerate(layout.slots if rule is not None else ()):
+    if rule is None or rule.granularity is not Granularity.TENSOR:
+        return ()
+    for index, slot in enumerate(layout.slots):
         if home is None or homes[index] == home:
-            assert rule is not None
             for name, shape in rule.factor_shapes(slot.shape).items():
                 found.append(Factor(index, name, shape, found[-1].stop if found else 0))
     return tuple(found)

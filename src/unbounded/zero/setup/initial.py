@@ -134,7 +134,12 @@ def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
     names = {spec.name for spec in unit.rule.specs} if unit.rule is not None else set()
     for index, parameter in enumerate(unit.views.parameters if carried is not None and unit.trainable else ()):
         assert carried is not None
-        tensors = {name: value for name, value in carried(parameter).items() if isinstance(value, torch.Tensor)}
+        # Some keep their counts and running numbers as such.
+        tensors = {
+            name: torch.as_tensor(value)
+            for name, value in carried(parameter).items()
+            if isinstance(value, torch.Tensor | int | float)
+        }
         # States on meta are what an optimizer is made with, as Adagrad's first sums: the rule fills them itself.
         held = {name: value for name, value in tensors.items() if not value.is_meta}
         # SGD, Muon and Lion keep no count. Once there are states the next update is not the first, which begins them.
