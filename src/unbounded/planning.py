@@ -6,8 +6,9 @@ search, and closes a `Plan` with what it found.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError
-from unbounded.optim.rules import UpdateRule, read_rule
+from unbounded.optim.book import RuleBook
+from unbounded.optim.recognition import unwrap
+from unbounded.optim.rules import UpdateRule
 from unbounded.planner.machine import Machine, saved_path
 from unbounded.planner.models.configs import FAMILIES, read_model, shape_of
 from unbounded.planner.models.footprint import EAGER, FORMATS, Cost, Footprint, Part, StateBytes, footprint_of, widen
@@ -41,7 +44,7 @@ ASSUMED_TOKENS = 4096
 
 def plan(
     model: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     machine: Machine | str | None = None,
     tokens_per_step: int | None = None,
@@ -56,7 +59,8 @@ def plan(
     """
     found = read_machine(machine)
     asked = read_plan(budgets)
-    footprint, precision, formats = read_footprint(model, optimizer, asked)
+    joined = unwrap(optimizer) if optimizer is not None else None
+    footprint, precision, formats = read_footprint(model, joined, asked)
     tokens = tokens_per_step or ASSUMED_TOKENS * found.num_devices
     request = Request(
         tokens,
@@ -93,7 +97,11 @@ def predict_step(
         network_bandwidth=machine.network_bandwidth or UNMEASURED.network_bandwidth,
     )
     dtype = DTYPES[str(placed.precision)]
-    states = _rule_bytes(state.rules[dtype], dtype) if dtype in state.rules else FORMATS[str(placed.precision), "exact"]
+    states = FORMATS[str(placed.precision), "exact"]
+    for unit in state.engine.units:
+        if unit.rule is not None and unit.dtype == dtype:
+            states = _rule_bytes(unit.rule, dtype)
+            break
     setup = Setup(
         tokens=tokens,
         sequence=sequence,
@@ -213,7 +221,20 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_
     """Bytes a parameter of the optimizer's rule; AdamW's without one."""
     if optimizer is None:
         return FORMATS[precision, state_format]
-    return _rule_bytes(read_rule(optimizer, DTYPES[precision], state_format), DTYPES[precision])
+    book, dtype = RuleBook(optimizer, state_format), DTYPES[precision]
+    total, mean = 0, StateBytes(dtype.itemsize, dtype.itemsize, 0.0, 0.0, max(4, dtype.itemsize))
+    for index, group in enumerate(optimizer.param_groups):  # each counts by its size
+        shapes = [tuple(parameter.shape) for parameter in group["params"]]
+        numel = sum(map(math.prod, shapes))
+        rule = book.rule(book.member_of(index), dtype, shapes) if numel else None
+        if rule is None:
+            continue
+        held, total = _rule_bytes(rule, dtype), total + numel
+        factors = 4 * sum(math.prod(factor) for shape in shapes for factor in rule.factor_shapes(shape).values())
+        optimizer_bytes = mean.optimizer + (held.optimizer + factors / numel - mean.optimizer) * numel / total
+        remainder = mean.remainder + (held.remainder - mean.remainder) * numel / total
+        mean = replace(mean, optimizer=optimizer_bytes, remainder=remainder)
+    return mean
 
 
 def _rule_bytes(rule: UpdateRule, dtype: torch.dtype) -> StateBytes:

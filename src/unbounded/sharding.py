@@ -29,6 +29,8 @@ from unbounded.activations.tiled.feedforward import Sizes, find_feed_forwards, p
 from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import BudgetError, PlanError, StateError
 from unbounded.native.memory import available_bytes
+from unbounded.optim.book import RuleBook
+from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import unwrap
 from unbounded.optim.rules import NativeRule
 from unbounded.parallel.applied import Applied, take_parts
@@ -50,7 +52,7 @@ from unbounded.zero.parameters.parameter import unmanage
 from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision, compute_device
 from unbounded.zero.setup.assembly import Assembly, Entries, Fill, Sharded
-from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units, set_rules
+from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units
 from unbounded.zero.setup.initial import Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
 from unbounded.zero.sites import find_members, find_sites
@@ -67,7 +69,7 @@ _promises: weakref.WeakKeyDictionary[nn.Module, DevicePromise] = weakref.WeakKey
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     plan: str | Plan | Mapping[str, Any] = "auto",
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -76,7 +78,8 @@ def shard(
     """All ranks must call this. Places the states of `model` and `optimizer` and returns them ready to train.
 
     The model is changed in place and returned; the optimizer returned is a `torch.optim.Optimizer` over the same
-    param groups (None where none was given). `plan` is "auto", a `Plan`, or a dict of its fields. `weights` is a
+    param groups (None where none was given); several optimizers, Muon for matrices and AdamW for the rest, become one
+    that steps them all. `plan` is "auto", a `Plan`, or a dict of its fields. `weights` is a
     folder of safetensors that is streamed into a model on the meta device. `mesh` gives the axes of the job (data,
     tensor, pipeline), where the plan's sizes shall not make them. Where a launcher such as torchrun started this
     process among others and there is no process group yet, one is made.
@@ -98,11 +101,11 @@ def shard(
     sites = find_sites(model, with_tiles=True)
     holdings = Holdings(parts.cuts, parts.uncounted)
     groups = {id(parts.replaced[key]) if key in parts.replaced else key: g for key, g in admitted.groups.items()}
-    specs = find_specs(sites, groups, axes.data.size, lowered, holdings)
-    rules = set_rules(specs, optimizer, open_plan.optimizer_format)
+    book = RuleBook(optimizer, open_plan.optimizer_format) if optimizer is not None else None
+    specs = find_specs(sites, groups, axes.data.size, lowered, holdings, book)
     promise = _promise(axes, device, open_plan.device_bytes)
     resolved = replace(open_plan, precision=open_plan.precision or common_precision(model))
-    blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size, rules=rules)
+    blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size)
     cast_inputs = lowered if lowered != torch.float32 else None
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
     with _lifted_policies(model):
@@ -118,10 +121,10 @@ def shard(
     if blueprint.plan.activations is not None:
         checkpoint_activations(model, blueprint.plan.activations)
     state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes, cut=parts.heads).remove)
-    if optimizer is not None:
-        state.add_detach(optimizer.register_step_pre_hook(_refuse_old_optimizer).remove)
-        if _may_balance(admitted.plan, state):
-            state.add_detach(_balance(model, state))
+    for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer] if optimizer else []:
+        state.add_detach(member.register_step_pre_hook(_refuse_old_optimizer).remove)
+    if optimizer is not None and _may_balance(admitted.plan, state):
+        state.add_detach(_balance(model, state))
     if optimizer is not None and not hasattr(model, "peft_config"):
         state.add_detach(_refuse_late_adapters(model))
     return model, state.optimizer  # type: ignore[return-value]
@@ -378,7 +381,7 @@ def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
 
 def _may_balance(plan: Plan, state: Sharded) -> bool:
     """Whether the plan left it open where states live, every rank may decide alone, and lanes can carry weights."""
-    is_native = all(isinstance(rule, NativeRule) for rule in state.rules.values())
+    is_native = all(isinstance(unit.rule, NativeRule) for unit in state.engine.units if unit.rule is not None)
     is_own = state.engine.ranks.size == 1 or state.plan.stage > 0
     is_open = plan.optimizer is None and plan.gradients is None
     return state.engine.device.type == "cuda" and is_open and is_own and is_native

@@ -54,7 +54,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int = 3) -> list[float]:
+def train(model: nn.Module, optimizer: Any, first: int, steps: int = 3) -> list[float]:
     losses = []
     for step in range(first, first + steps):
         tokens = torch.randint(0, 11, (8,), generator=torch.Generator().manual_seed(step))
@@ -229,6 +229,44 @@ def test_a_distributed_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path: P
     save_dcp(tmp_path / "theirs", model, optimizer, form)
     unbounded.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     assert resumed_losses(tmp_path / "ours") == pytest.approx(train(model, optimizer, 3), rel=1e-5)
+
+
+class Both:
+    """Two optimizers, stepped one after another."""
+
+    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
+        self.members = members
+
+    def step(self) -> None:
+        for member in self.members:
+            member.step()
+
+    def zero_grad(self) -> None:
+        for member in self.members:
+            member.zero_grad()
+
+
+def make_others(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = groups(model)
+    if kind == "Muon + AdamW":
+        return [torch.optim.Muon(matrices["params"], lr=1e-2), torch.optim.AdamW(rest["params"], lr=1e-2)]
+    if kind == "Adafactor":
+        return [torch.optim.Adafactor([matrices, rest], lr=1e-2)]
+    return [torch.optim.SGD([matrices, rest], lr=1e-2, momentum=0.9)]
+
+
+@pytest.mark.parametrize("kind", ["Muon + AdamW", "Adafactor", "SGD"])
+def test_states_of_other_optimizers_come_along(tmp_path: Path, kind: str) -> None:
+    model = make()
+    optimizers = make_others(kind, model)
+    train(model, Both(optimizers), 0)
+    save_dcp(tmp_path / "theirs", model, optimizers, "nested")
+    unbounded.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    other = make(seed=2)
+    others = make_others(kind, other)
+    other, optimizer = unbounded.shard(other, others if len(others) > 1 else others[0])
+    unbounded.load(tmp_path / "ours", other, optimizer)
+    assert train(other, optimizer, 3) == pytest.approx(train(model, Both(optimizers), 3), rel=1e-5)
 
 
 def train_fsdp(rank: int, world_size: int, folder: str) -> list[float]:

@@ -1,24 +1,35 @@
-"""Which update an optimizer object stands for: read from its class by identity or by declaration, never by its name.
+"""Which update an optimizer object stands for: read from its class by identity or by declaration.
 
 A stock class of torch.optim stands for itself, and so does a subclass that leaves the update alone, as those that
-frameworks make. A class whose update is one of the rules here without being torch's says so with a class attribute,
-`unbounded_rule = "lion"`. Wrappers that only pass calls on are looked through.
+frameworks make. Any other class declares itself with a class attribute: `unbounded_rule = "lion"` where its update is
+one of the fused rules, "elementwise" where every element is updated by itself, "tensor" where every tensor is. The last
+two are believed only after a trial (`optim/trial.py`). Wrappers that only pass calls on are looked through.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from unbounded.errors import PlanError
+from unbounded.optim.granularity import Granularity
+from unbounded.optim.joined import JoinedOptimizer
 
 STOCK: tuple[type[torch.optim.Optimizer], ...] = tuple(
     getattr(torch.optim, name)
     for name in ("AdamW", "Adam", "SGD", "Adagrad", "NAdam", "RMSprop", "Adamax", "RAdam", "Adadelta")
 )
+WHOLE: tuple[type[torch.optim.Optimizer], ...] = tuple(
+    getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)
+)
+"""Those whose update of an element depends on its whole tensor."""
+_ADAFACTOR = "transformers.optimization.Adafactor"
 DECLARED = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
-"""What a class may declare as its `unbounded_rule`, and the kind that it then is."""
+"""The fused rules that a class may declare as its `unbounded_rule`, and the kind that it then is."""
+_OWN = {"elementwise": Granularity.ELEMENT, "tensor": Granularity.TENSOR}
 
 _WRAPPERS = {
     "accelerate.optimizer.AcceleratedOptimizer",
@@ -31,43 +42,72 @@ _UPDATE = ("step", "_init_group")
 """The methods that make a stock optimizer's update what it is."""
 
 
-def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers of frameworks that only pass calls on."""
-    while any(f"{kind.__module__}.{kind.__qualname__}" in _WRAPPERS for kind in type(optimizer).__mro__):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    return optimizer
+@dataclass(frozen=True)
+class Recognised:
+    """`kind` names the update. Where the class has only declared it, it `is_to_be_tried` before it is believed."""
+
+    kind: str
+    granularity: Granularity
+    is_to_be_tried: bool = False
+
+
+def unwrap(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """The optimizer inside wrappers of frameworks that only pass calls on; several are joined into one."""
+    if isinstance(optimizer, (list, tuple)):
+        return JoinedOptimizer([unwrap(one) for one in optimizer])
+    while any(_full(kind) in _WRAPPERS for kind in type(optimizer).__mro__):
+        optimizer = optimizer.optimizer  # type: ignore[union-attr]
+    return optimizer  # type: ignore[return-value]
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The name of the rule that an optimizer stands for: that of a stock class, or "Lion". Others are refused."""
+    """The name of the update that an optimizer stands for, or of those that were joined. Others are refused."""
+    if isinstance(optimizer, JoinedOptimizer):
+        return " + ".join(kind_of(member) for member in optimizer.members)
+    return recognise(optimizer).kind
+
+
+def recognise(optimizer: torch.optim.Optimizer) -> Recognised:
+    """Which update one optimizer stands for. Others are refused."""
     own = type(optimizer)
     declared = getattr(own, "unbounded_rule", None)
     if declared is not None:
-        if declared not in DECLARED:
-            raise PlanError(
-                f"{_full(own)} declares unbounded_rule = {declared!r}. It may be one of {', '.join(DECLARED)}."
-            )
-        return DECLARED[declared]
-    stock = next((kind for kind in own.__mro__ if kind in STOCK), None)
+        return _read_declared(own, declared)
+    stock = next((kind for kind in own.__mro__ if kind in (*STOCK, *WHOLE) or _full(kind) == _ADAFACTOR), None)
     if stock is None:
         raise PlanError(
             f"{_full(own)} cannot be run exactly on partitioned states, because its update of an element may depend "
-            f"on others. Use one of {', '.join(kind.__name__ for kind in STOCK)} of torch.optim or, if its update is "
-            f'exactly that of one of {", ".join(DECLARED)}, declare it: `unbounded_rule = "lion"` in the class.'
+            f"on others. Use one of {', '.join(kind.__name__ for kind in (*STOCK, *WHOLE))} of torch.optim. If its "
+            f'update is exactly that of one of {", ".join(DECLARED)}, declare it: `unbounded_rule = "lion"` in the '
+            'class; "elementwise" where every element is updated by itself, "tensor" where every tensor is.'
         )
     changed = [name for name in _UPDATE if _function(own, name) is not _function(stock, name)]
     if changed:
         raise PlanError(
             f"{_full(own)} has a {changed[0]} of its own, which would not run: the engine updates the states itself, "
-            f"as torch.optim.{stock.__name__} does. Give a torch.optim.{stock.__name__}, and do what {changed[0]} adds "
-            "in the training loop."
+            f"as {stock.__name__} does. Give a torch.optim.{stock.__name__} and do what {changed[0]} adds in the "
+            'training loop, or declare `unbounded_rule = "elementwise"` in the class if that is what it is.'
         )
-    return stock.__name__
+    if _full(stock) == _ADAFACTOR:
+        return Recognised("transformers.Adafactor", Granularity.TENSOR)
+    return Recognised(stock.__name__, Granularity.TENSOR if stock in WHOLE else Granularity.ELEMENT)
+
+
+def _read_declared(own: type, declared: object) -> Recognised:
+    if declared in DECLARED:
+        return Recognised(DECLARED[str(declared)], Granularity.ELEMENT)
+    if declared in _OWN:
+        return Recognised(own.__qualname__, _OWN[str(declared)], is_to_be_tried=True)
+    raise PlanError(
+        f"{_full(own)} declares unbounded_rule = {declared!r}. It may be one of {', '.join((*DECLARED, *_OWN))}."
+    )
 
 
 def _function(kind: type, name: str) -> object:
     """A method without the wrappers that torch puts around it when the first instance is made."""
-    return inspect.unwrap(getattr(kind, name))
+    return inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
 
 
 def _full(kind: type) -> str:

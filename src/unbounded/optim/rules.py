@@ -1,26 +1,25 @@
-"""Update rules: a stock `torch.optim` optimizer read as a rule over flat buffers.
+"""Update rules: what an optimizer does to flat buffers.
 
-A rule knows which state arrays it keeps beside the weights (`specs`), reads a param group and a step count into
-frozen numbers (`resolve`), and updates a stretch of buffers in place (`apply`). `NativeRule` runs the fused host
-kernel or, for buffers on a GPU, the fused device kernel. `TorchRule` covers the other elementwise optimizers by
-running the torch optimizer itself on the flat fp32 master: elementwise updates do not care how tensors are cut.
+A rule says what it must see at once (`granularity`) and which state arrays it keeps beside the weights (`specs`), reads
+a param group and a step count into frozen numbers (`resolve`), and updates buffers in place (`apply`). `NativeRule`
+runs the fused host kernel or, for buffers on a GPU, the fused device kernel. Everything else runs the optimizer's own
+class (`optim/class_rules.py`). Which rule an optimizer has: `optim/book.py`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from unbounded.errors import PlanError, StateError
+from unbounded.errors import StateError
 from unbounded.native import kernels
-from unbounded.optim.recognition import kind_of
+from unbounded.optim.granularity import Granularity
 
 BLOCK = kernels.BLOCK
-_NATIVE = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adagrad": "adagrad", "Lion": "lion"}
+NATIVE = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adagrad": "adagrad", "Lion": "lion"}
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,16 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class UpdateRule(Protocol):
-    """How one optimizer updates flat buffers."""
+    """How one optimizer updates flat buffers: any stretch of them, or, with `whole`, one parameter that is there whole.
 
+    `granularity` says which. Where it is TENSOR, a parameter may have `factor_shapes`: states of other shapes.
+    """
+
+    granularity: Granularity
     format: str
     specs: tuple[StateSpec, ...]
+
+    def factor_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]: ...
 
     def resolve(self, group: Mapping[str, Any], step: int) -> Any: ...
 
@@ -58,36 +63,23 @@ class UpdateRule(Protocol):
         states: Mapping[str, torch.Tensor],
         grad_scale: float | torch.Tensor,
         pool: kernels.Pool | None,
+        whole: Whole | None = None,
     ) -> dict[str, float]: ...
 
 
-def read_rule(optimizer: torch.optim.Optimizer, dtype: torch.dtype, optimizer_format: str) -> UpdateRule:
-    """The rule of `optimizer` for weights of `dtype`, or an error that says why it has none."""
-    return make_rule(kind_of(optimizer), optimizer.param_groups, dtype, optimizer_format)
+@dataclass(frozen=True)
+class Whole:
+    """A parameter that is there whole: its shape, and the states of it that have other shapes than the parameter's."""
 
-
-def make_rule(kind: str, groups: Groups, dtype: torch.dtype, optimizer_format: str) -> UpdateRule:
-    """The rule of an optimizer of `kind` with these param groups."""
-    if any(isinstance(group.get("lr"), torch.Tensor) and group["lr"].numel() != 1 for group in groups):
-        raise PlanError("a param group has a learning rate of several elements. Give one number a group.")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise PlanError(
-            f"parameters of {dtype} cannot be trained. Freeze them, or convert them to a float dtype first."
-        )
-    if dtype != torch.float64 and kind in _NATIVE and not any(group.get("amsgrad") for group in groups):
-        return NativeRule(kind, groups, dtype, optimizer_format)
-    if kind == "Lion":
-        raise PlanError(f"Lion has no kernel for parameters of {dtype}. Convert them to float32.")
-    if optimizer_format == "compact" and dtype != torch.float32:
-        raise PlanError(f'{kind} has no "compact" format. Use optimizer_format="exact", or AdamW.')
-    return TorchRule(getattr(torch.optim, kind), groups, dtype)
+    shape: tuple[int, ...]
+    factors: Mapping[str, torch.Tensor]
 
 
 class NativeRule:
     """AdamW, Adam, SGD, Adagrad and Lion in the fused kernels."""
 
     def __init__(self, kind: str, groups: Groups, dtype: torch.dtype, optimizer_format: str) -> None:
-        self.name = _NATIVE[kind]
+        self.name = NATIVE[kind]
         momentum = any(group.get("momentum", 0) != 0 for group in groups)
         # fp16 cannot be completed to fp32 by 16 bits over its whole range, so its master is kept whole.
         self.has_master = dtype == torch.float16 and optimizer_format == "exact"
@@ -102,6 +94,10 @@ class NativeRule:
             every = BLOCK if spec.per_block else 1
             specs.append(StateSpec(name, spec.dtype, every, initial.get(name, 0.0)))
         self.specs = tuple(specs)
+        self.granularity = Granularity.BLOCK if self.format == "compact" else Granularity.ELEMENT
+
+    def factor_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def resolve(self, group: Mapping[str, Any], step: int) -> kernels.Rule:
         self._refuse_new_states(group)
@@ -132,6 +128,7 @@ class NativeRule:
         states: Mapping[str, torch.Tensor],
         grad_scale: float | torch.Tensor,
         pool: kernels.Pool | None,
+        whole: Whole | None = None,
         source: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, float]:
         """With `source` what is stepped is read there ("weight" and the states), on the host, and stays as it is."""
@@ -190,62 +187,3 @@ def _initial_sum(value: float, dtype: torch.dtype) -> dict[str, float]:
     codes, scale = torch.empty(BLOCK, dtype=dtype), torch.empty(1)
     kernels.encode_moment(torch.full((BLOCK,), value), codes, scale)
     return {"sum": float(codes[0]), "sum_scale": float(scale[0])}
-
-
-class TorchRule:
-    """Any elementwise torch optimizer, run as it is on the flat fp32 master."""
-
-    format = "fp32"
-
-    def __init__(self, kind: Any, groups: Groups, dtype: torch.dtype) -> None:
-        self._kind = kind
-        self._options = [key for key in inspect.signature(self._kind).parameters if key not in _HOW]
-        self.has_master = dtype in (torch.bfloat16, torch.float16)
-        self._dtype = torch.float32 if self.has_master else dtype
-        held: dict[str, Any] = {}
-        for group in groups:  # what one keeps another may not
-            held |= self._probe(group)
-        arrays = [name for name, value in held.items() if getattr(value, "shape", ()) == (2,)]
-        self._scalars = [name for name, value in held.items() if name != "step" and getattr(value, "shape", None) == ()]
-        master = [StateSpec("master", torch.float32)] if self.has_master else []
-        self.specs = tuple(master + [StateSpec(name, self._dtype) for name in arrays])
-
-    def _probe(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter of two elements in `group`."""
-        probe = torch.nn.Parameter(torch.zeros(2, dtype=self._dtype))
-        probe.grad = torch.zeros(2, dtype=self._dtype)
-        trial = self._kind([probe], **self._only_known(group))
-        trial.step()
-        return trial.state[probe]
-
-    def resolve(self, group: Mapping[str, Any], step: int) -> tuple[dict[str, Any], int]:
-        return self._only_known(group), step
-
-    def apply(
-        self,
-        numbers: tuple[dict[str, Any], int],
-        scalars: Scalars,
-        *,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        grad_scale: float | torch.Tensor,
-        pool: kernels.Pool | None,
-    ) -> dict[str, float]:
-        options, step = numbers
-        target = torch.nn.Parameter(states["master"] if self.has_master else weight)
-        target.grad = grad.to(self._dtype) * grad_scale
-        run = self._kind([target], **options)
-        state = {name: value for name, value in states.items() if name != "master"}
-        held = {name: torch.tensor(scalars.get(name, 1.0)) for name in self._scalars}
-        run.state[target] = {"step": torch.tensor(float(step - 1)), **state, **held}
-        run.step()
-        if self.has_master:
-            weight.copy_(target.detach())
-        return {name: float(value) for name, value in held.items()}
-
-    def _only_known(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: group[key] for key in self._options if key in group} | {"foreach": False}
-
-
-_HOW = ("params", "foreach", "fused", "capturable", "differentiable")

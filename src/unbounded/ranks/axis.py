@@ -114,12 +114,23 @@ class Axis:
             else:
                 part.copy_(self._sum_in_rank_order(full))
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, name: str, subject: str) -> None:
-        """All ranks of the axis must call this. Each rank gets its part of every rank's `sent`, in their order."""
+    def exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        name: str,
+        subject: str,
+        sizes: tuple[list[int], list[int]] | None = None,
+    ) -> None:
+        """All ranks of the axis must call this. Each rank gets its part of every rank's `sent`, in their order.
+
+        Parts are equal, or `sizes` says what this rank gets of each rank, and what it sends to it.
+        """
         num_bytes = sent.numel() * sent.element_size()
+        given = {} if sizes is None else {"output_split_sizes": sizes[0], "input_split_sizes": sizes[1]}
         with trace.device_span("gather", name, bytes=num_bytes):
             self._begin("the exchange", subject, num_bytes)
-            self._end(self._launch(dist.all_to_all_single, received, sent))
+            self._end(self._launch(dist.all_to_all_single, received, sent, **given))
 
     def _sum_in_rank_order(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of all `full`, in fp32 or wider.
@@ -170,7 +181,7 @@ class Axis:
                 self._start = torch.cuda.Event()
                 self._start.record()
 
-    def _launch(self, collective: Callable[..., Work | None], *tensors: torch.Tensor, **options: Any) -> Work | None:
+    def _launch(self, collective: Callable[..., Work | None], *tensors: Any, **options: Any) -> Work | None:
         """Torch waits by itself on a device, in the current stream."""
         return collective(*tensors, group=self.group, async_op=not self.is_on_device, **options)
 

@@ -99,14 +99,17 @@ def size_buffers(host: int, num_arrays: int) -> Buffers:
     return replace(buffers, depth=LEAST_DEPTH) if buffers.num_bytes > host // 4 else buffers
 
 
-def set_aside(sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, ring: int, buffers: Buffers) -> Budget:
-    """The budget with what activations, gathered units (`ring`) and buffers need set aside."""
+def set_aside(
+    sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, ring: int, buffers: Buffers, wholes: int = 0
+) -> Budget:
+    """The budget without what activations, gathered units (`ring`), updates of `wholes` and buffers need."""
     on_device, host, disk = sizes
     if device.type == "cuda":
         activations = min(int(on_device * ACTIVATION_PART), ACTIVATION_BYTES)
     else:  # with a budget of one's own, "device" memory on a CPU is what the states may take
         activations = 0 if plan.device_bytes is not None else on_device // 4
-    gathered = ring if plan.weights != "device" else 0
+    gathered = (ring if plan.weights != "device" else 0) + wholes
+    ring += wholes
     reserve = min(activations + gathered, on_device * 3 // 4)
     offloaded = int(host * HOST_ACTIVATION_PART) if plan.offloads_activations else 0
     buffered = min(buffers.num_bytes, host)

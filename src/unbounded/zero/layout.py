@@ -15,6 +15,9 @@ from unbounded.ranks.cut import Cut
 # Elements. A multiple of the compact format's block and of every SIMD width, so that neither blocks nor
 # vectors ever straddle two parameters or two shards.
 ALIGN = 128
+# Where an update needs whole parameters, each is brought from its tier by itself, and so begins on a page of the disk
+# in every array, whatever the size of its elements.
+WHOLE_ALIGN = 4096
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -87,6 +90,7 @@ def lay_out(
     num_shards: int,
     cuts: Mapping[str, Cut] | None = None,
     uncounted: frozenset[str] = frozenset(),
+    align: int = ALIGN,
 ) -> Layout:
     """The layout of `parameters` (name, shape, group), kept in order inside each group."""
     slots, start = [], 0
@@ -96,8 +100,21 @@ def lay_out(
             numel *= size
         cut = (cuts or {}).get(name)
         slots.append(Slot(name, shape, numel, start, group, cut=cut, is_counted=name not in uncounted))
-        start += round_up(numel, ALIGN)
-    return Layout(tuple(slots), round_up(start, ALIGN * num_shards), num_shards)
+        start += round_up(numel, align)
+    return Layout(tuple(slots), round_up(start, align * num_shards), num_shards)
+
+
+def deal_slots(layout: Layout, first: int) -> tuple[int, ...]:
+    """The rank that makes each parameter whole where an update needs that: the largest first, to who has least so far.
+
+    `first` varies who comes first, from unit to unit.
+    """
+    homes, loads = [0] * len(layout.slots), [0] * layout.num_shards
+    order = [(rank + first) % layout.num_shards for rank in range(layout.num_shards)]
+    for index in sorted(range(len(homes)), key=lambda index: -layout.slots[index].numel):
+        homes[index] = min(order, key=loads.__getitem__)
+        loads[homes[index]] += layout.slots[index].numel
+    return tuple(homes)
 
 
 def find_runs(layout: Layout, keys: Sequence[object]) -> list[Run]:

@@ -11,7 +11,7 @@ will do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -115,13 +115,16 @@ def _tile_sites(member: Member) -> list[Site]:
     ]
 
 
-def split_members(site: Site) -> Iterator[tuple[torch.dtype, bool, list[Member]]]:
-    """The members of a site that can share one buffer: the same dtype, all trained or all frozen."""
-    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
+def split_members(
+    site: Site, optimizer_of: Callable[[Member], int]
+) -> Iterator[tuple[torch.dtype, bool, int, list[Member]]]:
+    """The members of a site that can share one buffer: the same dtype, all trained by one optimizer or all frozen."""
+    kinds: dict[tuple[torch.dtype, bool, int], list[Member]] = {}
     for member in site.members:
-        kinds.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
-    for (dtype, trainable), members in kinds.items():
-        yield dtype, trainable, members
+        key = (member.parameter.dtype, member.parameter.requires_grad, optimizer_of(member))
+        kinds.setdefault(key, []).append(member)
+    for (dtype, trainable, optimizer), members in kinds.items():
+        yield dtype, trainable, optimizer, members
 
 
 def _site_names(model: nn.Module, *, with_tiles: bool) -> list[str]:

@@ -24,12 +24,14 @@ import torch
 from torch import nn
 
 from unbounded.optim.formats import MASTER_STATES
+from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.reader import Reader
+from unbounded.zero.factors import Factors
 from unbounded.zero.gradients.gradient import Gradient
-from unbounded.zero.layout import Layout, find_runs
+from unbounded.zero.layout import Layout, clip_range, find_runs
 from unbounded.zero.passes import saved
 
 _data = operator.attrgetter("data")
@@ -114,7 +116,11 @@ class Unit:
         self.streamed = False  # states on the host, updated by the GPU
         self.weights: Array
         self.rule: UpdateRule | None = None  # what updates it, from `states`; None: nothing does
+        self.rule_if_trained: UpdateRule | None = None  # what will, where it is frozen yet
         self.states: dict[str, Array] = {}
+        self.homes: tuple[int, ...] = ()  # who makes each parameter whole, where an update needs that
+        self.rank = 0
+        self.factors = Factors()
         self.gradient: Gradient
         self.keeper: Keeper
         self.views: Views
@@ -137,6 +143,23 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether this rank keeps the states of all of it."""
         return self.owned == (0, self.layout.numel)
+
+    @property
+    def needs_wholes(self) -> bool:
+        """Whether its update sees whole parameters."""
+        return self.rule is not None and self.rule.granularity is Granularity.TENSOR
+
+    def is_updated_here(self, index: int) -> bool:
+        """Whether this rank computes the update of a parameter, or of a part of it."""
+        if self.needs_wholes and not self.is_whole:
+            return self.homes[index] == self.rank
+        slot = self.layout.slots[index]
+        return clip_range(slot.start, slot.stop, *self.owned) is not None
+
+    @property
+    def every(self) -> dict[str, int]:
+        """How many parameters share an element of each state."""
+        return {} if self.rule is None else {spec.name: spec.every for spec in self.rule.specs}
 
     @property
     def has_master(self) -> bool:

@@ -20,7 +20,8 @@ from unbounded.checkpoint.foreign.content import Content, StoredGroup, StoredPar
 from unbounded.checkpoint.foreign.pickles import MetadataUnpickler, load_tensors
 from unbounded.errors import CheckpointError
 
-_STATE = re.compile(r"(?:^|.*?\.)state\.(.+)\.(exp_avg|exp_avg_sq|momentum_buffer|sum|square_avg|max_exp_avg_sq|step)")
+_MOMENTS = "exp_avg|exp_avg_sq|momentum_buffer|sum|square_avg|max_exp_avg_sq|row_var|col_var|variance|step"
+_STATE = re.compile(rf"(?:^|.*?\.)state\.(.+)\.({_MOMENTS})")
 _GROUPS = re.compile(r"(?:^|.*?\.)param_groups(?:\.(.+)\.([^.]+))?")
 _PREFIXES = ("app.model.", "model.", "module.", "model_state_dict.", "state_dict.", "")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

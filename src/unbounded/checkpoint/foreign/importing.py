@@ -32,9 +32,9 @@ def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[
     path = Path(source).expanduser()
     content = _read(path)
     skeleton = build_skeleton(content)
-    optimizer = _build_optimizer(skeleton, content)
+    optimizers = _build_optimizers(skeleton, content)
     plan = {"stage": 3, "disk_path": str(Path(folder).expanduser().absolute().parent)}
-    model, sharded = shard(skeleton, optimizer, plan)
+    model, sharded = shard(skeleton, optimizers[0] if len(optimizers) == 1 else optimizers or None, plan)
     save(folder, model, sharded, **_plain(content.extra))
     return content
 
@@ -120,7 +120,8 @@ class _States(dict):  # type: ignore[type-arg]
         if stored is None or not stored.moments:
             return default
         held: dict[str, torch.Tensor] = {name: read().float() for name, read in stored.moments.items()}
-        return {"step": torch.tensor(float(stored.steps)), **held}
+        # Some keep no count: that there are states says then that the next update is not the first.
+        return {**({"step": torch.tensor(float(stored.steps))} if stored.steps else {}), **held}
 
 
 class LionStates(torch.optim.Optimizer):
@@ -143,19 +144,41 @@ _KINDS: dict[frozenset[str], tuple[Any, dict[str, Any]]] = {
 }
 
 
-def _build_optimizer(model: nn.Module, content: Content) -> torch.optim.Optimizer | None:
-    if not content.groups:
-        return None
-    held = {frozenset(stored.moments) for stored in content.parameters.values() if stored.moments} or {frozenset()}
-    names = frozenset().union(*held)
+_FACTORS = frozenset({"row_var", "col_var", "variance"})
+
+
+def _build_optimizers(model: nn.Module, content: Content) -> list[torch.optim.Optimizer]:
+    """The optimizer that the states are of; several where groups have states of different ones, as Muon and AdamW."""
+    runs: list[tuple[tuple[Any, dict[str, Any]], list[StoredGroup]]] = []
+    for group in content.groups:
+        kind = _kind_of(group, content)
+        if runs and runs[-1][0][0] is kind[0]:
+            runs[-1][0][1].update(kind[1])
+            runs[-1][1].append(group)
+        else:
+            runs.append(((kind[0], dict(kind[1])), [group]))
+    trained = {model.get_parameter(name): stored for name, stored in content.parameters.items() if stored.moments}
+    found = []
+    for (make, options), groups in runs:
+        defaults = make([nn.Parameter(torch.zeros(1, 1))], **options).defaults
+        optimizer = make([{"params": list(_members(model, g)), **_known(g, defaults)} for g in groups], **options)
+        optimizer.state = _States(trained)
+        found.append(optimizer)
+    return found
+
+
+def _kind_of(group: StoredGroup, content: Content) -> tuple[Any, dict[str, Any]]:
+    """What keeps the states of a group; one that has none yet is taken for all groups' optimizer."""
+    everything = [stored.moments for stored in content.parameters.values()]
+    own = [content.parameters[name].moments for name in group.names if name in content.parameters]
+    names: frozenset[str] = frozenset().union(*own) or frozenset().union(*everything)
+    if names and names <= _FACTORS:
+        return torch.optim.Adafactor, {}
+    if "ns_steps" in group.options:
+        return torch.optim.Muon, {}
     if names not in _KINDS:
         raise CheckpointError(f"the states {', '.join(sorted(names))} are of no optimizer that can be sharded.")
-    kind, options = _KINDS[names]
-    defaults = kind([nn.Parameter(torch.zeros(1))], **options).defaults
-    optimizer = kind([{"params": list(_members(model, g)), **_known(g, defaults)} for g in content.groups], **options)
-    trained = {model.get_parameter(name): stored for name, stored in content.parameters.items() if stored.moments}
-    optimizer.state = _States(trained)
-    return optimizer  # type: ignore[no-any-return]
+    return _KINDS[names]
 
 
 def _members(model: nn.Module, group: StoredGroup) -> Iterator[nn.Parameter]:

@@ -39,6 +39,7 @@ from unbounded.checkpoint.format.manifest import (
 )
 from unbounded.checkpoint.format.slices import Slice, box_numel, count_runs
 from unbounded.errors import CheckpointError, DiskError, MissingCheckpointError
+from unbounded.optim.formats import MASTER_STATES
 from unbounded.ranks.cut import Interval, Side
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -239,6 +240,9 @@ def _check_overlaps(entries: Sequence[TensorEntry]) -> None:
             raise ValueError(f"{one[3][:100]} and {other[3][:100]} lie on the same bytes of file {one[0]}")
 
 
+_SIZED = {WEIGHT, GRADIENT, UNREDUCED, *MASTER_STATES}
+
+
 def _check_parameters(manifest: Manifest) -> None:
     """States and gradients must be of parameters and have their sizes, in dtypes that they can be in."""
     parameters, world_size = manifest.values["parameters"], manifest.values["world_size"]
@@ -252,7 +256,11 @@ def _check_parameters(manifest: Manifest) -> None:
         numel = math.prod(parameters[entry.name]["shape"])
         if entry.kind == UNREDUCED:  # a rank's own part, where the tensor axis cuts the parameter
             numel = min(numel, math.prod(entry.shape))
-        if math.prod(entry.shape) != -(-numel // entry.every):
+        if entry.kind in _SIZED or entry.every > 1:
+            fits = math.prod(entry.shape) == -(-numel // entry.every)
+        else:  # a moment, or a factor of one, which is smaller
+            fits = math.prod(entry.shape) <= numel
+        if not fits:
             raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} has another size than the parameter")
         if not _is_plausible(entry, manifest):
             raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} is in {entry.dtype}, which it cannot be")

@@ -18,7 +18,14 @@ from unbounded.checkpoint.format.data_files import Files
 from unbounded.checkpoint.format.manifest import BUFFER, LOOSE, Manifest
 from unbounded.checkpoint.format.parsing import read_manifest
 from unbounded.checkpoint.load import differences
-from unbounded.checkpoint.load.load_plan import Conversion, Copy, StoredTensors, plan_unit, wanted_groups
+from unbounded.checkpoint.load.load_plan import (
+    Conversion,
+    Copy,
+    StoredTensors,
+    plan_factors,
+    plan_unit,
+    wanted_groups,
+)
 from unbounded.checkpoint.load.stored_gradients import StoredGradients
 from unbounded.checkpoint.peers import Peers
 from unbounded.checkpoint.random_states import check_random_states
@@ -85,12 +92,13 @@ class Contents:
 
     def _plan(self) -> None:
         for unit in self.state.engine.units:
-            every = {spec.name: spec.every for spec in unit.rule.specs} if unit.rule is not None else {}
-            for part in plan_unit(unit, self.source, every, wanted_groups(unit, with_states=self.with_optimizer)):
+            for part in plan_unit(unit, self.source, wanted_groups(unit, with_states=self.with_optimizer)):
                 if isinstance(part, Copy):
                     self.copies.append(part)
                 else:
                     self.conversions.append(part)
+            if self.with_optimizer:
+                self.copies += plan_factors(unit, self.source)
 
     def _num_bytes(self) -> int:
         return sum(copy.nbytes for copy in self.copies) + sum((c.stop - c.start) * 4 for c in self.conversions)

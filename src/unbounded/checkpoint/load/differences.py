@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,14 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
         for group in wanted_groups(unit, with_states=True)[1:]:
             wanted.add(group[0])
             for slot in unit.layout.slots:
-                if source.entry(group[0], slot.name) is None:
+                if not _is_there(source, group[0], slot.name, math.prod(slot.global_shape)):
                     lacking.setdefault(group[0], []).append(slot.name)
+        for slot in unit.layout.slots:
+            for name, shape in unit.rule.factor_shapes(slot.shape).items() if unit.rule is not None else ():
+                wanted.add(name)
+                dtype = torch.promote_types(unit.dtype, torch.float32)
+                if not _is_there(source, name, slot.name, math.prod(shape), dtype):
+                    lacking.setdefault(name, []).append(slot.name)
     kinds = {entry.kind for entry in source.manifest.tensors.values()} - _NOT_MOMENTS
     dropped = sorted(kind for kind in kinds - wanted if not kind.endswith("_scale"))
     saved_from = f"(saved from {saved['kind']}, here {optimizer.kind})"
@@ -120,6 +127,12 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
     if frozen := _frozen_here(state, source, kinds):
         found.append(f"it has states of {_shown(frozen)}, frozen here (call requires_grad_() on them before loading)")
     return found + (_of_flags(state, source) if found else [])
+
+
+def _is_there(source: StoredTensors, kind: str, name: str, numel: int, dtype: torch.dtype | None = None) -> bool:
+    """Whether there is such a state of that size; `dtype` where it cannot be converted."""
+    entry = source.entry(kind, name)
+    return entry is not None and math.prod(entry.shape) == numel and dtype in (None, entry.dtype)
 
 
 def _frozen_here(state: Sharded, source: StoredTensors, kinds: Iterable[str]) -> list[str]:

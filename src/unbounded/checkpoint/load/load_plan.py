@@ -8,7 +8,7 @@ a state needs; `transfer` carries them out.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,14 +80,26 @@ def wanted_groups(unit: Unit, *, with_states: bool) -> list[tuple[str, ...]]:
     return groups
 
 
+def plan_factors(unit: Unit, source: StoredTensors) -> Iterator[Copy]:
+    """The copies that fill a unit's factors, which are never on disk."""
+    for factor in unit.factors.held:
+        assert unit.factors.array is not None
+        itemsize = unit.factors.array.dtype.itemsize
+        position = factor.start * itemsize
+        runs = source.runs(factor.name, unit.layout.slots[factor.slot].name)
+        for run in runs.covering(0, factor.stop - factor.start):
+            nbytes = (run.stop - run.start) * itemsize
+            yield Copy(run.file, run.offset, nbytes, unit.factors.array, position)
+            position += nbytes
+
+
 def array_of(unit: Unit, kind: str) -> Array:
     return unit.weights if kind == WEIGHT else unit.states[kind]
 
 
-def plan_unit(
-    unit: Unit, source: StoredTensors, every: Mapping[str, int], groups: Sequence[tuple[str, ...]]
-) -> Iterator[Copy | Conversion]:
+def plan_unit(unit: Unit, source: StoredTensors, groups: Sequence[tuple[str, ...]]) -> Iterator[Copy | Conversion]:
     """The copies and conversions that fill a unit's owned arrays."""
+    every = unit.every
     for group in groups:
         raw = all(_has_bytes(unit, kind, source, every.get(kind, 1)) for kind in group)
         found = [_plan_copies(unit, kind, source, every.get(kind, 1)) for kind in group] if raw else [None]

@@ -160,7 +160,7 @@ class Transfer:
             waits: list[Waitable] = []
             for kind, values in arrays.items():
                 array = array_of(conversion.unit, kind)
-                every = self._every(conversion, kind)
+                every = conversion.unit.every.get(kind, 1)
                 position = (conversion.start - conversion.unit.owned[0]) // every * array.dtype.itemsize
                 self._put(array, position, _as_bytes(values), waits)
             for wait in waits:
@@ -169,7 +169,7 @@ class Transfer:
     def _copy_raw(self, job: Conversion) -> dict[str, torch.Tensor]:
         arrays = {}
         for kind in job.kinds:
-            every, dtype = self._every(job, kind), array_of(job.unit, kind).dtype
+            every, dtype = job.unit.every.get(kind, 1), array_of(job.unit, kind).dtype
             flat = host_buffer(-(-(job.stop - job.start) // every) * dtype.itemsize).view(dtype)
             for slot, start, stop in _slots(job):
                 part = self._fetch(kind, slot, start, stop)
@@ -222,11 +222,6 @@ class Transfer:
             self.files.read_range(entry, begin, end, values[position : position + end - begin])
             position += end - begin
         return values
-
-    def _every(self, job: Conversion, kind: str) -> int:
-        rule = job.unit.rule
-        specs = {spec.name: spec.every for spec in rule.specs} if rule is not None else {}
-        return specs.get(kind, 1)
 
 
 def _slots(job: Conversion) -> Iterator[tuple[Slot, int, int]]:

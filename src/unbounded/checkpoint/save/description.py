@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from unbounded.checkpoint.format import values
-from unbounded.zero.layout import clip_range
 from unbounded.zero.sites import find_members
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.unit import Unit
@@ -31,11 +30,11 @@ def describe_parameters(model: nn.Module, units: Sequence[Unit]) -> dict[str, An
 
 
 def owned_scalars(units: Sequence[Unit]) -> dict[str, dict[str, float]]:
-    """The scalars of parameters that this rank updates a part of; others' are not kept current here."""
+    """The scalars of parameters that this rank updates, or a part of them; others' are not kept current here."""
     found = {}
     for unit in units:
-        for slot, scalars in zip(unit.layout.slots, unit.scalars, strict=True):
-            if scalars and clip_range(slot.start, slot.stop, *unit.owned):
+        for index, (slot, scalars) in enumerate(zip(unit.layout.slots, unit.scalars, strict=True)):
+            if scalars and unit.is_updated_here(index):
                 found[slot.name] = {key: float(value) for key, value in scalars.items()}
     return found
 

@@ -7,7 +7,7 @@ Nothing is read here. A snapshot refers to the arrays where they are; whoever wr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -58,7 +58,6 @@ class Snapshot:
         self,
         unit: Unit,
         number: int,
-        every: Mapping[str, int],
         kinds: Iterable[str],
         reader: Reader,
         *,
@@ -73,7 +72,20 @@ class Snapshot:
         for kind, array in arrays.items() if start < stop else ():
             kept = _copied(array) if copy else array
             waits = reader if kept is array else None
-            self._add_flat(unit, kind, kept, (start, stop), every.get(kind, 1), waits)
+            self._add_flat(unit, kind, kept, (start, stop), unit.every.get(kind, 1), waits)
+
+    def add_factors(self, unit: Unit, number: int, reader: Reader, *, copy: bool = False) -> None:
+        """States of other shapes than the parameters', which one rank has; what all have is written by one."""
+        array = unit.factors.array
+        if array is None or (unit.is_whole and number % self.copies.size != self.copies.rank):
+            return
+        kept = _copied(array) if copy else array
+        segment = FileSegment((kept, 0), array.numel, reader if kept is array else None)
+        self.segments.append(segment)
+        for factor in unit.factors.held:
+            box = ((0, factor.stop - factor.start),)
+            name = unit.layout.slots[factor.slot].name
+            self.stored.append(Stored(segment, factor.start, name, factor.name, factor.shape, box))
 
     def _part(self, unit: Unit, number: int) -> tuple[int, int]:
         """What this rank writes of a unit's flat buffer."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from unbounded.optim.rules import NativeRule, UpdateRule
+from unbounded.optim.rules import NativeRule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
@@ -21,6 +21,7 @@ from unbounded.tiers.lane import Lane
 from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
+from unbounded.zero.factors import Factors, find_factors
 from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.views import ModuleViews
 from unbounded.zero.parameters.writes import Writes
@@ -34,6 +35,7 @@ from unbounded.zero.setup.initial import Installer, Places
 from unbounded.zero.setup.thawing import Thawing, make_gradient
 from unbounded.zero.sites import Member, Site
 from unbounded.zero.step.drafts import Draft
+from unbounded.zero.step.exchange import Exchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
 from unbounded.zero.unit import Unit
@@ -48,7 +50,6 @@ class Sharded:
     """Everything that belongs to one sharded model."""
 
     engine: Engine
-    rules: dict[torch.dtype, UpdateRule]
     tiers: Tiers
     bounce: BufferPool
     first_plan: Plan
@@ -108,7 +109,7 @@ class Assembly:
         engine = self._engine([unit for unit, _, _ in entries], thawing, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
         engine.adopt_gradients()
-        return Sharded(engine, dict(self.blueprint.rules), tiers, bounce, plan, sharded_optimizer, self._attach(engine))
+        return Sharded(engine, tiers, bounce, plan, sharded_optimizer, self._attach(engine))
 
     def _entries(self) -> Entries:
         places, entries = self.blueprint.places, []
@@ -120,7 +121,11 @@ class Assembly:
                 unit.owned = spec.layout.shard_range(self.ranks.rank)
             unit.resident = where.weights == "device" and (not partitioned or self.plan.stage < 3)
             unit.streamed = is_streamed
-            unit.rule = spec.rule
+            unit.homes, unit.rank = spec.homes, self.ranks.rank
+            unit.factors = Factors(
+                find_factors(spec.layout, spec.rule, spec.homes, None if unit.is_whole else self.ranks.rank)
+            )
+            unit.rule, unit.rule_if_trained = spec.rule, spec.rule_if_trained
             unit.gradient = make_gradient(unit, unit.owned, where.gradients, self.plan)
             tiers = {"weights": where.weights, "optimizer": where.optimizer, "remainder": where.remainder}
             entries.append((unit, spec.members, tiers))
@@ -179,10 +184,11 @@ class Assembly:
         buffers = self.blueprint.buffers
         leased = tiers.pool(buffers.num_update, buffers.update_bytes)
         streams = [self._lane(f"stream-{index}") for index in range(2)]
-        lanes = Lanes(self._lane("update"), self._lane("buffered"), streams)
+        lanes = Lanes(self._lane("update"), self._lane("buffered"), streams, self._lane("whole"))
+        needs_wholes = any(unit.needs_wholes and not unit.is_whole for unit in engine.units)
+        exchange = Exchange(self.ranks.lane("whole")) if needs_wholes else None
         drafts = self._drafts(engine.units, tiers, leased)
-        rules = dict(self.blueprint.rules)
-        updates = Updates(engine, rules, lanes, self.threads, leased, buffers.depth, drafts)
+        updates = Updates(engine, lanes, self.threads, leased, buffers.depth, drafts, exchange)
         return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
 
     def _drafts(self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool) -> dict[Unit, Draft]:

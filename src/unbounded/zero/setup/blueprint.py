@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from unbounded.errors import BudgetError, PlanError
-from unbounded.optim.rules import NativeRule, UpdateRule, read_rule
+from unbounded.optim.book import RuleBook
+from unbounded.optim.granularity import Granularity
+from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.machine import Machine
 from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
@@ -24,10 +26,15 @@ from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
 from unbounded.tiers import budget as budgets
 from unbounded.tiers.memory import disk_size
-from unbounded.zero.layout import Layout, lay_out
+from unbounded.zero.factors import find_factors
+from unbounded.zero.layout import ALIGN, WHOLE_ALIGN, Layout, deal_slots, lay_out
 from unbounded.zero.sites import Member, Site, split_members
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# Of the device, for an element of the largest parameter whose update sees it whole: itself, its gradient, its states
+# and those of its neighbours on their way in and out, and what the update computes with.
+WHOLE_BYTES = 48
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,6 +46,18 @@ class UnitShape:
     trainable: bool
     layout: Layout
     rule: UpdateRule | None = None
+    rule_if_trained: UpdateRule | None = None  # also of what is frozen, and may be trained later
+    homes: tuple[int, ...] = ()
+
+    @property
+    def needs_wholes(self) -> bool:
+        return self.rule is not None and self.rule.granularity is Granularity.TENSOR
+
+    def factor_bytes(self, stage: int) -> int:
+        """What the rank with most of them keeps of states in other shapes than the parameters'."""
+        ranks = [None] if stage == 0 else range(self.layout.num_shards)
+        held = [find_factors(self.layout, self.rule, self.homes, rank) for rank in ranks]
+        return max((factors[-1].stop * 4 for factors in held if factors), default=0)
 
     def owned_numel(self, stage: int) -> int:
         return self.layout.numel if stage == 0 else self.layout.shard_numel
@@ -56,7 +75,7 @@ class UnitShape:
             self.name,
             weights,
             owned * self.dtype.itemsize,
-            sum(states.values()),
+            sum(states.values()) + self.factor_bytes(stage),
             remainder=remainder,
             summed_gradients=summed,
             deferred=deferred,
@@ -101,7 +120,6 @@ class Blueprint:
     disk_bytes: int
     host_bytes: int
     buffers: budgets.Buffers
-    rules: Mapping[torch.dtype, UpdateRule]  # also for parameters that are frozen, and may be trained later
     asked: Plan  # with what was left open
     budget: Budget
     machine: Machine
@@ -121,33 +139,84 @@ def find_specs(
     num_shards: int,
     lowered: torch.dtype | None,
     holdings: Holdings | None = None,
+    book: RuleBook | None = None,
 ) -> list[UnitSpec]:
-    """The units of the sites, in order; `lowered` is the dtype that the plan asks of float parameters."""
+    """The units of the sites, in order; `lowered` is the dtype that the plan asks of float parameters.
+
+    With `book` they have their rules. Parameters of different optimizers are different units.
+    """
     held = holdings or Holdings()
-    return [_spec(site, kind, groups, num_shards, lowered, held) for site in sites for kind in split_members(site)]
+    found: list[UnitSpec] = []
+    for site in sites:
+        kinds = list(split_members(site, lambda member: _optimizer_of(member, groups, book)))
+        for kind in kinds:
+            spec = _spec(site, kind, groups, num_shards, lowered, held, book, is_only=len(kinds) == 1)
+            spec.homes = deal_slots(spec.layout, len(found))
+            found.append(spec)
+    return found
+
+
+def _optimizer_of(member: Member, groups: Mapping[int, int], book: RuleBook | None) -> int:
+    return -1 if book is None else book.member_of(_group_of(member, groups))
+
+
+def _group_of(member: Member, groups: Mapping[int, int]) -> int:
+    return groups.get(id(member.parameter if member.whole is None else member.whole), -1)
 
 
 def _spec(
     site: Site,
-    kind: tuple[torch.dtype, bool, list[Member]],
+    kind: tuple[torch.dtype, bool, int, list[Member]],
     groups: Mapping[int, int],
     num_shards: int,
     lowered: torch.dtype | None,
     held: Holdings,
+    book: RuleBook | None,
+    *,
+    is_only: bool,
 ) -> UnitSpec:
-    dtype, trainable, members = kind
-    entries = [
-        (m.names[0], tuple(m.parameter.shape), groups.get(id(m.parameter if m.whole is None else m.whole), -1))
-        for m in members
-    ]
+    dtype, trainable, optimizer, members = kind
+    entries = [(m.names[0], tuple(m.parameter.shape), _group_of(m, groups)) for m in members]
     name = site.name or "root"
-    if len(list(split_members(site))) > 1:
-        name += f"[{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
+    if not is_only:
+        labels = [str(dtype).removeprefix("torch."), *([] if trainable else ["frozen"])]
+        if book is not None and book.num_members > 1 and optimizer >= 0:
+            labels.append(book.kind(optimizer))
+        name += f"[{', '.join(labels)}]"
     target = lowered if lowered is not None and dtype.is_floating_point else dtype
     cuts = {m.names[0]: held.cuts[id(m.parameter)] for m in members if id(m.parameter) in held.cuts}
     uncounted = frozenset(m.names[0] for m in members if id(m.parameter) in held.uncounted)
-    layout = _with_wholes(lay_out(entries, num_shards, cuts, uncounted), members)
-    return UnitSpec(name=name, dtype=target, trainable=trainable, layout=layout, site=site, members=members)
+    rule = None
+    if book is not None:
+        with contextlib.nullcontext() if trainable else contextlib.suppress(PlanError):
+            rule = book.rule(optimizer, target, [shape for _, shape, _ in entries])
+    needs_wholes = trainable and rule is not None and rule.granularity is Granularity.TENSOR
+    if needs_wholes:
+        _refuse_parts(members, cuts, book.kind(optimizer) if book is not None else "")
+    laid = lay_out(entries, num_shards, cuts, uncounted, WHOLE_ALIGN if needs_wholes else ALIGN)
+    return UnitSpec(
+        name=name,
+        dtype=target,
+        trainable=trainable,
+        layout=_with_wholes(laid, members),
+        rule=rule if trainable else None,
+        rule_if_trained=rule,
+        site=site,
+        members=members,
+    )
+
+
+def _refuse_parts(members: Sequence[Member], cuts: Mapping[str, Cut], kind: str) -> None:
+    """Raises where no rank of the data axis has a parameter whole."""
+    for member in members:
+        name = member.names[0]
+        if name in cuts or member.whole is not None:
+            how = "cuts it over the tensor axis" if name in cuts else "runs it in tiles"
+            remedy = "Use tensor=1" if name in cuts else "Use more device memory instead of tiles"
+            raise PlanError(
+                f"{kind} needs the parameter {name!r} whole for its update, but the plan {how}. {remedy}, or give "
+                "this parameter to an elementwise optimizer such as AdamW: shard(model, [one, other])."
+            )
 
 
 def _with_wholes(layout: Layout, members: Sequence[Member]) -> Layout:
@@ -160,30 +229,8 @@ def _with_wholes(layout: Layout, members: Sequence[Member]) -> Layout:
     return replace(layout, slots=tuple(slots))
 
 
-def set_rules(
-    specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer | None, optimizer_format: str
-) -> dict[torch.dtype, UpdateRule]:
-    """Gives every unit that is trained its rule; those of all dtypes that ever may be."""
-    if optimizer is None:
-        return {}
-    trained = {spec.dtype for spec in specs if spec.trainable}
-    rules = {}
-    for dtype in dict.fromkeys(spec.dtype for spec in specs):
-        with contextlib.nullcontext() if dtype in trained else contextlib.suppress(PlanError):
-            rules[dtype] = read_rule(optimizer, dtype, optimizer_format)
-    for spec in specs:
-        spec.rule = rules[spec.dtype] if spec.trainable else None
-    return rules
-
-
 def plan_units(
-    specs: Sequence[UnitSpec],
-    plan: Plan,
-    ranks: Axis,
-    device: torch.device,
-    *,
-    world_size: int,
-    rules: Mapping[torch.dtype, UpdateRule],
+    specs: Sequence[UnitSpec], plan: Plan, ranks: Axis, device: torch.device, *, world_size: int
 ) -> Blueprint:
     """All ranks of the axis must call this. Places the units within what the poorest rank has.
 
@@ -196,9 +243,11 @@ def plan_units(
     everyone = ranks.objects((own, budgets.this_machine(plan, device, world_size)))
     on_device, host, disk = (min(column) for column in zip(*(sizes for sizes, _ in everyone), strict=True))
     machine = everyone[0][1]  # all ranks decide by one
-    arrays = 2 + max((len(rule.specs) for rule in rules.values()), default=0)
+    arrays = 2 + max((len(spec.rule_if_trained.specs) for spec in specs if spec.rule_if_trained is not None), default=0)
     buffers = budgets.size_buffers(host, arrays)
-    budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers)
+    largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
+    wholes = largest * WHOLE_BYTES if device.type == "cuda" else 0
+    budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers, wholes=wholes)
     solved = solve(sizes, budget, plan, machine)
     if isinstance(solved, Shortage):
         raise solved.error()
@@ -226,7 +275,7 @@ def plan_units(
     host_bytes += sum(_drafted(unit_bytes) for unit_bytes, chosen in zip(sizes, early, strict=True) if chosen)
     closed = replace(closed, early_units=sum(early))
     return Blueprint(
-        tuple(specs), places, streamed, early, closed, disk_bytes, host_bytes, buffers, rules, plan, budget, machine
+        tuple(specs), places, streamed, early, closed, disk_bytes, host_bytes, buffers, plan, budget, machine
     )
 
 
@@ -270,15 +319,18 @@ def _choose_early(
 def _stream(
     specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: Machine, device: torch.device
 ) -> tuple[bool, ...]:
-    """Which units the GPU updates on their way through it: some of those with states on the host, and those whose
-    weights alone are not on the GPU.
+    """Which units the GPU updates on their way through it: some of those with states on the host, those whose weights
+    alone are not on the GPU, and those that are updated as whole tensors.
     """
-    if not all(isinstance(spec.rule, NativeRule) for spec in specs if spec.rule is not None):
-        return (False,) * len(places)
-    chosen = choose_streamed([where.optimizer == "host" for where in places], streamed_part(machine))
+    rows = list(zip(specs, places, strict=True))
+    wholes = [spec.needs_wholes and where.optimizer == "host" for spec, where in rows]
+    if not all(isinstance(spec.rule, NativeRule) or spec.needs_wholes for spec in specs if spec.rule is not None):
+        return tuple(wholes)
+    candidates = [where.optimizer == "host" and not spec.needs_wholes for spec, where in rows]
+    chosen = choose_streamed(candidates, streamed_part(machine))
     return tuple(
-        streams or (device.type == "cuda" and carries_weights(states=where.optimizer, weights=where.weights))
-        for streams, where in zip(chosen, places, strict=True)
+        streams or whole or (device.type == "cuda" and carries_weights(states=where.optimizer, weights=where.weights))
+        for streams, whole, where in zip(chosen, wholes, places, strict=True)
     )
 
 

@@ -7,6 +7,7 @@ A model with real parameters gives its own values, by `install_model`; one on th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,13 +28,21 @@ Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
 Carried = Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class CarriedStates:
+    """What an optimizer that has already stepped kept for a unit: whole flat moments, and factors by parameter."""
+
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    factors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
 class Installer:
     """Puts the first values of units on their tiers."""
 
     def __init__(self, tiers: Tiers, ranks: Axis, bounce: BufferPool) -> None:
         self.tiers, self.ranks, self.bounce = tiers, ranks, bounce
 
-    def install(self, unit: Unit, values: torch.Tensor, places: Places, moments: Mapping[str, torch.Tensor]) -> None:
+    def install(self, unit: Unit, values: torch.Tensor, places: Places, carried: CarriedStates) -> None:
         """All ranks of the axis must call this. `values` is the whole unit, flat; the first rank's are taken."""
         self.ranks.broadcast(values)
         rule = unit.rule
@@ -59,9 +68,19 @@ class Installer:
             unit.weights.evict(arrays["weight"].contiguous()).wait()
         if rule is not None:
             given = {name: value for name, value in arrays.items() if name != "weight"}
-            for name, value in moments.items():
+            for name, value in carried.moments.items():
                 given |= formats.encode_moment(value[low:high].contiguous(), name, rule)
             unit.states = self.make_states(rule, high - low, places, given, pin=unit.streamed)
+            self._make_factors(unit, places, carried)
+
+    def _make_factors(self, unit: Unit, places: Places, carried: CarriedStates) -> None:
+        if not unit.factors.held:
+            return
+        tier = "device" if places["optimizer"] == "device" else "host"
+        dtype = torch.promote_types(unit.dtype, torch.float32)
+        unit.factors.array = self.tiers.allocate(tier, dtype, unit.factors.numel, self.bounce, pin=False)
+        for index, slot in enumerate(unit.layout.slots):
+            unit.factors.put(index, carried.factors.get(slot.name, {}))
 
     def make_states(
         self,
@@ -109,20 +128,29 @@ def gather_values(unit: Unit, parameters: Mapping[str, torch.Tensor], dtype: tor
     return values
 
 
-def carry_over(unit: Unit, carried: Carried | None) -> dict[str, torch.Tensor]:
-    """The moments of an optimizer that has already stepped; its step counts are the unit's from now on."""
-    moments: dict[str, torch.Tensor] = {}
+def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
+    """The states of an optimizer that has already stepped; its step counts are the unit's from now on."""
+    found = CarriedStates()
+    names = {spec.name for spec in unit.rule.specs} if unit.rule is not None else set()
     for index, parameter in enumerate(unit.views.parameters if carried is not None and unit.trainable else ()):
         assert carried is not None
-        tensors = {name: value for name, value in carried(parameter).items() if isinstance(value, torch.Tensor)}
+        # Some keep their counts and running numbers as such.
+        tensors = {
+            name: torch.as_tensor(value)
+            for name, value in carried(parameter).items()
+            if isinstance(value, torch.Tensor | int | float)
+        }
         # States on meta are what an optimizer is made with, as Adagrad's first sums: the rule fills them itself.
         held = {name: value for name, value in tensors.items() if not value.is_meta}
-        # Only SGD keeps no count. Once it has a buffer its next update is not the first one, which would fill it.
-        unit.steps[index] = int(held.pop("step", "momentum_buffer" in held))
+        # SGD, Muon and Lion keep no count. Once there are states the next update is not the first, which begins them.
+        unit.steps[index] = int(held.pop("step", bool(held)))
+        shapes = unit.rule.factor_shapes(tuple(parameter.shape)) if unit.rule is not None else {}
         for name, value in held.items():
-            if value.shape == parameter.shape and name != "mu_product":
-                flat = moments.setdefault(name, torch.zeros(unit.layout.numel, device=unit.device))
+            if name in shapes:
+                found.factors.setdefault(unit.layout.slots[index].name, {})[name] = value.view(shapes[name])
+            elif name in names:
+                flat = found.moments.setdefault(name, torch.zeros(unit.layout.numel, device=unit.device))
                 unit.slot_views(flat)[index].copy_(value)
             elif value.numel() == 1:
                 unit.scalars[index][name] = float(value)
-    return moments
+    return found

@@ -13,8 +13,10 @@ from functools import partial
 
 import torch
 
+from unbounded.errors import StateError
 from unbounded.native.disk import ExtentStore
 from unbounded.optim import formats
+from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.plan import Plan
 from unbounded.planner.solve import Shortage, solve
@@ -57,7 +59,12 @@ class Thawing:
     def thaw(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Gives `unit`, one of `units`, what training needs. Where it raises, everything is as it was."""
         plan = self._blueprint.plan
-        rule = self._blueprint.rules.get(unit.dtype)
+        rule = unit.rule_if_trained
+        if rule is not None and rule.granularity is Granularity.TENSOR:
+            raise StateError(
+                f"the unit {unit.name!r} was frozen at `shard`, and its optimizer updates whole tensors, for which it "
+                "is not laid out. Unfreeze it before `shard`, and freeze it after."
+            )
         trained = replace(self._shapes[unit], trainable=True, rule=rule)
         sizes = replace(trained.sizes(plan.stage, DTYPES[plan.accumulate_dtype]), weights=0)
         where = self._place(unit, sizes, units)

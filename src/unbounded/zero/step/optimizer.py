@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from unbounded.errors import PlanError, StateError
+from unbounded.optim.book import RuleBook
+from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import kind_of
-from unbounded.optim.rules import make_rule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.memory import Tiers, TierUse
@@ -41,8 +42,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.engine, self.updates, self.tiers, self.plan = engine, updates, tiers, plan
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers made before ask whether a step was
-        self.kind = kind_of(optimizer)
+        for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
+            member._opt_called = True  # type: ignore[attr-defined]  # schedulers made before ask whether a step was
+        self.kind, self._given = kind_of(optimizer), optimizer
         self.loss_scale = LossScale.of_plan(plan)
         self.skipped_steps = 0
         self.step_was_skipped = False
@@ -234,13 +236,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_states(self, units: Iterable[Unit]) -> None:
         """Raises where the options of the groups need states that the units do not keep."""
-        for dtype in {unit.dtype for unit in units}:
-            wanted = make_rule(self.kind, self.param_groups, dtype, self.plan.optimizer_format)
-            if wanted.specs != self.updates.rules[dtype].specs:
+        if isinstance(self._given, JoinedOptimizer):
+            raise StateError(
+                f"a group cannot be added to {self.kind}: which of them trains it is not known. Add it before `shard`."
+            )
+        book = RuleBook(self._given, self.plan.optimizer_format)
+        for unit in units:
+            wanted = book.rule(0, unit.dtype, [slot.shape for slot in unit.layout.slots])
+            held = unit.rule_if_trained
+            if wanted is None or held is None or wanted.specs != held.specs:
+                names = [", ".join(s.name for s in rule.specs) if rule else "none" for rule in (wanted, held)]
                 raise StateError(
-                    f"the new group's options need other states ({', '.join(s.name for s in wanted.specs)}) than the "
-                    f"optimizer kept at `shard` ({', '.join(s.name for s in self.updates.rules[dtype].specs)}). Give "
-                    "it the switches of the other groups (momentum, amsgrad, centered)."
+                    f"the new group's options need other states ({names[0]}) than the optimizer kept at `shard` "
+                    f"({names[1]}). Give it the switches of the other groups (momentum, amsgrad, centered)."
                 )
 
     def __setattr__(self, name: str, value: Any) -> None:

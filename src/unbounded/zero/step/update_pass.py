@@ -129,10 +129,8 @@ class UpdatePass:
 
     def _read(self, piece: Piece) -> None:
         """Addresses what the kernel can reach; starts bringing the rest into buffers."""
-        if piece.unit.reader is not None:
-            piece.unit.reader.make_way(self.pool)
-            piece.unit.reader = None
-        device = kernel_device(piece.unit)
+        self._make_way(piece.unit)
+        device = self._device(piece.unit)
         for name, (array, start, stop) in self._arrays(piece).items():
             if array.direct is not None and array.direct.device == device:
                 piece.buffers[name] = array.direct[start:stop]
@@ -142,6 +140,15 @@ class UpdatePass:
             if name != "grad":
                 piece.borrowed.append(name)
 
+    def _make_way(self, unit: Unit) -> None:
+        """Returns when no save reads the unit's states any more."""
+        if unit.reader is not None:
+            unit.reader.make_way(self.pool)
+            unit.reader = None
+
+    def _device(self, unit: Unit) -> torch.device:
+        return kernel_device(unit)
+
     def _buffer(self, piece: Piece, device: torch.device, dtype: torch.dtype, numel: int) -> torch.Tensor:
         if device.type == "cuda":
             return torch.empty(numel, dtype=dtype, device=device)
@@ -149,10 +156,13 @@ class UpdatePass:
         piece.leases.append(lease)
         return lease.tensor(dtype, numel)
 
-    def _update(self, piece: Piece) -> None:
+    def _wait(self, piece: Piece) -> None:
         for wait in piece.waits:
             wait.wait()
         piece.waits.clear()
+
+    def _update(self, piece: Piece) -> None:
+        self._wait(piece)
         lane = "host optimizer" if piece.buffers["weight"].device.type == "cpu" else "compute"
         with trace.device_span(lane, piece.unit.name):
             for job in piece.jobs:

@@ -3,8 +3,9 @@
 States on the GPU are updated on the compute stream at once. Everything else goes through lanes during the next
 forward, each in the order in which that forward needs its units: the update lane runs the host's kernel over states
 in host memory; the buffered lane brings those on disk through buffers, beside it, so that the disk does not wait for
-the host; two stream lanes carry host states through the GPU and back, one's way up beside the other's way down. Each
-unit carries a handle that whoever needs its new weights waits on.
+the host; two stream lanes carry host states through the GPU and back, one's way up beside the other's way down. Rules
+that see whole parameters have a lane of their own (`tensor_pass`). Each unit carries a handle that whoever needs its
+new weights waits on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from unbounded.native import kernels
+from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.lane import Handle, Lane
 from unbounded.tiers.pool import BufferPool
@@ -25,6 +27,8 @@ from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient import GradientState
 from unbounded.zero.gradients.gradient_array import Factor
 from unbounded.zero.step.drafts import Basis, Draft, Drafts, basis_of
+from unbounded.zero.step.exchange import Exchange
+from unbounded.zero.step.tensor_pass import TensorPass, cut_wholes
 from unbounded.zero.step.update_pass import (
     Job,
     Piece,
@@ -65,19 +69,25 @@ class Work:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where updates run: on host memory as it is, through buffers, or through the GPU."""
+    """Where updates run: on host memory as it is, through buffers, through the GPU, or on whole parameters."""
 
     direct: Lane
     buffered: Lane
     streams: Sequence[Lane]
+    whole: Lane
 
     @property
     def all(self) -> list[Lane]:
         """In the order in which they are started: the slowest first."""
-        return [self.buffered, *self.streams, self.direct]
+        return [self.whole, self.buffered, *self.streams, self.direct]
 
     def lane_for(self, unit: Unit, num_streamed: int) -> Lane:
-        """Everything that takes buffers is in one lane: two that wait for each other's would wait for ever."""
+        """Everything that takes buffers is in one lane: two that wait for each other's would wait for ever.
+
+        So is everything that ranks exchange whole parameters for: they meet by the order alone.
+        """
+        if unit.needs_wholes:
+            return self.whole
         if unit.streamed:
             return self.streams[num_streamed % len(self.streams)]
         return self.buffered if needs_buffers(unit) else self.direct
@@ -89,24 +99,29 @@ class Updates:
     def __init__(
         self,
         engine: Engine,
-        rules: dict[torch.dtype, UpdateRule],
         lanes: Lanes,
         num_threads: int,
         buffers: BufferPool,
         depth: int,
         drafts: Mapping[Unit, Draft],
+        exchange: Exchange | None = None,
     ) -> None:
-        self.engine, self.rules, self.lanes = engine, rules, lanes
+        self.engine, self.lanes = engine, lanes
         self._piece_numel = buffers.buffer_bytes // 4
         # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
         few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
         self.drafts = Drafts(drafts, lanes.direct, many)
         kinds = {"disk": (few, depth), "host": (many, depth), "device": (many, STREAMED_DEPTH)}
-        self._passes = {
-            (kind, dtype): UpdatePass(rule, pool, buffers, in_flight)
+        rules = [unit.rule_if_trained for unit in engine.units]
+        self._rules = list(dict.fromkeys(rule for rule in rules if rule is not None))
+        self._passes: dict[tuple[str, UpdateRule], UpdatePass] = {
+            (kind, rule): UpdatePass(rule, pool, buffers, in_flight)
             for kind, (pool, in_flight) in kinds.items()
-            for dtype, rule in rules.items()
+            for rule in self._rules
         }
+        for rule in self._rules:
+            if rule.granularity is Granularity.TENSOR:
+                self._passes["whole", rule] = TensorPass(rule, many, buffers, exchange)
 
     def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]]) -> None:
         """Updates `units` in order; returns before the lanes have done their part."""
@@ -133,6 +148,9 @@ class Updates:
         gradient.apply_changes()
         if gradient.state is GradientState.ZERO:
             gradient.apply_factor()
+        if unit.needs_wholes:
+            pieces = cut_wholes(unit, groups)
+            return [job for piece in pieces for job in piece.jobs], pieces
         piece_numel = self._piece_numel * (STREAMED_TIMES if unit.streamed else 1)
         jobs = plan_jobs(unit, groups)
         return jobs, cut_pieces(unit, jobs, piece_numel)
@@ -143,7 +161,7 @@ class Updates:
         for unit, jobs, pieces in planned:
             unit.steps = steps_after(unit)
             unit.note_change()
-            if pieces and kernel_device(unit).type == "cuda" and not unit.streamed:
+            if pieces and kernel_device(unit).type == "cuda" and not unit.streamed and not unit.needs_wholes:
                 self._run_now(unit, pieces)
             elif pieces:
                 lane = self.lanes.lane_for(unit, num_streamed)
@@ -158,7 +176,8 @@ class Updates:
                 self.engine.gathering.invalidate(unit)
 
     def _run_now(self, unit: Unit, pieces: list[Piece]) -> None:
-        self._passes["device", unit.dtype].run(pieces, on_home=_ignore, on_written=_ignore)
+        assert unit.rule is not None
+        self._passes["device", unit.rule].run(pieces, on_home=_ignore, on_written=_ignore)
         if not unit.is_whole or not unit.resident:
             self.engine.gathering.invalidate(unit)
 
@@ -169,13 +188,15 @@ class Updates:
         by_unit = {id(part.unit): part for part in work}
         is_disk_bound = all(touches_disk(part.unit) for part in work)
         kind = "device" if lane in self.lanes.streams else "disk" if is_disk_bound else "host"
+        kind = "whole" if lane is self.lanes.whole else kind
         try:
             _read_factors(work)
             if lane is self.lanes.direct:
                 work = self._take_drafts(lane, work)
-            for dtype in self.rules:
-                self._passes[kind, dtype].run(
-                    _pieces(part for part in work if part.unit.dtype == dtype),
+            for rule in dict.fromkeys(part.unit.rule for part in work):
+                assert rule is not None
+                self._passes[kind, rule].run(
+                    _pieces(part for part in work if part.unit.rule is rule),
                     on_home=lambda unit: by_unit[id(unit)].home.complete(event=lane.mark()),
                     on_written=lambda unit: by_unit[id(unit)].written.complete(event=lane.mark()),
                 )

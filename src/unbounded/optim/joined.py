@@ -1,0 +1,37 @@
+"""Several optimizers of one model as one: Muon for its matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unbounded.errors import PlanError
+
+
+class _States(ChainMap[Any, Any]):
+    """The states of all members; each is taken from whoever has it."""
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return next((held for held in self.maps if key in held), {}).pop(key, *default)
+
+
+class JoinedOptimizer(torch.optim.Optimizer):
+    """The param groups of all `members`, one after another: the same dicts, so that schedulers of each go on working.
+
+    It does not step by itself: `shard` takes it, and its optimizer steps them all.
+    """
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        if not members or not all(isinstance(member, torch.optim.Optimizer) for member in members):
+            named = ", ".join(type(member).__name__ for member in members) or "nothing"
+            raise PlanError(f"shard was given a list of {named} as the optimizer. Give one of torch.optim optimizers.")
+        self.members = tuple(members)
+        super().__init__([group for member in members for group in member.param_groups], {})
+        self.param_groups = [group for member in members for group in member.param_groups]
+        self.state: Any = _States(*(member.state for member in members))
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,43 @@
+"""An optimizer's own step, run on tensors that the optimizer was not made with."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+# How torch runs a step, not what it computes: one tensor at a time needs none of it.
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class Replica:
+    """Makes short-lived copies of one optimizer object, with its own attributes and class, for one step each."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @staticmethod
+    def options(group: Mapping[str, Any]) -> dict[str, Any]:
+        """The hyper-parameters of a group as they are now."""
+        options = {key: value for key, value in group.items() if key != "params"}
+        held = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+        return held | {way: False for way in _WAYS if way in held}
+
+    def step(
+        self,
+        targets: Sequence[nn.Parameter],
+        options: Mapping[str, Any],
+        states: Mapping[nn.Parameter, dict[str, Any]],
+    ) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        """Updates `targets`, which have gradients; their states afterwards. One that has none yet gets its first."""
+        copy: Any = object.__new__(type(self._optimizer))
+        copy.__dict__.update(self._optimizer.__dict__)
+        copy.__dict__.pop("step", None)  # schedulers put a step of the object's own there
+        copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        copy.param_groups = [{**options, "params": list(targets)}]
+        copy.state = defaultdict(dict, {target: state for target, state in states.items() if state})
+        copy.step()
+        return copy.state  # type: ignore[no-any-return]

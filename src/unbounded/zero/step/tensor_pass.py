@@ -1,0 +1,192 @@
+"""Updates that see whole parameters: brought from their tier, joined over the ranks, updated on the compute device.
+
+    read       | p0 | p1 | p2 |                a few parameters at a time, from their tiers to the device
+    exchange        | p0 | p1 |                this rank's stretches to the parameters' homes
+    update             | p0 | p1 |             the rule, on one whole parameter after another
+    exchange              | p0 | p1 |          back
+    write                    | p0 | p1 |       to their tiers
+
+One rank has everything whole and exchanges nothing. Ranks meet by the order of pieces alone, so one that cannot read
+its part goes on exchanging zeros, and raises when it is through: its peers hear of it where all ranks meet next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unbounded.native import kernels
+from unbounded.native.memory import host_buffer
+from unbounded.observe import trace
+from unbounded.optim.rules import UpdateRule, Whole
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.layout import clip_range
+from unbounded.zero.step.exchange import Exchange
+from unbounded.zero.step.update_pass import Job, Notify, Piece, UpdatePass, steps_after
+from unbounded.zero.unit import Unit
+
+# Pieces read ahead of the one in work: each may be as large as the largest parameter.
+DEPTH = 2
+
+
+def cut_wholes(unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
+    """Pieces of neighbouring parameters that have a gradient, each about as large as every rank's largest one.
+
+    All ranks have the same ones, also where nothing of a piece is theirs.
+    """
+    layout, steps, (low, high) = unit.layout, steps_after(unit), unit.owned
+    assert unit.rule is not None
+    assert unit.gradient.store.array is not None
+    most = max(slot.numel for slot in layout.slots) * (1 if unit.is_whole else layout.num_shards)
+    pieces: list[Piece] = []
+    last, total = -1, 0
+    for index, slot in enumerate(layout.slots):
+        if not (unit.gradient.used[index] and unit.is_grouped[index]):
+            continue
+        numbers = unit.rule.resolve(groups[slot.group], int(steps[index]))
+        start, stop = clip_range(*layout.slot_span(index), low, high) or (low, low)
+        job = Job(start - low, stop - low, numbers, range(index, index + 1))
+        total += slot.numel
+        if pieces and last == index - 1 and total <= most:
+            piece = pieces[-1]
+            piece.jobs = [*piece.jobs, job]
+            if start < stop:
+                piece.start, piece.stop = (job.start if piece.start == piece.stop else piece.start), job.stop
+        else:
+            total = slot.numel
+            pieces.append(Piece(unit, unit.gradient.store.array, unit.gradient.factor, job.start, job.stop, [job]))
+        last = index
+    if pieces:
+        pieces[-1].is_last = True
+    return pieces
+
+
+class TensorPass(UpdatePass):
+    """Carries pieces of whole parameters through. `exchange` is None where every unit is whole on its rank."""
+
+    def __init__(
+        self, rule: UpdateRule, pool: kernels.Pool | None, bounce: BufferPool, exchange: Exchange | None
+    ) -> None:
+        super().__init__(rule, pool, bounce, DEPTH)
+        self._exchange = exchange
+        self._error: Exception | None = None
+
+    def run(self, pieces: Iterable[Piece], *, on_home: Notify, on_written: Notify) -> None:
+        self._error = None
+        super().run(pieces, on_home=self._unless_failed(on_home), on_written=self._unless_failed(on_written))
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _unless_failed(self, notify: Notify) -> Notify:
+        """After an error nothing is announced: whoever waits for the update is told of that."""
+        return lambda unit: notify(unit) if self._error is None else None
+
+    def _device(self, unit: Unit) -> torch.device:
+        return unit.device
+
+    def _read(self, piece: Piece) -> None:
+        if self._error is None:
+            try:
+                self._make_way(piece.unit)  # factors are updated also where nothing else is this rank's
+                if piece.start < piece.stop:
+                    super()._read(piece)
+            except Exception as error:
+                self._note(error)
+
+    def _buffer(self, piece: Piece, device: torch.device, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if device.type == "cuda":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return host_buffer(numel * dtype.itemsize).view(dtype)
+
+    def _update(self, piece: Piece) -> None:
+        if self._error is None:
+            try:
+                self._wait(piece)
+            except Exception as error:
+                self._note(error)
+        with trace.device_span("compute" if piece.unit.device.type == "cuda" else "host optimizer", piece.unit.name):
+            if self._exchange is None or piece.unit.is_whole:
+                self._update_here(piece)
+            else:
+                self._update_apart(piece, self._exchange)
+        if piece.unit.device.type == "cuda":  # what was read in place must stay until the device is done with it
+            piece.waits.append(_Mark())
+
+    def _update_here(self, piece: Piece) -> None:
+        if self._error is not None:
+            return
+        low = piece.unit.owned[0] + piece.start
+        for job in piece.jobs:
+            slot = piece.unit.layout.slots[job.slots[0]]
+            arrays = {name: buffer[slot.start - low : slot.stop - low] for name, buffer in piece.buffers.items()}
+            self._apply_whole(piece, job, arrays)
+
+    def _update_apart(self, piece: Piece, exchange: Exchange) -> None:
+        unit, first = piece.unit, piece.unit.owned[0] + piece.start
+        slots = [job.slots[0] for job in piece.jobs]
+        buffers = piece.buffers if piece.buffers and self._error is None else self._stand_ins(piece)
+        wholes = exchange.bring(unit, slots, buffers, first)
+        for job in piece.jobs if self._error is None else ():
+            if job.slots[0] in wholes:
+                try:
+                    self._apply_whole(piece, job, wholes[job.slots[0]])
+                except Exception as error:
+                    self._note(error)
+        changed = {name: buffer for name, buffer in buffers.items() if name != "grad"}
+        exchange.give_back(unit, slots, wholes, changed, first)
+
+    def _stand_ins(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """What a rank exchanges that has nothing of a piece, or could not read it."""
+        return {
+            name: torch.zeros(piece.stop - piece.start, dtype=array.dtype, device=piece.unit.device)
+            for name, (array, _, _) in self._arrays(piece).items()
+        }
+
+    def _apply_whole(self, piece: Piece, job: Job, arrays: Mapping[str, torch.Tensor]) -> None:
+        unit, index = piece.unit, job.slots[0]
+        factors = unit.factors.of(index, unit.device)
+        scalars = self.rule.apply(
+            job.numbers,
+            unit.scalars[index],
+            weight=arrays["weight"],
+            grad=arrays["grad"],
+            states={name: array for name, array in arrays.items() if name not in ("weight", "grad")},
+            grad_scale=piece.factor,
+            pool=self.pool,
+            whole=Whole(unit.layout.slots[index].shape, factors),
+        )
+        unit.factors.put(index, factors)
+        unit.scalars[index] = dict(scalars)
+
+    def _write(self, piece: Piece) -> None:
+        if self._error is None and piece.start < piece.stop:
+            try:
+                super()._write(piece)
+            except Exception as error:
+                self._note(error)
+
+    def _finish(self, piece: Piece) -> None:
+        try:
+            super()._finish(piece)
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        """Remembers the first error; where there are no peers to meet, it is raised at once."""
+        if self._exchange is None:
+            raise error
+        self._error = self._error or error
+
+
+class _Mark:
+    """The end of what the current stream was given: waited for before buffers go back."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
