@@ -380,10 +380,10 @@ def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
 
 
 def _may_balance(plan: Plan, state: Sharded) -> bool:
-    """Whether the plan left it open where states live, every rank may decide alone, and lanes can carry weights."""
+    """Whether the plan lets states move and left it open where they live, ranks decide alone, and lanes can carry them."""
     is_native = all(isinstance(unit.rule, NativeRule) for unit in state.engine.units if unit.rule is not None)
     is_own = state.engine.ranks.size == 1 or state.plan.stage > 0
-    is_open = plan.optimizer is None and plan.gradients is None
+    is_open = plan.move_states and plan.optimizer is None and plan.gradients is None
     return state.engine.device.type == "cuda" and is_open and is_own and is_native
 
 

@@ -141,11 +141,11 @@ def train_tower(plan: dict[str, Any], steps: int = 24) -> tuple[list[float], Any
 def test_states_move_into_what_activations_leave_of_the_budget() -> None:
     free, total = torch.cuda.mem_get_info()
     budget = total - free - torch.cuda.memory_reserved() + 700 * 2**20
-    losses, first, plan = train_tower({"device_bytes": budget})
+    losses, first, plan = train_tower({"device_bytes": budget, "move_states": True})
     started, ended = (sum(tier == "device" for _, tier in p.optimizer) for p in (first, plan))
     assert 0 < started < len(first.optimizer)
     assert started <= ended
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
-        others, given, kept = train_tower({"device_bytes": budget, **tiers})
+        others, given, kept = train_tower({"device_bytes": budget, "move_states": True, **tiers})
         assert given.optimizer == kept.optimizer
         assert losses == pytest.approx(others, rel=1e-2)

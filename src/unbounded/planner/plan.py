@@ -49,7 +49,7 @@ class Plan:
 
     `disk_checksums` has everything that is read back from the disk tier held against the checksum of what was written.
     It takes a thousandth of the disk's bytes in host memory. `early_units` are updated inside the backward, beside
-    their old states in host memory.
+    their old states in host memory. `move_states` lets states move between device and host as steps show what is left.
     """
 
     stage: int = 3
@@ -65,7 +65,8 @@ class Plan:
     disk_path: tuple[str, ...] | None = None
     disk_checksums: bool = True
     prefetch_units: int = 2
-    early_units: int | None = None
+    early_units: int = 0
+    move_states: bool = False
     host_threads: int | None = None
     accumulate_dtype: str = "fp32"
     loss_scale: float = 2.0**16  # of fp16 at the start
@@ -99,7 +100,8 @@ class Plan:
             if not isinstance(self.disk_path, (tuple, list)) or not self.disk_path:
                 raise PlanError(f"disk_path is {self.disk_path!r}. Give a folder, or a list of folders.")
             object.__setattr__(self, "disk_path", tuple(str(path) for path in self.disk_path))
-        _check_choice("disk_checksums", self.disk_checksums, (True, False))
+        for name in ("disk_checksums", "move_states"):
+            _check_choice(name, getattr(self, name), (True, False))
         for name, least in _LEAST.items():
             _check_count(name, getattr(self, name), least)
         for name in ("loss_scale", "loss_scale_minimum"):

@@ -270,8 +270,8 @@ def plan_units(
             f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
-    streamed = _stream(specs, places, machine, device)
-    early = _choose_early(specs, sizes, places, streamed, plan, solved.room["host"], is_cpu=device.type == "cpu")
+    streamed = _stream(specs, places, machine, carries=plan.move_states and device.type == "cuda")
+    early = _choose_early(specs, sizes, places, streamed, plan.early_units, solved.room["host"])
     host_bytes += sum(_drafted(unit_bytes) for unit_bytes, chosen in zip(sizes, early, strict=True) if chosen)
     closed = replace(closed, early_units=sum(early))
     return Blueprint(
@@ -289,21 +289,16 @@ def _choose_early(
     sizes: Sequence[UnitBytes],
     places: Sequence[UnitPlace],
     streamed: Sequence[bool],
-    plan: Plan,
+    wanted: int,
     host_room: int,
-    *,
-    is_cpu: bool,
 ) -> tuple[bool, ...]:
     """Which units have room on the host for a second set of states: the last ones, whose gradients come first.
 
-    Room to add up the gradients of several backwards is left; of the rest half, unless the plan says how many. A CPU
-    has nothing to hide updates in, so there the plan has to say so.
+    Room to add up the gradients of several backwards is left.
     """
-    wanted = plan.early_units if plan.early_units is not None else 0 if is_cpu else len(specs)
     rows = list(zip(sizes, places, strict=True))
     spare = host_room - sum_bytes(sizes, places, "host")
     spare -= sum(unit.summed_gradients - unit.gradients for unit, where in rows if where.gradients == "host")
-    spare = spare if plan.early_units is not None else spare // 2
     chosen = [False] * len(specs)
     for index in reversed(range(len(specs))):
         unit, where = rows[index]
@@ -317,10 +312,10 @@ def _choose_early(
 
 
 def _stream(
-    specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: Machine, device: torch.device
+    specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: Machine, *, carries: bool
 ) -> tuple[bool, ...]:
-    """Which units the GPU updates on their way through it: some of those with states on the host, those whose weights
-    alone are not on the GPU, and those that are updated as whole tensors.
+    """Which units the GPU updates on their way through it: some of those with states on the host, those that are
+    updated as whole tensors, and where a lane `carries` them those whose weights alone are not on the GPU.
     """
     rows = list(zip(specs, places, strict=True))
     wholes = [spec.needs_wholes and where.optimizer == "host" for spec, where in rows]
@@ -329,7 +324,7 @@ def _stream(
     candidates = [where.optimizer == "host" and not spec.needs_wholes for spec, where in rows]
     chosen = choose_streamed(candidates, streamed_part(machine))
     return tuple(
-        streams or whole or (device.type == "cuda" and carries_weights(states=where.optimizer, weights=where.weights))
+        streams or whole or (carries and carries_weights(states=where.optimizer, weights=where.weights))
         for streams, whole, where in zip(chosen, wholes, places, strict=True)
     )
 
