@@ -380,7 +380,7 @@ def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
 
 
 def _may_balance(plan: Plan, state: Sharded) -> bool:
-    """Whether the plan lets states move and left it open where they live, ranks decide alone, and lanes can carry them."""
+    """Whether the plan lets states move and has no place for them, ranks may decide alone, and lanes can carry them."""
     is_native = all(isinstance(unit.rule, NativeRule) for unit in state.engine.units if unit.rule is not None)
     is_own = state.engine.ranks.size == 1 or state.plan.stage > 0
     is_open = plan.move_states and plan.optimizer is None and plan.gradients is None
