@@ -93,11 +93,11 @@ def meet_fault(
 TENSOR, SEQUENCE = {"tensor": 2}, {"tensor": 2, "sequence": True}
 CONTEXT, PIPELINE = {"context": 2}, {"pipeline": 2, "microbatches": 2}
 CASES = [
-    (TENSOR, stop, False, r"in the (sum|gather) of (layer 'lm_head'|the loss)"),
+    (TENSOR, stop, False, r"in the (sum|gather|largest logits) of (layer 'lm_head'|the loss)"),
     (SEQUENCE, stop, True, r"in the (gather|sum) of the gradient of layer 'model\.layers\.1"),
     (CONTEXT, stop, True, r"in the (exchange|sum) of the gradient of layer 'model\.layers\.1'"),
     (PIPELINE, stop, False, r"in the receipt of the gradients of stage 1"),
-    (SEQUENCE, fail, False, r"was in the (gather|scattered sum) of (layer '|the loss)"),
+    (SEQUENCE, fail, False, r"was in the (gather|scattered sum|largest logits) of (layer '|the loss)"),
     (PIPELINE, fail, True, r"was in the receipt of the gradients of stage 1"),
 ]
 

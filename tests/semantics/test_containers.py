@@ -133,7 +133,7 @@ def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: 
 def what_is_left(rank: int, world_size: int) -> list[tuple[int, int]]:
     """Threads and file descriptors after each of several models that came and went; groups wait for the next one."""
     left = []
-    for plan in ("disk", "host", "disk", "host"):
+    for plan in 4 * ("disk", "host"):
         model = make()
         model, optimizer = unbounded.shard(model, adamw(model), {**PLANS[plan], "stage": 3})
         step(model, optimizer)
@@ -153,4 +153,7 @@ def _lanes() -> list[str]:
 
 def test_models_that_come_and_go_leave_no_threads_and_no_descriptors(ranks: Any) -> None:
     for left in ranks(2, what_is_left):
-        assert left[2:] == left[:2]
+        threads, descriptors = zip(*left[2:], strict=True)  # the first two make the groups that the others use
+        # What a model left behind, every one of them would; a thread that is just ending is none.
+        assert threads[-1] - threads[1] < 2, left
+        assert descriptors[-1] - descriptors[1] < 2, left

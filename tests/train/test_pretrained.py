@@ -109,7 +109,7 @@ def test_adapters_on_a_model_that_streams_in_train_as_on_one_loaded_whole(
     train(fine_tune(tmp_path / "streamed", texts, **settings))
     dtypes = []
 
-    def load(path: Path, config: Any, dtype: torch.dtype) -> Any:
+    def load(path: Path, config: Any, dtype: torch.dtype, objective: str) -> Any:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
