@@ -116,3 +116,37 @@ def test_adapters_can_be_read_with_pefts_own_function(ranks: Any) -> None:
     for before, after, moved in ranks(2, adapter_state):
         assert before == after
         assert moved
+
+
+def adapt_ranks(plan: dict[str, str] | None) -> list[float]:
+    """AdaLoRA: between steps peft reads gradients, prunes singular values and has the model's ranks shrink."""
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    adapters = peft.AdaLoraConfig(
+        init_r=6, target_r=3, tinit=2, tfinal=3, deltaT=1, total_step=10, target_modules=["q_proj", "v_proj"]
+    )
+    model: Any = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    if plan is not None:
+        model, optimizer = shard(model, optimizer, plan)
+    losses = []
+    for step in range(10):
+        tokens = torch.randint(0, 31, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        model.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_adapters_whose_ranks_shrink_while_they_train_do_so_as_in_plain_pytorch() -> None:
+    plain = adapt_ranks(None)
+    for tier in ("device", "host", "disk"):
+        assert adapt_ranks(dict.fromkeys(("weights", "gradients", "optimizer"), tier)) == pytest.approx(plain, rel=1e-6)
