@@ -168,6 +168,24 @@ def own_gradients(model: nn.Module, optimizer: Any) -> Any:
     return same[3:], largest, weights(model)
 
 
+def several_at_once(model: nn.Module, optimizer: Any) -> Any:
+    """Gradients of one unit that are all held while each is written to."""
+    backward(model)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    torch._foreach_add_(gradients, 0.1)
+    torch._foreach_clamp_max_(gradients, 0.2)
+    norm = model.blocks[0].norm
+    norm.weight.grad.add_(norm.bias.grad)
+    norm.bias.grad.lerp_(norm.weight.grad, 0.3)
+    optimizer.step()
+    return weights(model)
+
+
+def test_gradients_that_are_held_together_keep_what_is_written_to_each(ranks: Any, world: tuple[int, str, int]) -> None:
+    if world in ALONE:
+        compare(ranks, world, several_at_once)
+
+
 def test_a_gradient_that_is_kept_is_not_overwritten(ranks: Any, world: tuple[int, str, int]) -> None:
     if world in ALONE:
         compare(ranks, world, own_gradients)
