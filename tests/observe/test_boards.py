@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -44,13 +45,20 @@ def test_tensorboard_reads_back_what_a_resumed_run_wrote(tmp_path: Path) -> None
 
 @needs("wandb")
 def test_an_offline_run_of_wandb_holds_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wandb.proto import wandb_internal_pb2
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = tiny(tmp_path / "out", write_texts(tmp_path / "a.jsonl", 200), report_to=("wandb",), steps=3)
     train(config)
     (path,) = (tmp_path / "out").rglob("*.wandb")
+    wanted, deadline = [*enumerate(losses(tmp_path / "out"), start=1)], time.monotonic() + 60
+    while (found := read_losses(path)) != wanted and time.monotonic() < deadline:
+        time.sleep(0.1)  # a process of wandb's own writes it
+    assert found == wanted
+
+
+def read_losses(path: Path) -> list[tuple[int, float]]:
+    from wandb.proto import wandb_internal_pb2
+
     found = []
     for data in read_log(path.read_bytes()):
         record = wandb_internal_pb2.Record()
@@ -58,7 +66,7 @@ def test_an_offline_run_of_wandb_holds_the_losses(tmp_path: Path, monkeypatch: p
         items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
         if "step/loss" in items:
             found.append((int(items["train_step"]), float(items["step/loss"])))
-    assert found == [*enumerate(losses(tmp_path / "out"), start=1)]
+    return found
 
 
 def read_log(content: bytes) -> Iterator[bytes]:

@@ -153,7 +153,8 @@ def _lanes() -> list[str]:
 
 def test_models_that_come_and_go_leave_no_threads_and_no_descriptors(ranks: Any) -> None:
     for left in ranks(2, what_is_left):
-        threads, descriptors = zip(*left[2:], strict=True)  # the first two make the groups that the others use
-        # What a model left behind, every one of them would; a thread that is just ending is none.
-        assert min(threads[-2:]) - min(threads[:2]) < 2, left
+        # The first two make the groups that the others use. What a model left behind, every one of them would; threads
+        # that are just ending are none, so there must be fewer more than models.
+        threads, descriptors = zip(*left[2:], strict=True)
         assert descriptors[-1] - descriptors[1] < 2, left
+        assert min(threads[-2:]) - min(threads[:2]) < 12, left
