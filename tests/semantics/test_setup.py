@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -54,6 +55,31 @@ def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:
         unbounded.shard(nn.Sequential(nn.LazyLinear(3)), None)
     with pytest.raises(PlanError, match=r"torch\.jit\.script"):
         unbounded.shard(torch.jit.script(nn.Linear(3, 3)), None)
+
+
+def test_states_of_the_optimizer_are_read_and_reset_nowhere() -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model))
+    step(model, optimizer)
+
+    def begin_anew() -> None:
+        optimizer.state = defaultdict(dict)
+
+    for use in (lambda: optimizer.state[model.last.weight]["exp_avg"], lambda: optimizer.state.clear(), begin_anew):
+        with pytest.raises(StateError, match=r"optimizer\.state is empty.*unbounded\.save"):
+            use()
+    assert len(optimizer.state) == 0
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(model, optimizer)
+
+
+def test_a_sharded_model_is_not_traced_and_trains_on() -> None:
+    plain, model = make(), make()
+    model, optimizer = unbounded.shard(model, adamw(model))
+    for trace in (lambda: torch.jit.trace(model, data()), lambda: torch.export.export(model, (data(),))):
+        with pytest.raises(StateError, match=r"cannot be traced or exported.*copy\.deepcopy"):
+            trace()
+    assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
 
 
 class Normed(nn.Module):

@@ -146,6 +146,11 @@ class Engine:
             self.raise_failures(alone=self._is_evaluating)
 
     def _begin_forward(self) -> None:
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():  # inside code that is compiled this is not reached
+            raise StateError(
+                "a sharded model cannot be traced or exported: its weights come and go. Do it with a plain copy: "
+                "copy.deepcopy(model), or unbounded.unshard(model)."
+            )
         self.snapshots.settle()
         self.settle()
         self._is_evaluating = not torch.is_grad_enabled()
@@ -230,6 +235,8 @@ class Engine:
         self.backward.end()
         if self._is_reducing:
             self.reduction.end(defer=self._is_deferring)
+            for unit in self.units:
+                unit.gradient.settle_lent()
         self.phases.leave()
         if self.ranks.size == 1:
             self.forward.order.adopt(keep_all=False)
@@ -363,7 +370,7 @@ class Engine:
         with torch.set_grad_enabled(wants_graph):
             value = unit.views.lend()[unit.picks[index]]
             if wants_graph:
-                return value if in_pass or unit.resident else value.clone()
+                return _refusing_writes(value if in_pass or unit.resident else value.clone())
             is_lasting = unit.resident and not unit.has_master
             return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
 
@@ -381,16 +388,33 @@ class Engine:
     def keep_written(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
         """Brings a new value of a parameter to its tier."""
         self.check_process()
+        value = value.data
         if not (from_all or self._is_in_pass()):
             self._refuse_partitioned(unit, index)
         self.writes.keep(unit, index, value)
         if unit.state is WeightState.GATHERED:
             unit.slot_views(unit.buffer)[index].copy_(value)
 
+    def lend_gradient(self, unit: Unit) -> None:
+        """All ranks of the axis must call this. Inside full_params: makes the gradient of `unit` whole for the user."""
+        if not self.is_shown:
+            return
+        text = f"the gradient of unit {unit.name!r}, used inside unbounded.full_params()"
+        with self.phases.during(text):
+            self.phases.begin(text)
+            self.finish_gradients()
+            if unit.gradient.is_whole or not unit.gradient.is_present:
+                return
+            unit.gradient.write_out()
+            own = unit.gradient.store.copy(0, unit.gradient.store.numel).to(self.device)
+            whole = torch.empty(unit.layout.numel, dtype=own.dtype, device=self.device)
+            self.ranks.gather(whole, own, unit.name)
+            unit.gradient.lend_whole(whole)
+
     def slot_norms(self, unit: Unit) -> torch.Tensor:
         """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
         gradient = unit.gradient
-        if unit not in self._norms or self._norms[unit][0] != gradient.changes:
+        if unit not in self._norms or self._norms[unit][0] != gradient.changes or gradient.is_lent:
             with self.phases.during("the norm of gradients"):
                 self.finish_gradients()
             squares = [torch.as_tensor(square, dtype=torch.float64) for square in gradient.slot_squares()]
@@ -457,3 +481,8 @@ class Engine:
         if site is not None and not site.is_outer:
             self._computing = trace.device_span("compute", site.name)
             self._computing.__enter__()
+
+
+def _refusing_writes(value: torch.Tensor) -> torch.Tensor:
+    """The same tensor as one of several views, which autograd lets nobody write to in place: it stands for a leaf."""
+    return value.unsqueeze(0).unbind(0)[0]
