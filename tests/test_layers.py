@@ -92,6 +92,20 @@ def test_import_arrows_point_downwards() -> None:
     assert not wrong
 
 
+def test_every_import_names_a_module_that_exists() -> None:
+    """Also inside functions and for annotations, where a file that was renamed would be missed until it is called."""
+    folders = [
+        path for path in (ROOT, *(ROOT.parent.parent / name for name in ("tests", "benchmarks"))) if path.exists()
+    ]
+    wrong = []
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            named += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            wrong += [f"{path}: {name}" for name in named if name.startswith("unbounded.") and not _is_module(name)]
+    assert not wrong
+
+
 def _home(name: str) -> str:
     """The part of the package behind `unbounded.name`: a public function stands for the module it lives in."""
     home = unbounded._HOMES.get(name)

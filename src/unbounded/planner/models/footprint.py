@@ -69,7 +69,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Part:
+class UnitFootprint:
     """Parameters that move together, `count` times over with the same numbers. Only repeated parts are recomputed."""
 
     name: str
@@ -90,7 +90,7 @@ class Footprint:
     """A model's parts in the order of its forward."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[UnitFootprint, ...]
     hidden: int
     states: StateBytes = field(default_factory=StateBytes)
     logits_bytes: float = 0.0  # a token, at the peak of the loss
@@ -121,7 +121,7 @@ def widen(cost: Cost) -> Cost:
     )
 
 
-def expand(footprint: Footprint) -> tuple[Part, ...]:
+def expand(footprint: Footprint) -> tuple[UnitFootprint, ...]:
     """Every part once, under a name of its own."""
     parts = []
     for part in footprint.parts:
@@ -182,14 +182,14 @@ def footprint_of(shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes |
         num_kernels=12,
     )
     parts = [
-        Part("embedding", shape.embedding_numel, cost=Cost(moved=4 * hidden, num_kernels=4)),
-        Part("blocks", shape.block_numel, shape.layers, block, is_block=True, largest=hidden * shape.ffn),
+        UnitFootprint("embedding", shape.embedding_numel, cost=Cost(moved=4 * hidden, num_kernels=4)),
+        UnitFootprint("blocks", shape.block_numel, shape.layers, block, is_block=True, largest=hidden * shape.ffn),
     ]
     if shape.tied:
-        parts.append(Part("root", shape.root_numel, cost=head))
+        parts.append(UnitFootprint("root", shape.root_numel, cost=head))
     else:
-        parts.append(Part("head", shape.head_numel, cost=head))
-        parts.append(Part("root", shape.root_numel))
+        parts.append(UnitFootprint("head", shape.head_numel, cost=head))
+        parts.append(UnitFootprint("root", shape.root_numel))
     return Footprint(
         shape.name,
         tuple(parts),

@@ -7,9 +7,9 @@ what it kept for a gradient, so the peak is one of the two; gradients of earlier
 
 from __future__ import annotations
 
-from unbounded.planner.models.footprint import Footprint, Part
-from unbounded.planner.states import KINDS, UnitBytes, UnitPlace, use_of
-from unbounded.planner.step.lanes import TIERS, Setup
+from unbounded.planner.models.footprint import Footprint, UnitFootprint
+from unbounded.planner.step.loads import TIERS, Setup
+from unbounded.planner.unit_bytes import KINDS, UnitBytes, UnitPlace, use_of
 
 
 def place_bytes(unit: UnitBytes, where: UnitPlace) -> tuple[float, ...]:
@@ -49,6 +49,6 @@ def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomput
     return ring + max(again, logits), ring + again + 2 * trained
 
 
-def kept_bytes(part: Part, setup: Setup) -> float:
+def kept_bytes(part: UnitFootprint, setup: Setup) -> float:
     """What one block keeps of one micro-batch."""
     return setup.tokens * part.cost.kept_bytes(setup.sequence) / setup.tensor
