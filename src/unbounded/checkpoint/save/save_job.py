@@ -7,13 +7,13 @@ import json
 import os
 import threading
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from unbounded import __version__
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format import values
 from unbounded.checkpoint.format.data_files import disk_engine
@@ -164,7 +164,7 @@ class SaveJob:
         """What is the same on all ranks and kept once; the snapshot's own tensors are rank 0's."""
         state, model = self.state, self.model
         return {
-            "library": metadata.version("unbounded"),
+            "library": __version__,
             "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "world_size": self.peers.size,
             "mesh": state.engine.axes.sizes,
