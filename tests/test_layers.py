@@ -59,7 +59,7 @@ def imports_of(path: Path) -> set[str]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             names = [f"{module}.{alias.name}" for alias in node.names]
             found.update(name if module == "unbounded" or _is_module(name) else module for name in names)
-    return {name for name in found if name.startswith("unbounded.")}
+    return {name for name in found if name.startswith("unbounded.") and name != "unbounded.__version__"}
 
 
 def _is_module(name: str) -> bool:
