@@ -37,7 +37,7 @@ LAYERS = {
 LEAVES = {"planner", "observe"}
 """Import nothing of the package but the ground; anyone may import them."""
 
-GROUND = {"errors", "process", "launcher"}
+GROUND = {"errors", "process", "launcher", "version"}
 TOGETHER = {("cli", "train"), ("checkpoint", "sharding"), ("planning", "sharding")}
 """Pairs of one layer of which the first may import the second."""
 

@@ -38,6 +38,7 @@ from unbounded.planner.plan import Plan, read_plan
 from unbounded.planner.presets import UNMEASURED, find_machine
 from unbounded.planner.search import Candidate, Request, evaluate, search
 from unbounded.planner.step.loads import Setup
+from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.prediction import Prediction
 from unbounded.sharding import sharded
 from unbounded.tiers import budget as budgets
@@ -118,6 +119,7 @@ def predict_step(
         stage=placed.stage,
         data=ranks,
         prefetch_units=placed.prefetch_units,
+        logits_tile_bytes=tile_bytes("cpu" if machine.is_cpu else "cuda", placed.device_bytes),
     )
     request = Request(
         tokens * accumulate * ranks,
@@ -270,6 +272,7 @@ def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | Non
         tuple(parts),
         hidden,
         logits_bytes=EAGER.logits * shape.vocabulary if shape is not None else 0.0,
+        vocabulary=shape.vocabulary if shape is not None else 0,
         layers=sum(part.is_block for part in parts),
     )
 
@@ -341,6 +344,7 @@ def count_cost(module: nn.Module) -> Cost:
         moved=8.0 * wide + 36.0 * normed,
         kept=4.0 * wide + 8.0 * normed,
         input=2.0 * hidden,
+        back=2.0 * wide,
         exchanged=2.0 * hidden,
         num_kernels=3 * num_kernels,
     )

@@ -25,6 +25,7 @@ from unbounded.planner.step.loads import (
     base_loads,
     unit_bytes,
 )
+from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planner.unit_bytes import UnitBytes, UnitPlace, read_placement
@@ -147,6 +148,7 @@ def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> It
                         tensor=tensor,
                         pipeline=pipeline,
                         prefetch_units=request.plan.prefetch_units,
+                        logits_tile_bytes=tile_bytes("cpu" if machine.is_cpu else "cuda", request.plan.device_bytes),
                     )
 
 

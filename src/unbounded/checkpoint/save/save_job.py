@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded import __version__
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format import values
 from unbounded.checkpoint.format.data_files import disk_engine
@@ -35,6 +34,7 @@ from unbounded.checkpoint.save.writer import Writer
 from unbounded.errors import CheckpointError
 from unbounded.optim.formats import MASTER_STATES
 from unbounded.sharding import Sharded
+from unbounded.version import __version__
 from unbounded.weights.adapter_files import describe_adapters
 from unbounded.zero.sites import persistent_buffers
 

@@ -47,6 +47,7 @@ class Setup:
     hides_updates: bool = True
     hides_collectives: bool = True
     tile_bytes: int = 0  # layers are gathered in tiles of so many bytes; 0: units whole
+    logits_tile_bytes: int = 0  # logits that the loss makes at a time; 0: all of them
 
     @property
     def model_ranks(self) -> int:
