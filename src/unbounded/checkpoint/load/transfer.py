@@ -30,11 +30,11 @@ from unbounded.checkpoint.load.load_plan import (
     direct_target,
     stored_ranges,
 )
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 from unbounded.observe import trace
 from unbounded.optim import formats
 from unbounded.tiers.array import Array, Waitable
-from unbounded.tiers.pipeline import Pipeline
+from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
 from unbounded.zero.layout import Slot, clip_range
 
@@ -69,7 +69,7 @@ class Transfer:
     ) -> None:
         """`pool` must be free; all of it is given back, also after a failure."""
         self.files, self.source, self.pool, self.staged = files, source, pool, staged
-        self._pipeline = Pipeline(self, num_ahead=DEPTH, num_unfinished=DEPTH, pool=pool)
+        self._pipeline = ItemPipeline(self, num_ahead=DEPTH, num_unfinished=DEPTH, pool=pool)
         self._waiting: list[Callable[[], Waitable | None]] = []
 
     def install(self) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from unbounded.parallel import collectives
 from unbounded.parallel.blocks import asked_loss
-from unbounded.parallel.collectives import Site
+from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.tensor.layers import Detach, replace_forward
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
@@ -31,7 +31,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, site: Site
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, site: LayerSite
     ) -> torch.Tensor:
         inside = labels - start
         is_here = (inside >= 0) & (inside < logits.shape[-1])
@@ -56,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    site: Site,
+    site: LayerSite,
     *,
     start: int,
     ignore_index: int = -100,
@@ -72,7 +72,7 @@ def cross_entropy(
 class HeadPart:
     """This rank's part of the vocabulary, for whoever computes with the head's weight: see `Vocabulary` in the loss."""
 
-    def __init__(self, scene: Scene, site: Site, cut: Cut) -> None:
+    def __init__(self, scene: Scene, site: LayerSite, cut: Cut) -> None:
         self.scene, self.site = scene, site
         self.has_labels = False  # in the forward that runs, whose loss is computed from parts of the logits
         self.is_asked = False  # for parts, by who calls the model
