@@ -38,6 +38,7 @@ from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.runner import Loss, Pipeline
 from unbounded.parallel.pipeline.stage_exchange import sum_among
 from unbounded.parallel.pipeline.stages import cut_model
+from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.planner.plan import Placement, Plan
 from unbounded.ranks.cut import Cut
 from unbounded.ranks.mesh import Axes
@@ -197,6 +198,12 @@ def is_sharded(model: nn.Module) -> bool:
 def expect_weights(model: nn.Module, folder: os.PathLike[str]) -> None:
     """Has `shard` stream the safetensors in `folder` into this model, or into one that wraps it."""
     _expected[model] = folder
+
+
+def cut_head(model: nn.Module) -> HeadPart | None:
+    """This rank's part of the vocabulary, where a tensor axis cuts the one head of a sharded model."""
+    parts = model.__dict__.get(_PARTS)
+    return next(iter(parts.heads.values())) if parts is not None and len(parts.heads) == 1 else None
 
 
 def find_model(parameter: nn.Parameter) -> nn.Module | None:

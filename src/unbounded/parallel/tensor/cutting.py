@@ -251,9 +251,9 @@ class TensorParallel:
     def _attach_head(self, layer: Layer, cut: Cut) -> layers.Detach:
         part = vocabulary.HeadPart(self.scene, self.scene.at(layer.name), cut)
         attached = vocabulary.attach_head(layer.module, part)
+        self.heads[layer.module] = part
         if not vocabulary.TokenLoss.fits(self.base):
             return attached
-        self.heads[layer.module] = part
         return layers.together(vocabulary.TokenLoss(self.base, part).attach(), attached)
 
     def _attentions(self) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
