@@ -21,8 +21,8 @@ from torch import nn
 
 from unbounded.machine.disk import measure_disk
 from unbounded.native import kernels
+from unbounded.native.host_memory import available_bytes, host_buffer
 from unbounded.native.kernels import Pool, Rule
-from unbounded.native.memory import available_bytes, host_buffer
 from unbounded.tiers.arena import HostArena
 
 REPETITIONS = 5

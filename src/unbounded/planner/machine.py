@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from unbounded.errors import PlanError
 
 VERSION = 1
-_M = TypeVar("_M", bound="Machine")
+_M = TypeVar("_M", bound="MachineRates")
 _OPTIONAL = (
     "kernel_seconds", "peer_bandwidth", "network_bandwidth", "disk_bytes", "disk_read", "disk_write", "disk_both",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRates:
     """One kind of node, `nodes` of them. What is "of a device" holds for each; the rest is shared by a node's devices.
 
     `device_bytes`, `host_bytes` and `disk_bytes` are what a job may use. `host_bandwidth` is what the optimizer's mix

@@ -34,10 +34,10 @@ from unbounded.zero.parameters.snapshots import Snapshots
 from unbounded.zero.parameters.views import takes_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
-from unbounded.zero.passes.buffers import Buffers
 from unbounded.zero.passes.direction import Pass, RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
+from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.passes.order import Order
 from unbounded.zero.passes.saved import Saving
 from unbounded.zero.setup.thawing import Thawing
@@ -62,7 +62,7 @@ class Engine:
         failures: Failures,
         writes: Writes,
         thawing: Thawing,
-        buffers: Buffers,
+        buffers: ModuleBuffers,
     ) -> None:
         self._owner = OwningProcess()
         self.sites, self.device, self.inputs, self.phases = sites, device, inputs, phases
@@ -88,7 +88,7 @@ class Engine:
         self._norms: dict[Unit, tuple[int, torch.Tensor]] = {}  # of single parameters' gradients, while those last
         self._computing: AbstractContextManager[None] | None = None
         for unit in self.units:
-            unit.keeper = weakref.proxy(self)
+            unit.engine = weakref.proxy(self)
 
     def check_process(self) -> None:
         """Raises in a forked child, which has the model's memory but nothing that runs it."""

@@ -46,7 +46,7 @@ class WeightState(Enum):
     GATHERED = "gathered"
 
 
-class Keeper(Protocol):
+class UnitEngine(Protocol):
     """The engine as a unit sees it."""
 
     is_shown: bool
@@ -126,7 +126,7 @@ class Unit:
         self.rank = 0
         self.factors = Factors()
         self.gradient: Gradient
-        self.keeper: Keeper
+        self.engine: UnitEngine
         self.views: Views
 
         # The gathered weights: `Gathering` moves these.
@@ -219,7 +219,7 @@ class Unit:
 
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
         """A view of the gathered buffer, fetched where it is not there."""
-        self.keeper.before_reading(self)
+        self.engine.before_reading(self)
         return self._flat.as_strided(shape, stride, offset).data
 
     def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:

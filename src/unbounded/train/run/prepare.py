@@ -10,7 +10,7 @@ from torch import nn
 
 import unbounded
 from unbounded.errors import DataError, InputError
-from unbounded.native.memory import available_bytes
+from unbounded.native.host_memory import available_bytes
 from unbounded.tiers.budget import HOST_ACTIVATION_PART
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.sample import Masking

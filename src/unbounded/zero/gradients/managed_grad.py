@@ -27,7 +27,7 @@ class Owner(Protocol):
     name: str
     device: torch.device
     gradient: Gradient
-    keeper: Any
+    engine: Any
 
     @property
     def is_whole(self) -> bool: ...
@@ -76,7 +76,7 @@ class ManagedGrad(torch.Tensor):
         gradient = self._unit.gradient
         gradient.order_stream()
         if self._is_kept and not gradient.is_open(self._index):
-            self._unit.keeper.lend_gradient(self._unit)
+            self._unit.engine.lend_gradient(self._unit)
         if not self._is_kept or not gradient.is_open(self._index):
             raise StateError(
                 f"the gradient of {gradient.layout.slots[self._index].name!r} is not held whole by this rank "
@@ -167,7 +167,7 @@ def _is_number(value: Any, equal: float | None = None) -> bool:
 
 def _norm(grad: ManagedGrad) -> torch.Tensor:
     """All ranks of the axis must call this where the gradient is partitioned."""
-    norms = grad._unit.keeper.slot_norms(grad._unit)  # type: ignore[attr-defined]
+    norms = grad._unit.engine.slot_norms(grad._unit)
     return norms[grad._index]  # type: ignore[no-any-return]
 
 

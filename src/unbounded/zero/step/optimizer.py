@@ -22,14 +22,14 @@ from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import kind_of
 from unbounded.planner.plan import Plan
 from unbounded.ranks.phases import describe_groups
-from unbounded.tiers.memory import Tiers, TierUse
+from unbounded.tiers.tiers import Tiers, TierUse
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.managed_grad import keep_alive
 from unbounded.zero.parameters.parameter import ManagedParameter
 from unbounded.zero.parameters.tiled_parameter import parts_of
 from unbounded.zero.step import digest
 from unbounded.zero.step.loss_scale import LossScale
-from unbounded.zero.step.progress import StepProgress
+from unbounded.zero.step.step_progress import StepProgress
 from unbounded.zero.step.updates import Updates
 from unbounded.zero.unit import Unit
 
