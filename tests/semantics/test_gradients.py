@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,6 +143,54 @@ def norms_of_a_list(model: nn.Module, optimizer: Any) -> Any:
      own_scaling, scaler, norms_of_a_list],
 )  # fmt: skip
 def test_gradients_after_a_step_are_the_users(ranks: Any, world: tuple[int, str, int], program: Any) -> None:
+    compare(ranks, world, program)
+
+
+def cleared_between_backwards(model: nn.Module, optimizer: Any) -> Any:
+    """What is cleared is all that backwards have made so far, also where adding the last one up takes its time."""
+    _add_late(optimizer)
+    for number in range(2):
+        backward(model, number)
+        model.first.bias.grad = None
+        backward(model, number + 10)
+        model.blocks[0].up.bias.grad.zero_()
+        backward(model, number + 20)
+        model.blocks[1].up.bias.grad.mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def norms_between_backwards(model: nn.Module, optimizer: Any) -> Any:
+    """Norms are those of all backwards so far, in the same way."""
+    _add_late(optimizer)
+    seen = []
+    for number in range(2):
+        for part in range(3):
+            backward(model, 10 * number + part)
+            seen.append(model.last.weight.grad.norm())
+            seen.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, weights(model)
+
+
+def _add_late(optimizer: Any) -> None:
+    """Has every addition to a gradient of a sharded model wait a little first."""
+
+    def add(add: Any, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02)
+        add(*args, **kwargs)
+
+    for unit in optimizer.engine.units if hasattr(optimizer, "engine") else ():
+        unit.gradient.add = partial(add, unit.gradient.add)
+
+
+@pytest.mark.parametrize("program", [cleared_between_backwards, norms_between_backwards])
+def test_whatever_is_done_to_gradients_waits_for_what_is_added(
+    ranks: Any, world: tuple[int, str, int], program: Any
+) -> None:
     compare(ranks, world, program)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+import unbounded
 from tests.semantics.programs import ALONE, Block, Net, adamw, compare, data, step, weights
 
 
@@ -19,6 +22,12 @@ def backward(model: nn.Module, number: int = 0) -> Tensor:
     loss = model(data(number)).square().mean()
     loss.backward()
     return loss.detach().clone()
+
+
+def whole(model: nn.Module) -> Any:
+    """Where a recipe reads or changes weights or gradients that several ranks have parts of."""
+    is_shared = dist.is_initialized() and dist.get_world_size() > 1
+    return unbounded.full_params(model) if is_shared else contextlib.nullcontext()
 
 
 def averaged_model(model: nn.Module, optimizer: Any) -> Any:
@@ -70,9 +79,10 @@ def gradient_surgery(model: nn.Module, optimizer: Any) -> Any:
                     kept -= dot / other.square().sum() * other
             projected.append(kept)
         total, position = sum(projected), 0
-        for parameter in parameters:
-            parameter.grad = total[position : position + parameter.numel()].view_as(parameter).clone()
-            position += parameter.numel()
+        with whole(model):
+            for parameter in parameters:
+                parameter.grad = total[position : position + parameter.numel()].view_as(parameter).clone()
+                position += parameter.numel()
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
@@ -83,24 +93,26 @@ def sharpness_aware(model: nn.Module, optimizer: Any) -> Any:
     for number in range(3):
         backward(model, number)
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        old = {p: p.data.clone() for p in model.parameters()}
-        with torch.no_grad():
+        with torch.no_grad(), whole(model):
+            old = {p: p.data.clone() for p in model.parameters()}
             for p in model.parameters():
                 p.add_(p.grad * (0.05 / norm))
         optimizer.zero_grad()
         backward(model, number)
-        for p in model.parameters():
-            p.data = old[p]
+        with whole(model):
+            for p in model.parameters():
+                p.data = old[p]
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
 
 
 def lookahead(model: nn.Module, optimizer: Any) -> Any:
-    slow = [p.detach().clone() for p in model.parameters()]
+    with whole(model):
+        slow = [p.detach().clone() for p in model.parameters()]
     for number in range(4):
         step(model, optimizer, number)
-        if number % 2:
+        with whole(model):
             for kept, p in zip(slow, model.parameters(), strict=True):
                 kept += 0.5 * (p.data - kept)
                 p.data.copy_(kept)
@@ -112,11 +124,12 @@ def centralize(model: nn.Module, optimizer: Any) -> Any:
     torch.manual_seed(1)
     for number in range(3):
         backward(model, number)
-        for p in model.parameters():
-            if p.grad.dim() > 1:
-                p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
-            p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        with whole(model):
+            for p in model.parameters():
+                if p.grad.dim() > 1:
+                    p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
+                p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
@@ -126,9 +139,9 @@ def weight_clipping(model: nn.Module, optimizer: Any) -> Any:
     """The critic of a Wasserstein GAN; weight decay by hand; a norm constraint on rows."""
     for number in range(3):
         step(model, optimizer, number)
-        for p in model.parameters():
-            p.data.clamp_(-0.2, 0.2)
-        with torch.no_grad():
+        with torch.no_grad(), whole(model):
+            for p in model.parameters():
+                p.data.clamp_(-0.2, 0.2)
             for p in model.blocks.parameters():
                 p.mul_(0.99)
             model.last.weight.div_(model.last.weight.norm(dim=1, keepdim=True).clamp(min=1.0))
@@ -262,15 +275,18 @@ def initialised(model: nn.Module, optimizer: Any) -> Any:
             nn.init.constant_(module.bias, 0.01)
 
     torch.manual_seed(4)
-    model.apply(init)
+    with whole(model):
+        model.apply(init)
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    with whole(model):
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     for number in range(3):
         loss = F.mse_loss(model(data(number)), teacher(data(number)) + 1)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    moved = nn.utils.parameters_to_vector(model.parameters()) - vector
+    with whole(model):
+        moved = nn.utils.parameters_to_vector(model.parameters()) - vector
     return float(moved.norm()), weights(model), weights(teacher)
 
 
@@ -441,7 +457,7 @@ RECIPES: list[tuple[Any, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("world", ALONE, ids=str)
+@pytest.mark.parametrize("world", [*ALONE, (2, "device", 1), (2, "disk", 3)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r[0].__name__}-{r[1].__name__}")
 def test_a_recipe_gives_what_it_gives_in_plain_pytorch(ranks: Any, world: tuple[int, str, int], recipe: Any) -> None:
     program, build, optimizer = recipe

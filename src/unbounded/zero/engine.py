@@ -414,6 +414,7 @@ class Engine:
     def slot_norms(self, unit: Unit) -> torch.Tensor:
         """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
         gradient = unit.gradient
+        gradient.order_stream()  # what is on its way counts
         if unit not in self._norms or self._norms[unit][0] != gradient.changes or gradient.is_lent:
             with self.phases.during("the norm of gradients"):
                 self.finish_gradients()

@@ -99,12 +99,16 @@ class Gradient:
                 self._squares = self._counted_squares()
         self.state, self.is_new = GradientState.HELD, True
 
+    def hold_local(self, full: torch.Tensor) -> None:
+        """Keeps this rank's own gradient until it is reduced."""
+        self._touch()
+        self.local, self.is_new = full, True
+
     # -- all of it -------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
         """Forgets the gradient; memory on the device goes back at once."""
-        if self.adding is not None:
-            self.adding.settle()  # what is under way must not land afterwards
+        self._settle_adding()
         self.state, self.adding, self.local, self.is_new = GradientState.EMPTY, None, None, False
         self.used = bytearray(len(self.used))
         self._forget_changes()
@@ -113,13 +117,13 @@ class Gradient:
     def zero(self) -> None:
         """Lets those parameters that have a gradient have zeros."""
         used, lent, array = self.used, self._lent, self.store.array if self._holds_array() else None
-        self._finish_reading()
         self._lent = Lent()
         self.drop()
         lent.drop_unheld()
         if any(used):
             self.used, self.state = used, GradientState.ZERO
         if array is not None:
+            self._finish_reading()
             self.store.array, self.state, self._is_open = array, GradientState.HELD, True
             self.store.multiply(0, self.store.numel, 0.0)
         self._lent = lent
@@ -150,6 +154,7 @@ class Gradient:
 
     def drop_slot(self, index: int) -> None:
         """One parameter has no gradient any more; the unit's goes with the last one."""
+        self._settle_adding()
         if self.used[index]:
             self._leave_memory(index)
             self.zero_slot(index)
@@ -158,6 +163,7 @@ class Gradient:
             self.drop()
 
     def zero_slot(self, index: int) -> None:
+        self._settle_adding()
         self._touch()
         if index in self._lent:
             self._lent.get(index).zero_()
@@ -380,6 +386,11 @@ class Gradient:
         self.factor = 1.0
         self._cleared, self._slot_factors, self._is_open = set(), {}, False
         self._lent.clear()
+
+    def _settle_adding(self) -> None:
+        """What is under way must not land after something else was done."""
+        if self.adding is not None:
+            self.adding.settle()
 
     def _finish_reading(self) -> None:
         if self.reading is not None:

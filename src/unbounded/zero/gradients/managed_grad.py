@@ -153,7 +153,8 @@ def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[st
 
 def _norm_order(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """The order of a norm over the whole tensor, or None where it is another one."""
-    if name not in ("norm", "vector_norm", "linalg_vector_norm") or set(kwargs) - {"p", "ord", "dtype"}:
+    said = {key for key, value in kwargs.items() if value is not None and value is not False}  # dim=None, keepdim=False
+    if name not in ("norm", "vector_norm", "linalg_vector_norm") or said - {"p", "ord", "dtype"}:
         return None
     order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
     return float(order) if len(args) <= 2 and isinstance(order, (int, float)) else 2.0 if order == "fro" else None
