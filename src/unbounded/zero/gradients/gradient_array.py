@@ -60,8 +60,10 @@ class GradientArray:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         self.num_changes += 1
-        yield
-        self.num_changes += 1
+        try:
+            yield
+        finally:
+            self.num_changes += 1
 
     def store(self, part: torch.Tensor) -> None:
         with self._changing():
