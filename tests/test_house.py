@@ -38,6 +38,12 @@ def test_no_two_classes_of_the_package_have_the_same_name() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
+def test_the_numbers_of_ranks_are_read_in_one_place() -> None:
+    named = re.compile(r"[\"'](?:LOCAL_)?(?:RANK|WORLD_SIZE)[\"']")
+    owners = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named.search(path.read_text())}
+    assert owners == {"launcher.py"}
+
+
 def test_every_file_that_the_map_names_exists() -> None:
     rows = [row for row in MAP.read_text().splitlines() if row.startswith("| ") and not row.startswith("| the change")]
     assert len(rows) >= 10

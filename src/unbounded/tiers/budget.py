@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from unbounded.errors import PlanError
+from unbounded.launcher import read_numbers
 from unbounded.native.host_memory import available_bytes
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.plan import Plan
@@ -150,7 +151,7 @@ def host_threads(plan: Plan, num_ranks: int) -> int:
 
 def local_size(world_size: int) -> int:
     """How many ranks share this machine."""
-    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return min(world_size, read_numbers(os.environ).local_size or world_size)
 
 
 def _free_disk(paths: tuple[str, ...] | None) -> int:
