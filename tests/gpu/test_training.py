@@ -120,16 +120,17 @@ def test_compiled_and_checkpointed_blocks_train_with_offloaded_weights() -> None
 
 
 def train_tower(plan: dict[str, Any], steps: int = 24) -> tuple[list[float], Any, Any]:
-    """A tower of 25M parameters and batches that take little of the device; the plan before and after."""
+    """A tower of 25M parameters and batches that take little of the device; the plan before and after. In fp32, where
+    the host's rounding and the device's stay close to each other over the steps."""
     torch.manual_seed(5)
     blocks = [nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 1024), nn.GELU()) for _ in range(24)]
-    model = nn.Sequential(*blocks).to("cuda", torch.bfloat16)
+    model = nn.Sequential(*blocks).to("cuda")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = unbounded.shard(model, optimizer, plan)
     first, losses = optimizer.plan, []
     for step in range(steps):
-        inputs = torch.randn(64, 1024, generator=torch.Generator().manual_seed(step)).to("cuda", torch.bfloat16)
-        loss = (model(inputs) - inputs).float().square().mean()
+        inputs = torch.randn(64, 1024, generator=torch.Generator().manual_seed(step)).to("cuda")
+        loss = (model(inputs) - inputs).square().mean()
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -148,4 +149,4 @@ def test_states_move_into_what_activations_leave_of_the_budget() -> None:
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
         others, given, kept = train_tower({"device_bytes": budget, "move_states": True, **tiers})
         assert given.optimizer == kept.optimizer
-        assert losses == pytest.approx(others, rel=1e-2)
+        assert losses == pytest.approx(others, rel=1e-4)
