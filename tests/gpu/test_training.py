@@ -10,6 +10,10 @@ import torch
 from torch import nn
 
 import unbounded
+from unbounded.tiers.arena import HostArena
+from unbounded.tiers.array import MemoryArray
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.gradients.gradient_array import GradientArray
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -117,6 +121,23 @@ def test_compiled_and_checkpointed_blocks_train_with_offloaded_weights() -> None
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), {"weights": "host", "optimizer": "host"}
     )
     torch.testing.assert_close(train(model, optimizer, True), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+def test_gradients_that_arrive_in_parts_add_up_on_the_host(wire: torch.dtype) -> None:
+    arena = HostArena(pin=True, num_threads=2)
+    store = GradientArray("host", 100_003, wire=wire, sum_dtype=torch.float32)
+    make: Any = lambda dtype, numel, unplanned_bytes=0: MemoryArray(arena.allocate(dtype, numel), "host")  # noqa: E731
+    store.connect(make, BufferPool(arena, 16 * 4096, 1))  # several parts, and the last one not full
+    torch.manual_seed(3)
+    parts = [torch.randn(100_003, device="cuda").to(wire) for _ in range(4)]
+    store.store(parts[0])
+    for part in parts[1:]:
+        store.accumulate(part)
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected += part.float()
+    assert torch.equal(store.array.direct, expected.cpu())  # type: ignore[union-attr]
 
 
 def train_tower(plan: dict[str, Any], steps: int = 24) -> tuple[list[float], Any, Any]:
