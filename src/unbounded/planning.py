@@ -151,7 +151,7 @@ def _running_policies(
         return ()
     weights = dict(state.plan.weights) if isinstance(state.plan.weights, tuple) else {}
     gathers = any(tier != "device" for tier in weights.values()) or (setup.stage == 3 and setup.data > 1)
-    free = headroom.limit_bytes - state.tiers.use()["device"].used_bytes
+    free: float = headroom.limit_bytes - state.tiers.use()["device"].used_bytes
     sizes = [(setup.tokens * part.cost.input, kept_bytes(part, setup)) for part in blocks]
     turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=False)
     if turn + sum(kept for _, kept in sizes) <= free:
