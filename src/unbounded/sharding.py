@@ -186,7 +186,7 @@ def sharded(model: nn.Module) -> Sharded:
     except KeyError:
         raise StateError("this model is not sharded. Call unbounded.shard(model, optimizer) first.") from None
     state.engine.recover()
-    state.engine.snapshots.settle()
+    state.engine.lending.snapshots.settle()
     return state
 
 
@@ -378,7 +378,7 @@ def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
         num_blocks,
         has_host_room=_shelf(model).buffers.has_room,
         trim_host=_shelf(model).buffers.trim,
-        growth_bytes=state.engine.gradient_growth_bytes if state is not None else lambda: 0,
+        growth_bytes=state.engine.gradients.growth_bytes if state is not None else lambda: 0,
         renew_limit=(lambda: int(promise.cap_bytes * LIMIT_PART)) if promise is not None else None,
     )
     if promise is not None:

@@ -226,10 +226,10 @@ def test_gradients_on_the_device_say_what_adding_up_will_take() -> None:
     model, optimizer = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"weights": "device"})
     engine, found = sharding.sharded(model).engine, []
     for _ in range(2):
-        found.append(engine.gradient_growth_bytes())
+        found.append(engine.gradients.growth_bytes())
         for _ in range(3):
             model(tokens()).backward()
-            found.append(engine.gradient_growth_bytes())
+            found.append(engine.gradients.growth_bytes())
         optimizer.step()
         optimizer.zero_grad()
     assert found[:2] == [0, 2 * sum(unit.layout.numel for unit in engine.units)]

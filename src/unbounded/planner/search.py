@@ -187,6 +187,7 @@ def evaluate(
 ) -> Candidate | None:
     """The best placements and policies for one way; None where nothing fits or `cutoff` seconds are not beaten."""
     footprint = replace(footprint, states=request.formats[state_format])
+    setup = replace(setup, state_format=state_format)
     parts = _parts_of_rank(footprint, setup)
     units = [unit_bytes(part, footprint, setup) for part in parts]
     room = rooms(machine, request.plan, setup.data * setup.model_ranks)
@@ -340,7 +341,7 @@ class _Joint:
             add(where.optimizer, "optimizer", unit.optimizer)
             add(where.remainder, "optimizer", unit.remainder)
             if where.gradients != "device":
-                add(where.gradients, "gradients", unit.size("gradients", where.gradients))
+                add(where.gradients, "gradients", unit.size("gradients", where.gradients, is_summed=again))
             elif again or moment == "end":
                 add("device", "gradients", unit.summed_gradients if again else unit.gradients)
         for part, policy in policies:

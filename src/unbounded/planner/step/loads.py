@@ -47,6 +47,7 @@ class Setup:
     hides_updates: bool = True
     hides_collectives: bool = True
     tile_bytes: int = 0  # layers are gathered in tiles of so many bytes; 0: units whole
+    state_format: str = "exact"
     logits_tile_bytes: int = 0  # logits that the loss makes at a time; 0: all of them
 
     @property
@@ -180,7 +181,7 @@ def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machin
     if on_device and not machine.is_cpu:  # on the computing stream, before the next forward
         loads.add(phase, "compute", touched_bytes(unit, setup) / machine.device_bandwidth)
     else:
-        rate = machine.host_rate + (stream_rate(machine) if where.optimizer == "host" else 0.0)
+        rate = machine.update_rate(setup.state_format) + (stream_rate(machine) if where.optimizer == "host" else 0.0)
         loads.add(phase, "host memory", touched_bytes(unit, setup) * machine.devices / rate)
     for tier, num_bytes, comes_back in (
         (where.weights, weights, True),

@@ -23,6 +23,8 @@ def moment_bytes(unit: UnitBytes, where: UnitPlace, setup: Setup) -> tuple[float
     """What a unit's states take at the turn and at the end, of the host, and of the disk."""
     device, host, disk = place_bytes(unit, where)
     if where.gradients != "device":
+        if where.gradients == "host" and setup.accumulate > 1:
+            host += unit.summed_gradients - unit.gradients
         return device, device, host, disk
     if setup.accumulate > 1:
         device += unit.summed_gradients - unit.gradients

@@ -75,8 +75,8 @@ class ManagedGrad(torch.Tensor):
             return self._own
         gradient = self._unit.gradient
         gradient.order_stream()
-        if self._is_kept and not gradient.is_open(self._index):
-            self._unit.engine.lend_gradient(self._unit)
+        if self._is_kept and not gradient.is_open(self._index) and self._unit.engine.is_shown:
+            self._unit.engine.gradients.lend(self._unit)
         if not self._is_kept or not gradient.is_open(self._index):
             raise StateError(
                 f"the gradient of {gradient.layout.slots[self._index].name!r} is not held whole by this rank "
@@ -168,7 +168,7 @@ def _is_number(value: Any, equal: float | None = None) -> bool:
 
 def _norm(grad: ManagedGrad) -> torch.Tensor:
     """All ranks of the axis must call this where the gradient is partitioned."""
-    norms = grad._unit.engine.slot_norms(grad._unit)
+    norms = grad._unit.engine.gradients.slot_norms(grad._unit)
     return norms[grad._index]  # type: ignore[no-any-return]
 
 
