@@ -37,7 +37,7 @@ from torch import nn
 
 import unbounded
 from unbounded.native.disk import DiskEngine
-from unbounded.native.memory import host_buffer, touch
+from unbounded.native.host_memory import host_buffer, touch
 
 
 class Block(nn.Module):

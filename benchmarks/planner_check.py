@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,8 @@ def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
         "bottleneck": predicted.bottleneck,
         "phases": predicted.phases(),
         "held": predicted.held,
+        "policies": Counter(policy for _, policy in optimizer.plan.activations or ()),
+        "reserved_bytes": torch.cuda.max_memory_reserved() if has_gpu else 0,
         "times": times,
     }
 

@@ -180,6 +180,7 @@ class Unbounded:
             blueprint.streamed_part = lambda machine: options.streamed
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
         plan |= {key: int(value) for key, value in plan.items() if value.isdigit()}
+        plan |= {key: value == "true" for key, value in plan.items() if value in ("true", "false")}
         if options.activations == "keep":
             plan["activations"] = "keep"
         self.model, self.optimizer = unbounded.shard(model, optimizer, plan or "auto")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +15,33 @@ PACKAGE = Path(unbounded.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
 MAP = REPOSITORY / "docs" / "map.md"
 MAX_FILES = 12
+SAME_NAMES = {"plan.py"}
+"""Basenames that occur twice: a command's file is named after its verb, and `unbounded plan` shows a `planner.plan`."""
 
 
 def test_no_folder_of_the_package_has_more_than_twelve_files() -> None:
     counts = Counter(path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
     assert {str(folder): count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_no_two_files_of_the_package_have_the_same_name() -> None:
+    counts = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert {name for name, count in counts.items() if count > 1} == SAME_NAMES
+
+
+def test_no_two_classes_of_the_package_have_the_same_name() -> None:
+    homes = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(str(path.relative_to(PACKAGE)))
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
+def test_the_numbers_of_ranks_are_read_in_one_place() -> None:
+    named = re.compile(r"[\"'](?:LOCAL_)?(?:RANK|WORLD_SIZE)[\"']")
+    owners = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named.search(path.read_text())}
+    assert owners == {"launcher.py"}
 
 
 def test_every_file_that_the_map_names_exists() -> None:

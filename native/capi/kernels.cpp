@@ -16,7 +16,7 @@ struct UpdateArguments {
   int32_t rule, format, weight_type, grad_type, out_type, nesterov, maximize, reserved;
   int64_t numel, step;
   double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, grad_scale;
-  void *weight, *grad, *low, *first, *first_scale, *second, *second_scale, *out;
+  void *weight, *grad, *remainder, *first, *first_scale, *second, *second_scale, *out;
 };
 
 namespace {
@@ -69,7 +69,7 @@ void copy_states(const UpdateArguments& from, const UpdateArguments& to, size_t 
   const bool is_compact = Format(to.format) == Format::compact;
   const size_t first_block = begin / BLOCK, last_block = (end + BLOCK - 1) / BLOCK;
   copy(from.weight, to.weight, begin, end, size_of(DType(to.weight_type)));
-  copy(from.low, to.low, begin, end, is_compact ? 1 : 2);
+  copy(from.remainder, to.remainder, begin, end, is_compact ? 1 : 2);
   copy(from.first, to.first, begin, end, is_compact ? 1 : 4);
   copy(from.second, to.second, begin, end, is_compact ? 1 : 4);
   copy(from.first_scale, to.first_scale, first_block, last_block, sizeof(float));
@@ -115,7 +115,7 @@ Update update_of(const UpdateArguments& a) {
   u.weight_type = DType(a.weight_type), u.grad_type = DType(a.grad_type), u.out_type = DType(a.out_type);
   u.grad_scale = float(a.maximize ? -a.grad_scale : a.grad_scale);
   for (size_t i = 0; i < BLOCK; ++i) u.salt[i] = salt_of(a.step, i);
-  u.weight = a.weight, u.grad = a.grad, u.low = a.low, u.out = a.out;
+  u.weight = a.weight, u.grad = a.grad, u.remainder = a.remainder, u.out = a.out;
   u.first = a.first, u.first_scale = static_cast<float*>(a.first_scale);
   u.second = a.second, u.second_scale = static_cast<float*>(a.second_scale);
   return u;
@@ -193,26 +193,27 @@ EXPORT void unbounded_accumulate(void* pool, void* to, int32_t to_type, const vo
   });
 }
 
-EXPORT void unbounded_split(void* pool, const float* master, void* weight, int16_t* low, int64_t n) {
+EXPORT void unbounded_split(void* pool, const float* master, void* weight, int16_t* remainder, int64_t n) {
   parallel(pool, n, [&](size_t begin, size_t end) {
-    kernels_of(pool).split(master + begin, static_cast<Bf16*>(weight) + begin, low + begin, end - begin);
+    kernels_of(pool).split(master + begin, static_cast<Bf16*>(weight) + begin, remainder + begin, end - begin);
   });
 }
 
-EXPORT void unbounded_join(void* pool, const void* weight, const int16_t* low, float* master, int64_t n) {
+EXPORT void unbounded_join(void* pool, const void* weight, const int16_t* remainder, float* master, int64_t n) {
   parallel(pool, n, [&](size_t begin, size_t end) {
-    kernels_of(pool).join(static_cast<const Bf16*>(weight) + begin, low + begin, master + begin, end - begin);
+    kernels_of(pool).join(static_cast<const Bf16*>(weight) + begin, remainder + begin, master + begin, end - begin);
   });
 }
 
-EXPORT void unbounded_encode_weight(void* pool, const float* master, void* weight, int32_t type, int8_t* low,
+EXPORT void unbounded_encode_weight(void* pool, const float* master, void* weight, int32_t type, int8_t* remainder,
                                     int64_t n) {
-  const Master to{DType(type), weight, low};
+  const Master to{DType(type), weight, remainder};
   parallel(pool, n, [&](size_t begin, size_t end) { kernels_of(pool).encode_weight(master, to, begin, end - begin); });
 }
 
-EXPORT void unbounded_decode_weight(void* pool, void* weight, int32_t type, int8_t* low, float* master, int64_t n) {
-  const Master from{DType(type), weight, low};
+EXPORT void unbounded_decode_weight(void* pool, void* weight, int32_t type, int8_t* remainder, float* master,
+                                    int64_t n) {
+  const Master from{DType(type), weight, remainder};
   parallel(pool, n, [&](size_t begin, size_t end) { kernels_of(pool).decode_weight(from, master, begin, end - begin); });
 }
 

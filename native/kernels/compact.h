@@ -86,11 +86,12 @@ inline float inverse_scale(uint32_t scale) {
   return float_of(scale - 1 < 0x7f800000 - 1 ? (254u << 23) - scale : 0);
 }
 
-template <class W> inline typename W::F decode_at(const Bf16* weight, const int8_t* low) {
-  return W::floats(W::bits(W::load(weight)) + W::template left<8>(W::load_int(low)));
+template <class W> inline typename W::F decode_at(const Bf16* weight, const int8_t* remainder) {
+  return W::floats(W::bits(W::load(weight)) + W::template left<8>(W::load_int(remainder)));
 }
 
-// Stores the weight and returns what `low` is made of: 128 + low, in the lowest byte after a shift of low_shift<T>.
+// Stores the weight and returns what the remainder is made of: 128 + remainder, in the lowest byte after a shift of
+// remainder_shift<T>.
 template <class W> inline typename W::I encode_at(typename W::F master, typename W::I noise, Bf16* weight) {
   const auto kept = W::quiet(master) + noise;
   W::store_high(&weight->bits, kept);
@@ -102,10 +103,10 @@ template <class W> inline typename W::I fp16_exponent(typename W::F weight) {
   return W::max(W::bits(weight) & W::all(0x7f800000), W::all(113 << 23));
 }
 
-template <class W> inline typename W::F decode_at(const Fp16* weight, const int8_t* low) {
+template <class W> inline typename W::F decode_at(const Fp16* weight, const int8_t* remainder) {
   const auto h = W::load(weight);
   const auto unit = W::floats(fp16_exponent<W>(h) - W::all(18 << 23));
-  return h + W::from_int(W::load_int(low)) * unit;
+  return h + W::from_int(W::load_int(remainder)) * unit;
 }
 
 template <class W> inline typename W::I encode_at(typename W::F master, typename W::I noise, Fp16* weight) {
@@ -120,24 +121,25 @@ template <class W> inline typename W::I encode_at(typename W::F master, typename
 }
 
 // What is cut off a master's bits: 8 of them for bf16, 5 for fp16. Beside the noise, bf16 is raised by half a place.
-template <class T> inline constexpr int low_shift = 8;
-template <> inline constexpr int low_shift<Fp16> = 5;
+template <class T> inline constexpr int remainder_shift = 8;
+template <> inline constexpr int remainder_shift<Fp16> = 5;
 template <class T> inline constexpr int32_t weight_raise = 0x8000;
 template <> inline constexpr int32_t weight_raise<Fp16> = 0;
-template <class T> inline constexpr int32_t weight_noise = (1 << low_shift<T>) - 1;
+template <class T> inline constexpr int32_t weight_noise = (1 << remainder_shift<T>) - 1;
 
 // Whole buffers, rounded to nearest.
 
-template <class V, class T> inline void encode_weight(const float* master, T* weight, int8_t* low, size_t n) {
+template <class V, class T> inline void encode_weight(const float* master, T* weight, int8_t* remainder, size_t n) {
   sweep<V>(n, [=]<class W>(size_t i) {
-    constexpr int32_t half = 1 << (low_shift<T> - 1);
+    constexpr int32_t half = 1 << (remainder_shift<T> - 1);
     const auto kept = encode_at<W>(W::load(master + i), W::all(half + weight_raise<T>), weight + i);
-    W::template store_byte<0>(low + i, W::template right<low_shift<T>>(kept) - W::all(128));
+    W::template store_byte<0>(remainder + i, W::template right<remainder_shift<T>>(kept) - W::all(128));
   });
 }
 
-template <class V, class T> inline void decode_weight(const T* weight, const int8_t* low, float* master, size_t n) {
-  sweep<V>(n, [=]<class W>(size_t i) { W::store(master + i, decode_at<W>(weight + i, low + i)); });
+template <class V, class T>
+inline void decode_weight(const T* weight, const int8_t* remainder, float* master, size_t n) {
+  sweep<V>(n, [=]<class W>(size_t i) { W::store(master + i, decode_at<W>(weight + i, remainder + i)); });
 }
 
 inline uint32_t highest_magnitude(const float* x, size_t n) {

@@ -12,7 +12,7 @@ namespace {
 template <class T> struct Place {
   const void* grad;
   T* weight;
-  int8_t *low, *first;
+  int8_t *remainder, *first;
   uint8_t* second;
   float *first_scale, *second_scale;
 };
@@ -20,7 +20,7 @@ template <class T> struct Place {
 template <class R, class T> inline Place<T> place_of(const Update& u, size_t i) {
   Place<T> p{};
   p.grad = at<char>(u.grad, i * (u.grad_type == DType::f32 ? 4 : 2));
-  p.weight = at<T>(u.weight, i), p.low = at<int8_t>(u.low, i);
+  p.weight = at<T>(u.weight, i), p.remainder = at<int8_t>(u.remainder, i);
   if (R::first) p.first = at<int8_t>(u.first, i), p.first_scale = u.first_scale + i / BLOCK;
   if (R::second) p.second = at<uint8_t>(u.second, i), p.second_scale = u.second_scale + i / BLOCK;
   return p;
@@ -31,10 +31,10 @@ template <class R, class T> inline Place<T> place_of(const Update& u, size_t i) 
 template <class T> struct Spare {
   alignas(64) float grad[BLOCK];  // room for every type
   T weight[BLOCK];
-  int8_t low[BLOCK], first[BLOCK];
+  int8_t remainder[BLOCK], first[BLOCK];
   uint8_t second[BLOCK];
   float first_scale, second_scale;
-  Place<T> place() { return {grad, weight, low, first, second, &first_scale, &second_scale}; }
+  Place<T> place() { return {grad, weight, remainder, first, second, &first_scale, &second_scale}; }
 };
 
 // A block between its parts. `first` is also the numerator of a rule that divides, and `direction` first the root.

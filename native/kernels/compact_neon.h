@@ -52,18 +52,18 @@ inline Sixteen<V> decode_second(const uint8_t* codes, typename V::F scale, typen
   return z;
 }
 
-template <class V> inline Sixteen<V> decode_sixteen(const Bf16* weight, const int8_t* low) {
-  const int8x16_t bytes = vld1q_s8(low);
+template <class V> inline Sixteen<V> decode_sixteen(const Bf16* weight, const int8_t* remainder) {
+  const int8x16_t bytes = vld1q_s8(remainder);
   const int16x8_t a = vreinterpretq_s16_u16(vshll_n_u8(vreinterpret_u8_s8(vget_low_s8(bytes)), 8));
   const int16x8_t b = vreinterpretq_s16_u16(vshll_high_n_u8(vreinterpretq_u8_s8(bytes), 8));
   Sixteen<V> w = load_sixteen<V>(weight);
-  const auto add = [](typename V::F& x, int16x4_t low) { x = V::floats({vaddw_s16(V::bits(x).x, low)}); };
+  const auto add = [](typename V::F& x, int16x4_t remainder) { x = V::floats({vaddw_s16(V::bits(x).x, remainder)}); };
   add(w.x[0], vget_low_s16(a)), add(w.x[1], vget_high_s16(a)), add(w.x[2], vget_low_s16(b)), add(w.x[3], vget_high_s16(b));
   return w;
 }
-template <class V> inline Sixteen<V> decode_sixteen(const Fp16* weight, const int8_t* low) {
-  return {{decode_at<V>(weight, low), decode_at<V>(weight + 4, low + 4), decode_at<V>(weight + 8, low + 8),
-           decode_at<V>(weight + 12, low + 12)}};
+template <class V> inline Sixteen<V> decode_sixteen(const Fp16* weight, const int8_t* remainder) {
+  return {{decode_at<V>(weight, remainder), decode_at<V>(weight + 4, remainder + 4),
+           decode_at<V>(weight + 8, remainder + 8), decode_at<V>(weight + 12, remainder + 12)}};
 }
 
 // Halves and bytes of four vectors, in order.
@@ -82,24 +82,26 @@ template <class V> inline uint8x16_t codes_of(const typename V::I (&z)[4]) {  //
 }
 
 template <class V>
-inline void store_weights(const typename V::F (&w)[4], const typename V::I (&noise)[4], Bf16* weight, int8_t* low) {
+inline void store_weights(const typename V::F (&w)[4], const typename V::I (&noise)[4], Bf16* weight,
+                          int8_t* remainder) {
   typename V::I kept[4];
   for (int q = 0; q < 4; ++q) kept[q] = V::quiet(w[q]) + noise[q];
   vst1q_u16(&weight->bits, high_halves<V>(kept[0], kept[1]));
   vst1q_u16(&weight[8].bits, high_halves<V>(kept[2], kept[3]));
   const uint8x16_t bytes = vuzp2q_u8(vreinterpretq_u8_u16(low_halves<V>(kept[0], kept[1])),
                                      vreinterpretq_u8_u16(low_halves<V>(kept[2], kept[3])));
-  vst1q_u8(reinterpret_cast<uint8_t*>(low), veorq_u8(bytes, vdupq_n_u8(0x80)));
+  vst1q_u8(reinterpret_cast<uint8_t*>(remainder), veorq_u8(bytes, vdupq_n_u8(0x80)));
 }
 template <class V>
-inline void store_weights(const typename V::F (&w)[4], const typename V::I (&noise)[4], Fp16* weight, int8_t* low) {
+inline void store_weights(const typename V::F (&w)[4], const typename V::I (&noise)[4], Fp16* weight,
+                          int8_t* remainder) {
   typename V::Quad quad;
   const auto encode = [&]<int q>() {
-    V::template put<q, low_shift<Fp16>>({}, quad, encode_at<V>(w[q], noise[q], weight + 4 * q));
+    V::template put<q, remainder_shift<Fp16>>({}, quad, encode_at<V>(w[q], noise[q], weight + 4 * q));
   };
   encode.template operator()<0>(), encode.template operator()<1>();
   encode.template operator()<2>(), encode.template operator()<3>();
-  V::store(low, V::flip(V::packed(quad), V::all_bytes(0x80)));
+  V::store(remainder, V::flip(V::packed(quad), V::all_bytes(0x80)));
 }
 
 // The first loop: the new moments of a block, and its new scales.
@@ -120,7 +122,7 @@ inline void advance_block(const Update& u, const Place<T>& p, Stepped& b) {
     if (scaled)
       for (auto& part : g.x) part = part * V::all(u.grad_scale);
     Sixteen<V> w = g, m = g, v = g;
-    if (R::couples) w = decode_sixteen<V>(p.weight + k, p.low + k);
+    if (R::couples) w = decode_sixteen<V>(p.weight + k, p.remainder + k);
     if (R::first) m = decode_first<V>(p.first + k, first_scale, first_offset);
     if (R::second) v = decode_second<V>(p.second + k, second_scale, minus);
     for (size_t q = 0; q < 4; ++q) {
@@ -143,8 +145,8 @@ inline void store_block(const Update& u, const Salts& salts, const Place<T>& p, 
   const F first_inverse = V::all(b.first_inverse), second_inverse = V::all(b.second_inverse);
   const F first_offset = V::all(First::offset), second_offset = V::all(Second::offset);
   for (size_t k = 0; k < BLOCK; k += 16) {
-    if (k % 64 == 0) fetch(p.weight, k, sizeof(T)), fetch(p.low, k, 1);
-    Sixteen<V> w = decode_sixteen<V>(p.weight + k, p.low + k);
+    if (k % 64 == 0) fetch(p.weight, k, sizeof(T)), fetch(p.remainder, k, 1);
+    Sixteen<V> w = decode_sixteen<V>(p.weight + k, p.remainder + k);
     I raw[4], weight_noise_of[4], first[4], second[4];
     for (size_t q = 0; q < 4; ++q) {
       const size_t at = k + 4 * q;
@@ -160,7 +162,7 @@ inline void store_block(const Update& u, const Salts& salts, const Place<T>& p, 
       }
       if (R::second) second[q] = V::bits(V::fma(v, second_inverse, second_offset)) + noise;
     }
-    store_weights<V>(w.x, weight_noise_of, p.weight + k, p.low + k);
+    store_weights<V>(w.x, weight_noise_of, p.weight + k, p.remainder + k);
     if (R::first) {
       const uint8x16_t codes = vbslq_u8(vdupq_n_u8(0x80), top_bytes<V>(raw), codes_of<V>(first));
       vst1q_u8(reinterpret_cast<uint8_t*>(p.first + k), codes);

@@ -18,7 +18,7 @@ struct Update {
   alignas(64) int32_t salt[BLOCK];  // of the stochastic rounding: random bits for every place in a block at this step
   void* weight;
   const void* grad;
-  void* low;
+  void* remainder;
   void* first;
   float* first_scale;
   void* second;
@@ -26,11 +26,11 @@ struct Update {
   void* out;          // null, or receives the weights of the fp32 format in out_type
 };
 
-// A master in `weight` and `low`, or a moment in codes and scales, beside its fp32 values.
+// A master in `weight` and `remainder`, or a moment in codes and scales, beside its fp32 values.
 struct Master {
   DType type;
   void* weight;
-  int8_t* low;
+  int8_t* remainder;
 };
 struct Codes {
   Moment moment;
@@ -46,8 +46,8 @@ struct Kernels {
   double (*sum_squares)(const void* x, DType type, size_t n);
   void (*convert)(const void* from, DType from_type, void* to, DType to_type, size_t n);
   void (*accumulate)(void* to, DType to_type, const void* from, DType from_type, float scale, size_t n);
-  void (*split)(const float* master, Bf16* weight, int16_t* low, size_t n);
-  void (*join)(const Bf16* weight, const int16_t* low, float* master, size_t n);
+  void (*split)(const float* master, Bf16* weight, int16_t* remainder, size_t n);
+  void (*join)(const Bf16* weight, const int16_t* remainder, float* master, size_t n);
   void (*encode_weight)(const float* master, const Master& to, size_t begin, size_t n);
   void (*decode_weight)(const Master& from, float* master, size_t begin, size_t n);
   void (*encode_moment)(const float* x, const Codes& to, size_t begin, size_t n);

@@ -11,16 +11,16 @@ namespace {
 
 template <class V> inline void encode_master(const float* master, const Master& to, size_t begin, size_t n) {
   if (to.type == DType::bf16)
-    encode_weight<V>(master + begin, at<Bf16>(to.weight, begin), to.low + begin, n);
+    encode_weight<V>(master + begin, at<Bf16>(to.weight, begin), to.remainder + begin, n);
   else
-    encode_weight<V>(master + begin, at<Fp16>(to.weight, begin), to.low + begin, n);
+    encode_weight<V>(master + begin, at<Fp16>(to.weight, begin), to.remainder + begin, n);
 }
 
 template <class V> inline void decode_master(const Master& from, float* master, size_t begin, size_t n) {
   if (from.type == DType::bf16)
-    decode_weight<V>(at<Bf16>(from.weight, begin), from.low + begin, master + begin, n);
+    decode_weight<V>(at<Bf16>(from.weight, begin), from.remainder + begin, master + begin, n);
   else
-    decode_weight<V>(at<Fp16>(from.weight, begin), from.low + begin, master + begin, n);
+    decode_weight<V>(at<Fp16>(from.weight, begin), from.remainder + begin, master + begin, n);
 }
 
 template <class V> inline void encode_codes(const float* x, const Codes& to, size_t begin, size_t n) {

@@ -83,12 +83,12 @@ template <class V, class R, class Grad>
 inline void update_exact(const Update& given, const Grad& grad, size_t begin, size_t end) {
   const Update u = given;
   Bf16* weight = at<Bf16>(u.weight, 0);
-  int16_t* low = at<int16_t>(u.low, 0);
+  int16_t* remainder = at<int16_t>(u.remainder, 0);
   const auto ahead = [&](size_t i) {
-    fetch_later(weight, i, sizeof(Bf16)), fetch_later(low, i, sizeof(int16_t)), fetch_moments<R>(u, grad, i);
+    fetch_later(weight, i, sizeof(Bf16)), fetch_later(remainder, i, sizeof(int16_t)), fetch_moments<R>(u, grad, i);
   };
   sweep_lines<V>(begin, end, ahead, [&]<class W>(size_t i) {
-    split_at<W>(step_at<W, R>(u, grad, i, join_at<W>(weight + i, low + i)), weight + i, low + i);
+    split_at<W>(step_at<W, R>(u, grad, i, join_at<W>(weight + i, remainder + i)), weight + i, remainder + i);
   });
 }
 

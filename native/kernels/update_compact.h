@@ -30,7 +30,7 @@ template <class V> struct Highest {
 
 // Bytes of four vectors on their way into their arrays.
 template <class V> struct Quads {
-  typename V::Quad low, first, sign, second;
+  typename V::Quad remainder, first, sign, second;
 };
 
 // What stays the same for all blocks.
@@ -57,7 +57,7 @@ template <class V, class R, class T>
                                               Stepped& b, Highest<V>& highest) {
   const auto g = load_grad<V>(c, p.grad, k);
   auto w = g, m = g, v = g;
-  if (R::couples) w = decode_at<V>(p.weight + k, p.low + k);
+  if (R::couples) w = decode_at<V>(p.weight + k, p.remainder + k);
   if (R::first) m = First::decode<V>(c.l, p.first + k, shared.first_scale, shared.first_offset);
   if (R::second) v = Second::decode<V>(c.l, p.second + k, shared.second_scale, shared.second_offset);
   const auto numerator = R::template advance<V>(c.u.step, w, g, m, v);
@@ -85,10 +85,10 @@ template <class V, class R, int q, class T>
 [[gnu::always_inline]] inline void encode_at(const Given<V>& c, const Place<T>& p, size_t k, const Shared<V>& shared,
                                              const Stepped& b, Quads<V>& out) {
   const auto direction = V::load(b.direction + k);
-  const auto w = R::template apply<V>(c.u.step, decode_at<V>(p.weight + k, p.low + k), direction);
+  const auto w = R::template apply<V>(c.u.step, decode_at<V>(p.weight + k, p.remainder + k), direction);
   const auto m = V::bits(R::first ? V::load(b.first + k) : R::second ? V::load(b.second + k) : direction);
   const auto weight_noise = V::mix(m, V::load_int(c.salts.weight + k), V::all(c.l.weight_noise));
-  V::template put<q, low_shift<T>>(c.masks, out.low, encode_at<V>(w, weight_noise, p.weight + k));
+  V::template put<q, remainder_shift<T>>(c.masks, out.remainder, encode_at<V>(w, weight_noise, p.weight + k));
   const auto noise = V::mix(V::bits(R::divides ? direction : w), V::load_int(c.salts.code + k), V::all(c.l.code_noise));
   if (R::first) {
     const auto magnitude = V::floats(m & V::all(c.l.magnitude));
@@ -104,7 +104,7 @@ template <class V, class R, int q, class T>
 template <class V, class R, class T>
 [[gnu::always_inline]] inline void store_at(const Place<T>& p, size_t k, const Quads<V>& quads) {
   const auto top = V::all_bytes(0x80);
-  V::store(p.low + k, V::flip(V::packed(quads.low), top));
+  V::store(p.remainder + k, V::flip(V::packed(quads.remainder), top));
   if (R::first) V::store(p.first + k, V::pick(top, V::packed(quads.sign), V::packed(quads.first)));
   if (R::second) V::store(p.second + k, V::max(V::packed(quads.second), V::all_bytes(1)));
 }
@@ -135,7 +135,7 @@ inline void rescale(const Place<T>& p, const Highest<V>& highest, Stepped& advan
 
 template <class V, class R, class T>
 [[gnu::always_inline]] inline void fetch_ahead(const Given<V>& c, const Place<T>& p, size_t k) {
-  fetch(p.weight, k, sizeof(T)), fetch(p.low, k, 1);
+  fetch(p.weight, k, sizeof(T)), fetch(p.remainder, k, 1);
   c.u.grad_type == DType::f32 ? fetch(p.grad, k, 4) : fetch(p.grad, k, 2);
   if (R::first) fetch(p.first, k, 1);
   if (R::second) fetch(p.second, k, 1);
@@ -191,13 +191,13 @@ template <class V, class R, class T> inline void update_whole(const Update& u, s
 template <class V, class R, class T> inline void update_short_block(const Update& u, size_t begin, size_t n) {
   Spare<T> padded{};
   Update whole = u;
-  whole.weight = padded.weight, whole.grad = padded.grad, whole.low = padded.low;
+  whole.weight = padded.weight, whole.grad = padded.grad, whole.remainder = padded.remainder;
   whole.first = padded.first, whole.second = padded.second;
   if (R::first) whole.first_scale += begin / BLOCK;
   if (R::second) whole.second_scale += begin / BLOCK;
   const auto exchange = [&](auto copy) {
     copy(padded.weight, at<T>(u.weight, begin), n * sizeof(T));
-    copy(padded.low, at<int8_t>(u.low, begin), n);
+    copy(padded.remainder, at<int8_t>(u.remainder, begin), n);
     if (R::first) copy(padded.first, at<int8_t>(u.first, begin), n);
     if (R::second) copy(padded.second, at<int8_t>(u.second, begin), n);
   };

@@ -24,9 +24,9 @@ const std::vector<Case> CASES = {
 size_t bytes_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
 struct States {
-  Buffer weight, low, first, first_scale, second, second_scale, out;
+  Buffer weight, remainder, first, first_scale, second, second_scale, out;
   States(const Case& c, size_t n)
-      : weight(n * bytes_of(c.weight)), low(n * 2), first(n * 4), first_scale((n + BLOCK - 1) / BLOCK * 4),
+      : weight(n * bytes_of(c.weight)), remainder(n * 2), first(n * 4), first_scale((n + BLOCK - 1) / BLOCK * 4),
         second(n * 4), second_scale((n + BLOCK - 1) / BLOCK * 4), out(n * 2) {}
   bool operator==(const States&) const = default;
 };
@@ -48,7 +48,7 @@ void run(const Kernels& kernels, const Case& c, Step step, const Buffer& grad, S
   u.grad_scale = 0.37f;
   Random random(salt);
   for (auto& x : u.salt) x = int32_t(random.bits());
-  u.weight = s.weight.data(), u.grad = grad.data(), u.low = s.low.data();
+  u.weight = s.weight.data(), u.grad = grad.data(), u.remainder = s.remainder.data();
   const bool first = step.rule != Rule::adagrad && (step.rule != Rule::sgd || step.has_momentum);
   const bool second = step.rule == Rule::adam || step.rule == Rule::adamw || step.rule == Rule::adagrad;
   if (first) u.first = s.first.data(), u.first_scale = s.first_scale.as<float>();

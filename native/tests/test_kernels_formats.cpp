@@ -18,10 +18,10 @@ void exact_is_reversible(const Kernels& kernels) {
     for (uint32_t low : lows) masters.push_back(high << 16 | low);
   const size_t n = masters.size();
   std::vector<Bf16> weight(n);
-  std::vector<int16_t> low(n);
+  std::vector<int16_t> remainder(n);
   std::vector<uint32_t> back(n);
-  kernels.split(reinterpret_cast<const float*>(masters.data()), weight.data(), low.data(), n);
-  kernels.join(weight.data(), low.data(), reinterpret_cast<float*>(back.data()), n);
+  kernels.split(reinterpret_cast<const float*>(masters.data()), weight.data(), remainder.data(), n);
+  kernels.join(weight.data(), remainder.data(), reinterpret_cast<float*>(back.data()), n);
   for (size_t i = 0; i < n; ++i) {
     if (is_nan(masters[i])) {
       CHECK(is_nan(back[i]) && is_nan(uint32_t(weight[i].bits) << 16));
@@ -96,13 +96,13 @@ void compact_masters_are_near(const Kernels& kernels) {
   const size_t n = 4096;
   std::vector<float> master(n), back(n), again(n);
   std::vector<uint16_t> weight(n);
-  std::vector<int8_t> low(n);
+  std::vector<int8_t> remainder(n);
   for (DType type : {DType::bf16, DType::f16}) {
     for (size_t i = 0; i < n; ++i) master[i] = random.around_zero() * std::exp2(float(i % 32) - 20);
-    kernels.encode_weight(master.data(), {type, weight.data(), low.data()}, 0, n);
-    kernels.decode_weight({type, weight.data(), low.data()}, back.data(), 0, n);
-    kernels.encode_weight(back.data(), {type, weight.data(), low.data()}, 0, n);
-    kernels.decode_weight({type, weight.data(), low.data()}, again.data(), 0, n);
+    kernels.encode_weight(master.data(), {type, weight.data(), remainder.data()}, 0, n);
+    kernels.decode_weight({type, weight.data(), remainder.data()}, back.data(), 0, n);
+    kernels.encode_weight(back.data(), {type, weight.data(), remainder.data()}, 0, n);
+    kernels.decode_weight({type, weight.data(), remainder.data()}, again.data(), 0, n);
     const float relative = type == DType::bf16 ? 0x1p-16f : 0x1p-18f, least = type == DType::bf16 ? 0 : 0x1p-32f;
     for (size_t i = 0; i < n; ++i) {
       CHECK(std::fabs(back[i] - master[i]) <= std::fabs(master[i]) * relative + least);
@@ -115,14 +115,14 @@ void compact_masters_are_near(const Kernels& kernels) {
 void stochastic_rounding_is_unbiased(const Kernels& kernels) {
   const size_t n = 4 * BLOCK;
   std::vector<Bf16> weight(n, Bf16{0x3f80}), grad(n, Bf16{0});
-  std::vector<int8_t> low(n), first(n);
+  std::vector<int8_t> remainder(n), first(n);
   std::vector<uint8_t> second(n);
   std::vector<float> first_scale(4), second_scale(4), v(n, 1.0f), w(n);
   kernels.encode_moment(v.data(), {Moment::second, second.data(), second_scale.data()}, 0, n);
   Update u{};
   u.step.rule = Rule::adamw, u.step.beta2 = 0.9995f, u.step.rest2 = 0.0005f, u.step.keep = 0.99999f, u.step.eps = 1;
   u.format = Format::compact, u.weight_type = u.grad_type = DType::bf16, u.grad_scale = 1;
-  u.weight = weight.data(), u.low = low.data(), u.grad = grad.data();
+  u.weight = weight.data(), u.remainder = remainder.data(), u.grad = grad.data();
   u.first = first.data(), u.first_scale = first_scale.data();
   u.second = second.data(), u.second_scale = second_scale.data();
   Random random(11);
@@ -131,7 +131,7 @@ void stochastic_rounding_is_unbiased(const Kernels& kernels) {
     kernels.update(u, 0, n);
   }
   kernels.decode_moment({Moment::second, second.data(), second_scale.data()}, v.data(), 0, n);
-  kernels.decode_weight({DType::bf16, weight.data(), low.data()}, w.data(), 0, n);
+  kernels.decode_weight({DType::bf16, weight.data(), remainder.data()}, w.data(), 0, n);
   double mean_v = 0, mean_w = 0;
   for (size_t i = 0; i < n; ++i) mean_v += v[i] / double(n), mean_w += w[i] / double(n);
   CHECK(std::fabs(mean_v / std::pow(0.9995, 4000) - 1) < 0.1);

@@ -1,35 +1,42 @@
 """Which rank a launcher made this process: torchrun, Slurm's srun, mpirun, Ray, or anything that sets RANK.
 
-Read from the environment and checked, and nowhere else. `ranks.launch` joins the job; what runs before or without torch
-(the command line, traces) asks for the numbers alone.
+Read from the environment and checked here, and nowhere else. `ranks.launch` joins the job; what runs before or without
+torch (the command line, traces, thread pools) asks for the numbers alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 from unbounded.errors import PlanError
 
-# What names a process among its peers, by launcher: its number, how many there are, its number on this machine.
+# What names a process among its peers, by launcher: its number and how many there are, in the job and on this machine.
 _LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # a batch script alone has no step
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    # A batch script alone has no step.
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """This process among its peers."""
+    """This process among its peers, and among those on its machine where the launcher tells (otherwise None)."""
 
     launcher: str
     rank: int
     size: int
-    local_rank: int
+    local_rank: int | None
+    local_size: int | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Launch(Numbers):
 
 def read_numbers(environment: Mapping[str, str]) -> Numbers:
     """What a launcher has set, checked; a process that was started by itself is rank 0 of 1."""
-    for launcher, (rank_name, size_name, local_name) in _LAUNCHERS.items():
+    for launcher, (rank_name, size_name, *local_names) in _LAUNCHERS.items():
         is_started = size_name in environment
         if not is_started and launcher != "torchrun":  # whose own names are checked one by one
             continue
@@ -59,14 +66,26 @@ def read_numbers(environment: Mapping[str, str]) -> Numbers:
                 f"0 to {size - 1}, as torchrun does."
             )
         if is_started:
-            return Numbers(launcher, rank, size, _read_local_rank(environment, local_name))
-    return Numbers("", 0, 1, _read_local_rank(environment))
+            return Numbers(launcher, rank, size, *_read_local(environment, *local_names))
+    return Numbers("", 0, 1, *_read_local(environment))
 
 
-def _read_local_rank(environment: Mapping[str, str], *names: str) -> int:
-    """LOCAL_RANK, which a user may set by hand, and otherwise the launcher's own."""
-    name = next((name for name in ("LOCAL_RANK", *names) if name in environment), None)
-    return 0 if name is None else _read_number(environment, name, least=0)
+def _read_local(
+    environment: Mapping[str, str], rank_name: str = "LOCAL_RANK", size_name: str = "LOCAL_WORLD_SIZE"
+) -> tuple[int | None, int | None]:
+    """torchrun's own names, which a user may set by hand, and otherwise the launcher's."""
+    rank_name = next((name for name in ("LOCAL_RANK", rank_name) if name in environment), "")
+    size_name = next((name for name in ("LOCAL_WORLD_SIZE", size_name) if name in environment), "")
+    rank = _read_number(environment, rank_name, least=0) if rank_name else None
+    if size_name == "SLURM_STEP_TASKS_PER_NODE":  # as "4(x2),3", of which any may be this machine's
+        counts = [int(count) for count in re.findall(r"(?:^|,)([0-9]{1,10})", environment[size_name])]
+        return rank, max(counts, default=None)
+    return rank, _read_number(environment, size_name, least=1) if size_name else None
+
+
+def tell_local_rank(launch: Launch, environment: MutableMapping[str, str]) -> None:
+    """Sets LOCAL_RANK, where other libraries look for it, to what any launcher has set."""
+    environment.setdefault("LOCAL_RANK", str(launch.local_rank or 0))
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:

@@ -20,15 +20,25 @@ from unbounded.errors import PlanError
 from unbounded.optim.book import RuleBook
 from unbounded.optim.recognition import unwrap
 from unbounded.optim.rules import UpdateRule
-from unbounded.planner.machine import Machine, saved_path
+from unbounded.planner.explanation import describe
+from unbounded.planner.machine import MachineRates, saved_path
 from unbounded.planner.models.configs import FAMILIES, read_model, shape_of
-from unbounded.planner.models.footprint import EAGER, FORMATS, Cost, Footprint, Part, StateBytes, footprint_of, widen
+from unbounded.planner.models.footprint import (
+    EAGER,
+    FORMATS,
+    Cost,
+    Footprint,
+    StateBytes,
+    UnitFootprint,
+    footprint_of,
+    widen,
+)
 from unbounded.planner.models.shapes import Shape
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.planner.presets import UNMEASURED, find_machine
-from unbounded.planner.report import describe
 from unbounded.planner.search import Candidate, Request, evaluate, search
-from unbounded.planner.step.lanes import Setup
+from unbounded.planner.step.loads import Setup
+from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.prediction import Prediction
 from unbounded.sharding import sharded
 from unbounded.tiers import budget as budgets
@@ -46,7 +56,7 @@ def plan(
     model: Any,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
-    machine: Machine | str | None = None,
+    machine: MachineRates | str | None = None,
     tokens_per_step: int | None = None,
     sequence: int = 2048,
     **budgets: Any,
@@ -75,7 +85,7 @@ def plan(
 
 
 def predict_step(
-    model: nn.Module, *, tokens: int, sequence: int, accumulate: int = 1, machine: Machine | None = None
+    model: nn.Module, *, tokens: int, sequence: int, accumulate: int = 1, machine: MachineRates | None = None
 ) -> Prediction | None:
     """One step of a sharded model as it is placed: `tokens` of each of `accumulate` micro-batches on this rank.
 
@@ -85,7 +95,7 @@ def predict_step(
     if machine is None:
         if not saved_path().is_file():
             return None
-        machine = Machine.load()
+        machine = MachineRates.load()
     state = sharded(model)
     placed, ranks = state.plan, state.engine.ranks.size
     local = budgets.local_size(ranks)
@@ -109,6 +119,7 @@ def predict_step(
         stage=placed.stage,
         data=ranks,
         prefetch_units=placed.prefetch_units,
+        logits_tile_bytes=tile_bytes("cpu" if machine.is_cpu else "cuda", placed.device_bytes),
     )
     request = Request(
         tokens * accumulate * ranks,
@@ -163,24 +174,24 @@ def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:
     )
 
 
-def read_machine(machine: Machine | str | os.PathLike[str] | None) -> Machine:
+def read_machine(machine: MachineRates | str | os.PathLike[str] | None) -> MachineRates:
     """A machine by value, preset, or file; this one where none is given."""
-    if isinstance(machine, Machine):
+    if isinstance(machine, MachineRates):
         return machine
     if machine is None:
         return this_machine()
     text = os.fspath(machine)
     if Path(text).is_file():
-        return Machine.load(text)
+        return MachineRates.load(text)
     if "/" in text or text.endswith(".json"):
         raise PlanError(f'there is no machine file "{text}". Write one with Machine.measure().save(path).')
     return find_machine(text)
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineRates:
     """This host as it was measured; otherwise common rates with the memory that is free here."""
     if saved_path().is_file():
-        return Machine.load()
+        return MachineRates.load()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_device, host, disk = budgets.measure(Plan(), device, 1)
     return replace(
@@ -261,6 +272,7 @@ def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | Non
         tuple(parts),
         hidden,
         logits_bytes=EAGER.logits * shape.vocabulary if shape is not None else 0.0,
+        vocabulary=shape.vocabulary if shape is not None else 0,
         layers=sum(part.is_block for part in parts),
     )
 
@@ -277,12 +289,14 @@ def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-def _part(spec: UnitSpec, specs: list[UnitSpec], shape: Shape | None, *, is_charged: bool, has_head: bool) -> Part:
+def _part(
+    spec: UnitSpec, specs: list[UnitSpec], shape: Shape | None, *, is_charged: bool, has_head: bool
+) -> UnitFootprint:
     """One unit. What its module costs is charged to the first unit of the module, with what all of them train."""
     numel = sum(slot.numel for slot in spec.layout.slots)
     trained = numel if spec.trainable else 0
     if not is_charged:
-        return Part(spec.name, numel, trained_numel=trained)
+        return UnitFootprint(spec.name, numel, trained_numel=trained)
     is_block = bool(spec.site.name) and not _is_leaf(spec.site.module)
     same = [other for other in specs if other.site is spec.site]
     total = sum(slot.numel for other in same for slot in other.layout.slots)
@@ -292,7 +306,7 @@ def _part(spec: UnitSpec, specs: list[UnitSpec], shape: Shape | None, *, is_char
     cost = replace(cost, trained=cost.products * learnt / max(1, total))
     cost = widen(cost) if spec.dtype == torch.float32 else cost
     largest = max((slot.numel for slot in spec.layout.slots), default=0)
-    return Part(spec.name, numel, cost=cost, trained_numel=trained, is_block=is_block, largest=largest)
+    return UnitFootprint(spec.name, numel, cost=cost, trained_numel=trained, is_block=is_block, largest=largest)
 
 
 def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bool) -> Cost:
@@ -330,6 +344,7 @@ def count_cost(module: nn.Module) -> Cost:
         moved=8.0 * wide + 36.0 * normed,
         kept=4.0 * wide + 8.0 * normed,
         input=2.0 * hidden,
+        back=2.0 * wide,
         exchanged=2.0 * hidden,
         num_kernels=3 * num_kernels,
     )

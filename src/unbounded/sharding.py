@@ -28,22 +28,23 @@ from unbounded.activations.shelf import Shelf
 from unbounded.activations.tiled.feedforward import Sizes, find_feed_forwards, pick_feed_forwards
 from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import BudgetError, PlanError, StateError
-from unbounded.native.memory import available_bytes
+from unbounded.native.host_memory import available_bytes
 from unbounded.optim.book import RuleBook
 from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import unwrap
 from unbounded.optim.rules import NativeRule
 from unbounded.parallel.applied import Applied, take_parts
-from unbounded.parallel.pipeline.exchange import sum_among
 from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.runner import Loss, Pipeline
+from unbounded.parallel.pipeline.stage_exchange import sum_among
 from unbounded.parallel.pipeline.stages import cut_model
+from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.planner.plan import Placement, Plan
 from unbounded.ranks.cut import Cut
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.wire import Wire
-from unbounded.tiers.memory import Tiers
 from unbounded.tiers.room import FreeRoom, TierRoom
+from unbounded.tiers.tiers import Tiers
 from unbounded.weights.grafts import Grafts
 from unbounded.weights.pretrained import install_weights
 from unbounded.zero.full_values import full_values
@@ -185,7 +186,7 @@ def sharded(model: nn.Module) -> Sharded:
     except KeyError:
         raise StateError("this model is not sharded. Call unbounded.shard(model, optimizer) first.") from None
     state.engine.recover()
-    state.engine.snapshots.settle()
+    state.engine.lending.snapshots.settle()
     return state
 
 
@@ -197,6 +198,12 @@ def is_sharded(model: nn.Module) -> bool:
 def expect_weights(model: nn.Module, folder: os.PathLike[str]) -> None:
     """Has `shard` stream the safetensors in `folder` into this model, or into one that wraps it."""
     _expected[model] = folder
+
+
+def cut_head(model: nn.Module) -> HeadPart | None:
+    """This rank's part of the vocabulary, where a tensor axis cuts the one head of a sharded model."""
+    parts = model.__dict__.get(_PARTS)
+    return next(iter(parts.heads.values())) if parts is not None and len(parts.heads) == 1 else None
 
 
 def find_model(parameter: nn.Parameter) -> nn.Module | None:
@@ -371,7 +378,7 @@ def _make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
         num_blocks,
         has_host_room=_shelf(model).buffers.has_room,
         trim_host=_shelf(model).buffers.trim,
-        growth_bytes=state.engine.gradient_growth_bytes if state is not None else lambda: 0,
+        growth_bytes=state.engine.gradients.growth_bytes if state is not None else lambda: 0,
         renew_limit=(lambda: int(promise.cap_bytes * LIMIT_PART)) if promise is not None else None,
     )
     if promise is not None:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from tests.zero.training import TinyGPT
-from unbounded.activations.buffers import PAGE, HostBuffers
 from unbounded.activations.choice import choose_policies, pick_blocks
 from unbounded.activations.geometry import is_movable, lay_flat
+from unbounded.activations.host_buffers import PAGE, HostBuffers
 from unbounded.activations.structure import take_tensors
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.plan import Plan

@@ -25,7 +25,7 @@ from unbounded.sharding import sharded
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.budget import size_buffers
-from unbounded.tiers.pipeline import Pipeline
+from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.staging import size_staging
 
 MIB = 1 << 20
@@ -74,8 +74,8 @@ def test_a_save_writes_and_a_load_reads_every_byte_once(tmp_path: Path, monkeypa
 def test_states_in_host_memory_are_written_and_read_without_a_copy(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(loading, "STAGED_BYTES", 0)
     staged: list[int] = []
-    lease = Pipeline.lease
-    monkeypatch.setattr(Pipeline, "lease", lambda self: (staged.append(1), lease(self))[1])
+    lease = ItemPipeline.lease
+    monkeypatch.setattr(ItemPipeline, "lease", lambda self: (staged.append(1), lease(self))[1])
     model, optimizer = build("host")
     unbounded.save(tmp_path / "c", model, optimizer)
     assert len(staged) == 1  # what is small: the random states

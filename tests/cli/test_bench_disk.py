@@ -12,7 +12,7 @@ from unbounded.cli.bench import disk_engine
 from unbounded.errors import DiskError
 from unbounded.native.disk import DiskEngine
 from unbounded.native.disk.bindings import READ, WRITE
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 
 MIB = 1 << 20
 

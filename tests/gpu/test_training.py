@@ -10,6 +10,10 @@ import torch
 from torch import nn
 
 import unbounded
+from unbounded.tiers.arena import HostArena
+from unbounded.tiers.array import MemoryArray
+from unbounded.tiers.pool import BufferPool
+from unbounded.zero.gradients.gradient_array import GradientArray
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -119,17 +123,35 @@ def test_compiled_and_checkpointed_blocks_train_with_offloaded_weights() -> None
     torch.testing.assert_close(train(model, optimizer, True), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+def test_gradients_that_arrive_in_parts_add_up_on_the_host(wire: torch.dtype) -> None:
+    arena = HostArena(pin=True, num_threads=2)
+    store = GradientArray("host", 100_003, wire=wire, sum_dtype=torch.float32)
+    make: Any = lambda dtype, numel, unplanned_bytes=0: MemoryArray(arena.allocate(dtype, numel), "host")  # noqa: E731
+    store.connect(make, BufferPool(arena, 16 * 4096, 1))  # several parts, and the last one not full
+    torch.manual_seed(3)
+    parts = [torch.randn(100_003, device="cuda").to(wire) for _ in range(4)]
+    store.store(parts[0])
+    for part in parts[1:]:
+        store.accumulate(part)
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected += part.float()
+    assert torch.equal(store.array.direct, expected.cpu())  # type: ignore[union-attr]
+
+
 def train_tower(plan: dict[str, Any], steps: int = 24) -> tuple[list[float], Any, Any]:
-    """A tower of 25M parameters and batches that take little of the device; the plan before and after."""
+    """A tower of 25M parameters and batches that take little of the device; the plan before and after. In fp32, where
+    the host's rounding and the device's stay close to each other over the steps."""
     torch.manual_seed(5)
     blocks = [nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 1024), nn.GELU()) for _ in range(24)]
-    model = nn.Sequential(*blocks).to("cuda", torch.bfloat16)
+    model = nn.Sequential(*blocks).to("cuda")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = unbounded.shard(model, optimizer, plan)
     first, losses = optimizer.plan, []
     for step in range(steps):
-        inputs = torch.randn(64, 1024, generator=torch.Generator().manual_seed(step)).to("cuda", torch.bfloat16)
-        loss = (model(inputs) - inputs).float().square().mean()
+        inputs = torch.randn(64, 1024, generator=torch.Generator().manual_seed(step)).to("cuda")
+        loss = (model(inputs) - inputs).square().mean()
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -148,4 +170,4 @@ def test_states_move_into_what_activations_leave_of_the_budget() -> None:
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
         others, given, kept = train_tower({"device_bytes": budget, "move_states": True, **tiers})
         assert given.optimizer == kept.optimizer
-        assert losses == pytest.approx(others, rel=1e-2)
+        assert losses == pytest.approx(others, rel=1e-4)

@@ -17,8 +17,12 @@ import torch
 
 import unbounded
 from tests.integrations.launched import launched
+from tests.parallel import models
+from tests.parallel.comparing import optimizer_of, without_dropout
+from tests.train.corpora import save_tokenizer
 from unbounded.cli import VERBS
 
+PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 DOCS = Path(__file__).parents[2] / "docs"
 NEEDS = {"lightning.md": "lightning", "trainer.md": "transformers"}
 PAGES = sorted([*(DOCS / "integrations").glob("*.md"), *(DOCS / "reference").glob("*.md")])
@@ -35,6 +39,77 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)):
         with launched(0, 1):
             exec(compile(code, f"{page.name}, block {number}", "exec"), {"__name__": "page"})
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+
+
+class Stack(torch.nn.Module):
+    """A model whose layers have the names that the page on parallelism gives styles to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = {"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)}
+        self.blocks = torch.nn.ModuleList([torch.nn.ModuleDict(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0]["down"](self.blocks[0]["up"](x).relu())
+
+
+def run_parallelism(rank: int, size: int) -> list[tuple[float, float]]:
+    """Of each block the first loss, and that of plain PyTorch."""
+    found, batch = [], models.batch("gpt2", 0, rows=8)
+    for code in blocks_of("parallelism.md"):
+        model = without_dropout(models.build("gpt2"))
+        wanted, optimizer = float(model(**batch).loss), optimizer_of(model)
+        names: dict[str, Any] = {"unbounded": unbounded, "model": model, "optimizer": optimizer, "loader": [batch]}
+        exec(compile(code, "parallelism.md", "exec"), names)
+        if "loss" not in names:
+            torch.manual_seed(1)
+            stack, ones = Stack(), torch.ones(1, 4)
+            wanted = float(stack(ones).sum())
+            names["loss"] = unbounded.shard(stack, None, names["plan"])[0](ones).sum()
+        found.append((float(names["loss"]), wanted))
+    return found
+
+
+def test_the_code_of_the_page_on_parallelism_runs_on_two_ranks(ranks: Any) -> None:
+    pytest.importorskip("transformers")
+    for found in ranks(2, run_parallelism):
+        assert len(found) == 3
+        for loss, wanted in found:
+            assert loss == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_code_of_the_pages_on_planning_and_checkpoints_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8))
+    names: dict[str, Any] = {"unbounded": unbounded, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    for page in ("planner.md", "design/checkpoints.md"):
+        (code,) = blocks_of(page)
+        exec(compile(code, page, "exec"), names)
+        names["scheduler"] = torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: 1.0)
+    assert "weights" in capsys.readouterr().out  # the table
+    names["handle"].wait()
+    assert names["extra"] == {"scheduler": names["scheduler"].state_dict(), "position": 123}
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"step-100", "step-200"}
+
+
+def test_the_code_of_the_page_on_fine_tuning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/my-model", "models/my-model-tuned"):
+        models.build("llama").save_pretrained(folder)
+        save_tokenizer(tmp_path / folder)
+    read, make, again = blocks_of("fine-tuning.md")
+    names: dict[str, Any] = {"unbounded": unbounded, "torch": torch, "peft": peft, "__name__": "page"}
+    names |= {"AutoConfig": transformers.AutoConfig, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    for code in (make, read, again):
+        exec(compile(code, "fine-tuning.md", "exec"), names)
+    assert type(names["model"]).__name__ == "LlamaForCausalLM"
 
 
 class Model(torch.nn.Module):

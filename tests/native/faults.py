@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from unbounded.native.disk import Extent, ExtentStore
-from unbounded.native.disk.layout import parts
+from unbounded.native.disk.striping import parts
 
 SHIM = r"""
 #define _GNU_SOURCE

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from unbounded.native.disk import DiskEngine, crc32c, crc32c_combine
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -9,7 +9,7 @@ import torch
 
 from unbounded.errors import DiskError, PlanError
 from unbounded.native.disk import Checksums, DiskEngine, crc32c
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 
 MIB = 1 << 20
 

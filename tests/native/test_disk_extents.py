@@ -14,8 +14,8 @@ import torch
 from tests.native.test_disk import MIB, random_bytes
 from unbounded.errors import DiskError
 from unbounded.native.disk import DiskEngine, ExtentStore
-from unbounded.native.disk.layout import STRIPE_BYTES, Extent, FileSpan, FreeList, lane_bytes, parts
-from unbounded.native.memory import host_buffer
+from unbounded.native.disk.striping import STRIPE_BYTES, Extent, FileSpan, FreeList, lane_bytes, parts
+from unbounded.native.host_memory import host_buffer
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.native.faults import build_shim, flip_bit, loop_device, mounted_tmpfs
 from tests.native.test_disk import MIB, random_bytes
 from unbounded.errors import DiskError
 from unbounded.native.disk import DiskEngine, ExtentStore
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_reserved_is_not_left_behind(tmp_path: Path) -> No
 FILE_SIZE_LIMIT = """
 import resource, sys
 from unbounded.native.disk import DiskEngine
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 with DiskEngine() as engine, engine.open(sys.argv[1] + "/file", create=True) as file:
     try:
@@ -151,7 +151,7 @@ def test_a_device_that_answers_with_an_io_error_is_told_with_path_offset_and_err
 LYING_CALLS = """
 import ctypes, errno, sys, torch
 from unbounded.native.disk import DiskEngine
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 shim = ctypes.CDLL(None)
 def inject(count, code=0, nbytes=0):
     ctypes.c_int.in_dll(shim, "fault_errno").value = code

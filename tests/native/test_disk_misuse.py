@@ -11,7 +11,7 @@ import torch
 from tests.native.test_disk import MIB
 from unbounded.errors import DiskError, PlanError, StateError
 from unbounded.native.disk import DiskEngine, ExtentStore
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 
 
 @pytest.fixture

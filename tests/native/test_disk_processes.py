@@ -15,7 +15,7 @@ import torch
 from tests.native.faults import mounted_tmpfs
 from tests.native.test_disk import MIB, random_bytes
 from unbounded.native.disk import DiskEngine, ExtentStore, place
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ if sys.argv[2] == "named":  # a filesystem on which neither O_TMPFILE nor removi
             raise OSError(95, "refused")
         return real(path, flags, *rest)
     place.os.open = staticmethod(refuse)
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 store = ExtentStore(sys.argv[1], 64 << 20, engine=DiskEngine())
 data, extent = host_buffer(64 << 20), store.allocate(64 << 20)
 store.write(extent, data).wait()

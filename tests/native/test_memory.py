@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unbounded.errors import PlanError
-from unbounded.native.memory import PAGE_BYTES, available_bytes, host_buffer, touch
+from unbounded.native.host_memory import PAGE_BYTES, available_bytes, host_buffer, touch
 
 MIB = 1 << 20
 

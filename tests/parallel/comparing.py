@@ -11,6 +11,7 @@ from torch import nn
 
 import unbounded
 from tests.parallel import models
+from tests.parallel.meshes import blocks
 
 STEPS = 5
 MAX_NORM = 0.5  # below the norms of these models, so that clipping is part of every comparison
@@ -102,12 +103,13 @@ def compare(
 ) -> list[Any]:
     """For every plan the numbers of all ranks; on the first one also those of one rank and the error of the weights."""
     results = []
-    model = models.build(family, **changes).to(device)
     references: dict[Any, tuple[list[float], dict[str, torch.Tensor]]] = {}
     for plan in plans:
+        depth = blocks(family, plan)
+        own = models.build(family, **(changes | depth)).to(device)
         copies = size // plan.get("tensor", 1) // plan.get("context", 1) // plan.get("pipeline", 1)
-        own = copy.deepcopy(model) if copies == 1 else without_dropout(copy.deepcopy(model))
-        key = copies, plan.get("microbatches", 1)
+        own = own if copies == 1 else without_dropout(own)
+        key = copies, plan.get("microbatches", 1), *depth.values()
         if rank == 0 and key not in references:
             plain = copy.deepcopy(own)
             numbers = train_plain(plain, family, copies=copies, num_micros=key[1], steps=steps)

@@ -23,7 +23,7 @@ TWO: dict[str, Plan] = {
 FOUR: dict[str, Plan] = {
     "tensor": {"tensor": 4},  # llama, qwen3, mixtral: two key heads, each on two ranks
     "tensor, sequence": {"tensor": 4, "sequence": True, "activations": "recompute"},
-    **{s: {"pipeline": 4, "schedule": s, "microbatches": 4} for s in ("gpipe", "1f1b", "zero_bubble")},
+    **{schedule: {"pipeline": 4, "schedule": schedule, "microbatches": 4} for schedule in SCHEDULES},
     "data, tensor": {"tensor": 2, "sequence": True, "optimizer": "host", "weights": "host"},
     "data, tensor, disk": {"tensor": 2, "stage": 1, "optimizer": "disk", "gradients": "disk"},
     "data, pipeline": {"pipeline": 2, "microbatches": 2, "weights": "host", "optimizer": "host"},
@@ -46,15 +46,25 @@ FOUR: dict[str, Plan] = {
     "tensor, context": {"tensor": 2, "context": 2, "optimizer": "host"},
     "context, pipeline": {"context": 2, "pipeline": 2, "microbatches": 2},
 }
-EIGHT: dict[str, Plan] = {"data, tensor, pipeline": {"pipeline": 2, "tensor": 2, "sequence": True, "microbatches": 2}}
+EIGHT: dict[str, Plan] = {
+    "data, tensor, pipeline": {"pipeline": 2, "tensor": 2, "sequence": True, "microbatches": 2},
+    "tensor, context, pipeline": {"pipeline": 2, "tensor": 2, "context": 2, "microbatches": 2},
+}
 DEALT: dict[str, tuple[str, ...]] = {
-    "gpt2": ("tensor", "1f1b", "context, pipeline", "data, tensor, disk"),
+    "gpt2": ("tensor", "1f1b", "interleaved", "context, pipeline", "data, tensor, disk"),
     "llama": ("tensor", "data, context", "tensor, context"),
     "qwen3": ("tensor, sequence", "gpipe", "data, tensor"),
     "mixtral": ("tensor, pipeline", "data, pipeline, stage 1"),
     "bert": ("tensor, context", "data, pipeline, disk"),
     "t5": ("zero_bubble", "tensor, pipeline", "data, pipeline"),
 }
+
+
+def blocks(family: str, plan: Plan) -> dict[str, int]:
+    """Twice the blocks where every rank of four has two chunks of them: what `models.build` changes."""
+    if plan.get("schedule") != "interleaved" or plan["pipeline"] < 4:
+        return {}
+    return {"gpt2": {"n_layer": 8}, "t5": {"num_layers": 4}}.get(family, {"num_hidden_layers": 8})
 
 
 def fits(family: str, plan: Plan) -> bool:

@@ -25,10 +25,14 @@ class Flat(nn.Module):
 
 
 def refusal(rank: int, size: int, family: str, plan: dict[str, Any], changes: dict[str, Any], call: bool) -> str:
+    kind, _, family = family.rpartition(" ")
     model: Any = Flat() if family == "flat" else models.build(family, **changes)
+    if kind == "tiled":
+        unbounded.tile(model, 1536)
+    optimizer = torch.optim.Adafactor(model.parameters()) if kind == "adafactor" else optimizer_of(model)
     plan = {key: value[rank] if isinstance(value, dict) and rank in value else value for key, value in plan.items()}
     try:
-        model, _ = unbounded.shard(model, optimizer_of(model), plan)
+        model, _ = unbounded.shard(model, optimizer, plan)
         if call and "pipeline" in plan:
             unbounded.pipeline(model)(**models.batch("gpt2", 0))
         elif call:
@@ -59,7 +63,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
     "no such layer": ("flat", {"tensor": 2, "styles": (("uq", "column"),)}, {}, False, "no layer of Flat has a name"),
     "style": ("flat", {"tensor": 2, "styles": (("up", "colum"),)}, {}, False, "Did you mean 'column'?"),
     "sequence alone": ("gpt2", {"sequence": True}, {}, False, "sequence without a tensor axis"),
-    "compact": ("gpt2", {"tensor": 2, "optimizer_format": "compact", "precision": "bf16"}, {}, False, "'compact'"),
+    "tiles and tensor": ("tiled llama", {"tensor": 2}, {}, False, "layers of the model are tiled"),
+    "tiles and pipeline": ("tiled llama", {"pipeline": 2}, {}, False, "layers of the model are tiled"),
+    "tiles and context": ("tiled llama", {"context": 2}, {}, False, "Leave out unbounded.tile"),
+    "whole tensors": ("adafactor llama", {"tensor": 2}, {}, False, "but the plan cuts it over the tensor axis"),
     "odd sequence": ("gpt2", {"tensor": 2, "sequence": True}, {}, True, "7 tokens, which do not divide over tensor=2"),
     "cannot be cut": ("flat", {"pipeline": 2}, {}, False, "Flat has no list of repeated blocks"),
     "too few blocks": ("gpt2", {"pipeline": 2}, {"n_layer": 1}, False, "1 blocks (in 'transformer.h') for 2 pipeline"),

@@ -27,12 +27,11 @@ def build_on_meta(family: str) -> nn.Module:
         return models.build(family)
 
 
-def start_from_meta(rank: int, size: int, plan: dict[str, Any], folder: str | None) -> Any:
-    family = "gpt2" if folder is not None else "llama"
+def start_from_meta(rank: int, size: int, plan: dict[str, Any], folder: str | None, family: str = "gpt2") -> Any:
     if folder is not None:
         wanted = models.build("gpt2").state_dict()
     else:
-        model = build_on_meta("llama")
+        model = build_on_meta(family)
         torch.manual_seed(21)
         plain, _ = unbounded.shard(model, None, {"stage": 0})
         wanted = plain.state_dict()
@@ -54,9 +53,41 @@ def start_from_meta(rank: int, size: int, plan: dict[str, Any], folder: str | No
 
 
 @pytest.mark.parametrize("plan", [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "schedule": "interleaved"}])
-def test_a_model_on_the_meta_device_starts_as_on_one_rank(ranks: Any, plan: dict[str, Any]) -> None:
-    for different, _ in ranks(2, start_from_meta, plan, None):
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])  # the last two scale what is below a module, too
+def test_a_model_on_the_meta_device_starts_as_on_one_rank(ranks: Any, plan: dict[str, Any], family: str) -> None:
+    for different, _ in ranks(2, start_from_meta, plan, None, family):
         assert not different
+
+
+class Policy(nn.Module):
+    """A transformers model inside a user's own, with a head of another kind beside it."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.inner, self.score = models.build(family), nn.Linear(16, 1)
+
+    def _init_weights(self) -> None:
+        """Of that name, and for itself."""
+
+
+def start_inside(rank: int, size: int) -> list[str]:
+    for family in ("gpt2", "llama", "bert", "t5"):
+        alone = build_on_meta(family)
+        torch.manual_seed(21)
+        alone, _ = unbounded.shard(alone, None, {"stage": 3})
+        with torch.device("meta"):
+            policy = Policy(family)
+        torch.manual_seed(21)
+        policy, _ = unbounded.shard(policy, None, {"stage": 3})
+        wanted, found = alone.state_dict(), policy.state_dict()
+        different = [name for name, value in wanted.items() if not torch.equal(found[f"inner.{name}"], value)]
+        if different or not found["score.weight"].abs().sum() > 0:
+            return [family, *different]
+    return []
+
+
+def test_a_transformers_model_on_the_meta_device_starts_inside_another_as_by_itself(ranks: Any) -> None:
+    assert ranks(2, start_inside) == [[], []]
 
 
 @pytest.mark.parametrize("plan", [{"tensor": 2}, {"pipeline": 2, "tensor": 2}])

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import unbounded
+from tests.checkpoint.jobs import whole
 from tests.parallel import models
 from tests.parallel.comparing import MAX_NORM, optimizer_of, train_plain, without_dropout, worst_error
+from unbounded.optim import formats
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 
@@ -74,3 +77,58 @@ def test_a_checkpoint_goes_from_mesh_to_mesh(ranks: Any, tmp_path: Path, family:
     for name, value in exported.items():
         assert (value - weights[name]).norm() <= 1e-4 * weights[name].norm() + 1e-6
     assert set(weights) - set(exported) <= {"lm_head.weight"}  # tied to the embedding in GPT-2
+
+
+# A head of keys, 64 wide, on each of two ranks, so that a bias of keys has a block of 128 on both; others have not.
+WIDE = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+}
+COMPACT = {"precision": "bf16", "optimizer_format": "compact"}
+
+
+def pass_on(rank: int, size: int, plans: list[dict[str, Any]], folder: str) -> list[float]:
+    """Two steps under the first plan; the others load what the one before saved, and save it."""
+    losses: list[float] = []
+    for number, plan in enumerate(plans):
+        model = without_dropout(models.build("llama", **WIDE))
+        model, optimizer = unbounded.shard(model, optimizer_of(model), COMPACT | plan)
+        if number:
+            unbounded.load(f"{folder}/{number - 1}", model, optimizer)
+        else:
+            losses = advance(model, optimizer, "llama", range(2))
+        unbounded.save(f"{folder}/{number}", model, optimizer)
+    return losses
+
+
+def test_compact_states_over_a_tensor_axis_are_those_of_one_rank(ranks: Any, tmp_path: Path) -> None:
+    tensor = {"tensor": 2, "weights": "disk", "optimizer": "disk"}
+    one, cut = tmp_path / "one", tmp_path / "cut"
+    (expected,) = ranks(1, pass_on, [{}], str(one))
+    assert (
+        ranks(2, pass_on, [tensor, {"stage": 1}, {"tensor": 2}, {}], str(cut))
+        == [pytest.approx(expected, rel=1e-3)] * 2
+    )
+    first, second, third, last = (whole(cut / str(number)) for number in range(4))
+    torn = {name for kind, name in first if kind == "exp_avg" and (f"{kind}_scale", name) not in first}
+    assert torn == {f"model.layers.0.self_attn.{name}_proj.bias" for name in "kv"}
+    for key, value in second.items():
+        if key[1] not in torn or key[0] in ("weight", "remainder"):
+            assert torch.equal(first[key].flatten(), value.flatten()), key
+            assert torch.equal(third[key].flatten(), value.flatten()), key
+            assert torch.equal(last[key].flatten(), value.flatten()), key
+    plain = whole(one / "0")
+    for kind, name in plain:
+        if kind == "exp_avg":
+            error = (decoded(second, name) - decoded(plain, name)).norm() / decoded(plain, name).norm()
+            assert error < 0.1, (name, error)
+    for name in torn:  # encoded in other blocks on the way
+        assert (decoded(first, name) - decoded(last, name)).norm() < 0.05 * decoded(first, name).norm(), name
+
+
+def decoded(states: dict[tuple[str, str], torch.Tensor], name: str) -> torch.Tensor:
+    kinds = ("exp_avg", "exp_avg_scale")
+    return formats.decode_moment({k: states[k, name].flatten() for k in kinds if (k, name) in states}, "exp_avg")

@@ -14,10 +14,10 @@ import unbounded
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of
 from unbounded.parallel.pipeline import runner
-from unbounded.parallel.pipeline.deferred import WeightWork
-from unbounded.parallel.pipeline.exchange import Exchange, Part
 from unbounded.parallel.pipeline.runner import Pipeline
 from unbounded.parallel.pipeline.schedules import PassKind, make_schedule, simulate
+from unbounded.parallel.pipeline.split_backward import WeightWork
+from unbounded.parallel.pipeline.stage_exchange import StageExchange, TensorSpec
 from unbounded.parallel.pipeline.stages import balance
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
@@ -84,7 +84,7 @@ class _Cost(torch.autograd.Function):
         return gradient
 
 
-class Clock(Exchange):
+class Clock(StageExchange):
     """Time as far as computing costs it: whoever receives is there no earlier than the one who sent."""
 
     now = 0.0
@@ -95,8 +95,8 @@ class Clock(Exchange):
         super().send([*tensors, stamp], to, stage=stage, back=back)
         self.sent_bytes -= stamp.nbytes
 
-    def receive(self, parts: list[Part], source: int, *, stage: int, back: bool) -> list[torch.Tensor]:
-        stamped = [*parts, Part((1,), torch.float32, False)]
+    def receive(self, parts: list[TensorSpec], source: int, *, stage: int, back: bool) -> list[torch.Tensor]:
+        stamped = [*parts, TensorSpec((1,), torch.float32, False)]
         *tensors, stamp = super().receive(stamped, source, stage=stage, back=back)
         Clock.now = max(Clock.now, float(stamp))
         return tensors
@@ -120,7 +120,7 @@ NUM_MICROS, NUM_BLOCKS = 8, 8
 def measure(rank: int, size: int) -> dict[str, Any]:
     """Of every schedule: the time of a batch, the bytes that this rank sent, and the micro-batches it kept at most."""
     found = {}
-    plain = runner.Exchange, WeightWork.run, Pipeline._do
+    plain = runner.StageExchange, WeightWork.run, Pipeline._do
     kept = 0
 
     def late(work: WeightWork) -> None:
@@ -132,7 +132,7 @@ def measure(rank: int, size: int) -> dict[str, Any]:
         plain[2](self, *args)
         kept = max(kept, len([one for one in self._passes.values() if one.outputs]))
 
-    runner.Exchange, WeightWork.run, Pipeline._do = Clock, late, do  # type: ignore[misc, method-assign]
+    runner.StageExchange, WeightWork.run, Pipeline._do = Clock, late, do  # type: ignore[misc, method-assign]
     try:
         for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
             model = CostlyModel(NUM_BLOCKS)
@@ -144,7 +144,7 @@ def measure(rank: int, size: int) -> dict[str, Any]:
             assert pipeline.exchange is not None
             found[schedule] = Clock.now, pipeline.exchange.sent_bytes, kept
     finally:
-        runner.Exchange, WeightWork.run, Pipeline._do = plain  # type: ignore[misc, method-assign]
+        runner.StageExchange, WeightWork.run, Pipeline._do = plain  # type: ignore[misc, method-assign]
     return found
 
 

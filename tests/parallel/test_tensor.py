@@ -100,20 +100,21 @@ def test_a_rank_holds_what_the_formula_says(ranks: Any) -> None:
 
 def compare_in_tiles(rank: int, size: int, family: str, plans: list[dict[str, Any]]) -> tuple[list[Any], int]:
     """`compare` with a loss in tiles of three rows."""
-    from unbounded.activations.tiled import heads, loss
+    from unbounded.activations.tiled import loss
+    from unbounded.planner.step import logits
 
-    saved, tiles = (heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.EntropyRows), []
+    saved, tiles = (logits.TILE_BYTES, logits.LEAST_TILE_BYTES, loss.EntropyRows), []
 
     def count(*args: Any) -> Any:
         tiles.append(args[0].shape)
         return saved[2](*args)
 
     try:
-        heads.LEAST_TILE_BYTES = 3 * 18 * 4  # 18: the larger part of the vocabulary over two ranks
-        heads.TILE_BYTES, loss.EntropyRows = {"cpu": heads.LEAST_TILE_BYTES}, count  # type: ignore[misc, assignment]
+        logits.LEAST_TILE_BYTES = 3 * 18 * 4  # 18: the larger part of the vocabulary over two ranks
+        logits.TILE_BYTES, loss.EntropyRows = {"cpu": logits.LEAST_TILE_BYTES}, count  # type: ignore[misc, assignment]
         results = compare(rank, size, family, plans, {}, 2)
     finally:
-        heads.TILE_BYTES, heads.LEAST_TILE_BYTES, loss.EntropyRows = saved  # type: ignore[misc]
+        logits.TILE_BYTES, logits.LEAST_TILE_BYTES, loss.EntropyRows = saved  # type: ignore[misc]
     return results, len(tiles)
 
 

@@ -12,7 +12,7 @@ import pytest
 import unbounded
 from unbounded.errors import PlanError
 from unbounded.machine import disk
-from unbounded.planner.machine import VERSION, Machine
+from unbounded.planner.machine import VERSION, MachineRates
 from unbounded.planner.presets import NAMES, UNMEASURED, find_machine
 
 
@@ -20,7 +20,7 @@ from unbounded.planner.presets import NAMES, UNMEASURED, find_machine
 def test_every_preset_has_sources_and_survives_its_file(name: str, tmp_path: Path) -> None:
     machine = find_machine(name)
     assert machine.sources
-    assert Machine.load(machine.save(tmp_path / "machine.json")) == machine
+    assert MachineRates.load(machine.save(tmp_path / "machine.json")) == machine
 
 
 def test_numbers_count_nodes_of_a_node_and_gpus_of_a_gpu() -> None:
@@ -78,13 +78,13 @@ def test_a_file_of_another_version_or_with_impossible_numbers_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        Machine.load(break_file(tmp_path / "machine.json", **changes))
+        MachineRates.load(break_file(tmp_path / "machine.json", **changes))
 
 
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text("{")
     with pytest.raises(PlanError, match=r"is no machine file"):
-        Machine.load(tmp_path / "machine.json")
+        MachineRates.load(tmp_path / "machine.json")
 
 
 def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

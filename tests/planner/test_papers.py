@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unbounded.planner.papers import all_rows, infinity, megatron, zero
+from unbounded.planner.papers import all_rows, infinity, megatron, zero_stages
 from unbounded.planner.papers.table import Row
 
 
@@ -22,7 +22,7 @@ def test_every_figure_is_within_its_tolerance_but_those_known_to_miss() -> None:
 
 @pytest.mark.parametrize(("stage", "paper"), [(1, 31.4), (2, 16.6), (3, 1.88)])
 def test_zero_takes_of_7_5b_on_64_ranks_what_its_table_says(stage: int, paper: float) -> None:
-    row = figure(zero.memory_rows(), f"7.5B, stage {stage}, 64 ranks")
+    row = figure(zero_stages.memory_rows(), f"7.5B, stage {stage}, 64 ranks")
     assert row.paper == paper
     assert row.ours == pytest.approx(paper, rel=0.01)
 

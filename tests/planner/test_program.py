@@ -14,8 +14,8 @@ from unbounded.planner.linear.simplex import minimize
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.solve import Solved, StateChoice, solve
-from unbounded.planner.states import Budget, UnitBytes
-from unbounded.planner.step.lanes import Setup
+from unbounded.planner.step.loads import Setup
+from unbounded.planner.unit_bytes import Budget, UnitBytes
 
 MIB = 2**20
 

@@ -13,9 +13,9 @@ from unbounded.planner.models.footprint import FORMATS, Footprint, footprint_of
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import find_machine
 from unbounded.planner.search import POLICIES, Request, compare_ways, evaluate, rooms, search
-from unbounded.planner.states import UnitPlace
-from unbounded.planner.step.lanes import TIERS, Setup
+from unbounded.planner.step.loads import TIERS, Setup
 from unbounded.planner.step.prediction import compare
+from unbounded.planner.unit_bytes import UnitPlace
 
 
 def model(text: str) -> Footprint:

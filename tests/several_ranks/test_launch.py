@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unbounded.errors import PlanError
-from unbounded.launcher import Launch, first_node, read_launch
+from unbounded.launcher import Launch, first_node, read_launch, read_numbers
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SLURM = {
@@ -23,13 +23,16 @@ def test_a_process_of_its_own_joins_nobody(environment: dict[str, str]) -> None:
 
 
 def test_torchruns_environment_is_read() -> None:
-    assert read_launch(TORCHRUN) == Launch("torchrun", 1, 4, 1, "node0", 29500)
+    assert read_launch(TORCHRUN) == Launch("torchrun", 1, 4, 1, None, "node0", 29500)
+    assert read_launch({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}).local_size == 2  # type: ignore[union-attr]
 
 
 def test_tasks_that_srun_started_meet_on_their_first_node() -> None:
     launch = read_launch(SLURM)
     assert launch is not None
     assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("Slurm", 5, 8, 1)
+    assert launch.local_size is None
+    assert read_numbers({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,4(x11)"}).local_size == 4
     assert launch.address == "gpu003"
     assert 20000 <= launch.port < 32000
     assert launch.port == read_launch({**SLURM, "SLURM_PROCID": "0"}).port  # type: ignore[union-attr]
@@ -40,7 +43,8 @@ def test_mpiruns_ranks_are_known() -> None:
     environment = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     launch = read_launch(environment)
     assert launch is not None
-    assert (launch.launcher, launch.rank, launch.size) == ("Open MPI", 2, 3)
+    assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("Open MPI", 2, 3, None)
+    assert read_numbers({**environment, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}).local_size == 3
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,7 @@ def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
         ({"RANK": ""}, "RANK is '', but it must be"),
         ({"RANK": None}, "WORLD_SIZE is 4, but RANK is not set"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x', but it must be"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0', but it must be"),
         ({"MASTER_ADDR": None}, "one of 4 processes that torchrun started, but MASTER_ADDR is not set"),
         ({"MASTER_PORT": None}, "one of 4 processes that torchrun started, but MASTER_PORT is not set"),
         ({"MASTER_PORT": "123456"}, "MASTER_PORT is '123456', but it must be"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unbounded
 from unbounded.errors import BudgetError
-from unbounded.tiers import memory as tiers
+from unbounded.tiers import tiers
 
 WIDTH, DEPTH = 512, 20
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)  # 5.2 million: 60 MiB of states with 12 bytes each

@@ -25,7 +25,7 @@ import unbounded
 from tests.native.faults import build_shim, flip_bit
 from tests.tiers.test_disk_faults_in_a_step import FailedTransfer, describe, make, train
 from unbounded.native.disk import ExtentStore
-from unbounded.native.disk.layout import Extent
+from unbounded.native.disk.striping import Extent
 
 ROUNDS = int(os.environ.get("UNBOUNDED_STORM_ROUNDS", "6"))
 STEPS = 2

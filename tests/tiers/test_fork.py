@@ -20,7 +20,7 @@ from tests.tiers.forking import TIMEOUT, Child, error_in_child
 from tests.zero.training import Batch, TinyGPT, shard
 from unbounded.native import kernels
 from unbounded.native.disk import ExtentStore
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 from unbounded.native.thread_pool import Pool, default_pool
 
 TIERS = ("device", "host", "disk")

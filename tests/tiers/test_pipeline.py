@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from unbounded.tiers.arena import HostArena
-from unbounded.tiers.pipeline import Pipeline
+from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
 
 
@@ -45,7 +45,7 @@ def test_items_are_read_ahead_worked_on_in_order_and_finished_later() -> None:
             stages.events.append(f"i{item}")  # an item is asked for only when there is room for it
             yield item
 
-    Pipeline(stages, num_ahead=2, num_unfinished=1).run(items())
+    ItemPipeline(stages, num_ahead=2, num_unfinished=1).run(items())
     expected = "i0 r0 i1 r1 w0 i2 r2 w1 f0 i3 r3 w2 f1 w3 f2 f3"
     assert stages.events == expected.split()
 
@@ -64,7 +64,7 @@ def test_after_a_failure_everything_in_flight_is_abandoned_and_the_first_error_i
 ) -> None:
     stages = Recorder(fails)
     with pytest.raises(OSError, match=fails):
-        Pipeline(stages, num_ahead=2, num_unfinished=1).run(range(4))
+        ItemPipeline(stages, num_ahead=2, num_unfinished=1).run(range(4))
     assert stages.events == expected.split()
 
 
@@ -81,7 +81,7 @@ def test_a_pipeline_never_waits_for_buffers_of_its_own(count: int, monkeypatch: 
         def finish(self, item: int) -> None:
             pipeline.give_back(held.pop(item))
 
-    pipeline = Pipeline(Stages(), num_ahead=8, num_unfinished=8, pool=pool)
+    pipeline = ItemPipeline(Stages(), num_ahead=8, num_unfinished=8, pool=pool)
     with monkeypatch.context() as patched:
         patched.setattr(HostArena, "allocate", _fail)
         with pytest.raises(MemoryError):

@@ -10,8 +10,8 @@ from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.solve import Shortage, solve
-from unbounded.planner.states import Budget, UnitBytes, UnitPlace, check_patterns, read_placement
 from unbounded.planner.step.streaming import choose_streamed, streamed_part
+from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_patterns, read_placement
 
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.train.corpora import write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
 from unbounded.errors import InputError
 from unbounded.observe.metrics import read_metrics
+from unbounded.parallel import collectives
 from unbounded.train.options.flags import make_config
 from unbounded.train.options.settings import close_settings
 
@@ -30,19 +32,37 @@ def test_a_job_moves_from_mesh_to_mesh_with_the_losses_of_one_rank(
     config = tiny(
         tmp_path / "one", texts, layers=4, decay="constant", warmup=1, eval_fraction=0.05, eval_every=2, sample="the "
     )
-    config = replace(config, sample_tokens=3)
+    config = replace(config, sample_tokens=3, steps=8)
     sample = train(config).sample
     moving = replace(config, output=str(tmp_path / "moving"))
     meshes: list[tuple[int, int, dict[str, Any]]] = [
-        (4, 2, {"pipeline": 2, "tensor": 2}),
-        (2, 4, {"pipeline": 2, "plan": (("schedule", "interleaved"), ("optimizer", "host"))}),
-        (2, 6, {"context": 2}),
+        (2, 2, {"tensor": 2}),
+        (4, 4, {"pipeline": 2, "tensor": 2}),
+        (2, 6, {"pipeline": 2, "plan": (("schedule", "interleaved"), ("optimizer", "host"))}),
+        (2, 8, {"context": 2}),
     ]
     for world_size, steps, axes in meshes:
-        assert ranks(world_size, train_on_rank, replace(moving, steps=steps, **axes)) == [steps] * world_size
+        found = ranks(world_size, train_and_count, replace(moving, steps=steps, **axes))
+        # A context axis joins its sequence after the last block; logits stay parts of the vocabulary.
+        assert found == [(steps, "context" in axes)] * world_size
     assert losses(tmp_path / "moving") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert evaluations(tmp_path / "moving") == pytest.approx(evaluations(tmp_path / "one"), rel=1e-5)
     assert sample == ranks(2, sample_on_rank, replace(moving, tensor=2))[0]
+
+
+def train_and_count(rank: int, world_size: int, config: Any) -> tuple[int, bool]:
+    """The steps done, and whether ranks joined something in a step."""
+    plain, joined = collectives.join, []
+
+    def join(*args: Any) -> Any:
+        joined.append(torch.is_grad_enabled())
+        return plain(*args)
+
+    collectives.join = join  # type: ignore[assignment]
+    try:
+        return train_on_rank(rank, world_size, config), any(joined)
+    finally:
+        collectives.join = plain
 
 
 def sample_on_rank(rank: int, world_size: int, config: Any) -> str:

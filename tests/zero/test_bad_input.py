@@ -103,6 +103,14 @@ def bad_tier() -> None:
     plan_of({"optimizer": "hots"})
 
 
+def tier_of_deepspeed() -> None:
+    plan_of({"weights": "cpu"})
+
+
+def tier_of_disks() -> None:
+    unbounded.Plan(optimizer="nvme")
+
+
 def bad_bytes() -> None:
     plan_of({"device_bytes": "24 apples"})
 
@@ -138,6 +146,8 @@ SHARDING: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (stage_as_text, PlanError, ["stage is 'three'"]),
     (bad_precision, PlanError, ["'bf61'", "Did you mean 'bf16'"]),
     (bad_tier, PlanError, ["'hots'", "'host'"]),
+    (tier_of_deepspeed, PlanError, ["'cpu'", "Did you mean 'host'?"]),
+    (tier_of_disks, PlanError, ["'nvme'", "Did you mean 'disk'?"]),
     (bad_bytes, PlanError, ["device_bytes", "24 apples"]),
     (bad_prefetch, PlanError, ["prefetch_units is -1"]),
     (plan_as_text, PlanError, ["'fast'", '"auto"']),

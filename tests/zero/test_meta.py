@@ -85,6 +85,21 @@ def test_buffers_of_a_meta_model_are_initialised_in_their_own_dtype(ranks: Any) 
         assert buffers["0.count"] == ("torch.int64", [9, 9])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.TransformerEncoderLayer(8, 2, 16), lambda: nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))],
+)
+def test_a_module_may_initialise_what_is_below_it(make: Any) -> None:
+    torch.manual_seed(5)
+    wanted = make().state_dict()
+    with torch.device("meta"):
+        model = make()
+    torch.manual_seed(5)
+    model, _ = unbounded.shard(model, None, {"stage": 3})
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+
 class NoReset(nn.Module):
     """Draws its parameters in its constructor, and has no way to do it again."""
 

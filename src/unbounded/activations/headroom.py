@@ -9,7 +9,8 @@ is read, and the block keeps its activations if that leaves room for what must s
 
 The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
 others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
-of what is free are left for it. A peak that something else left behind, a model's construction or an evaluation, says
+of what is free are left for it before a block keeps anything, and inputs go to the host where a pass as it is in most
+models would not fit beside them. A peak that something else left behind, a model's construction or an evaluation, says
 little about the tail: where no pass of this size has come to a peak of its own, the next one has the device forget the
 old. Host memory that a pass took before its tail was known that precisely is freed.
 
@@ -90,10 +91,11 @@ def choose_policy(
     *, free_bytes: int, input_bytes: int, kept_bytes: int, num_later: int, tail_bytes: int | None, first_tail: int
 ) -> str:
     """The cheapest policy of a block that leaves room for what comes; `first_tail` stands for a tail not seen yet."""
-    rest = num_later * input_bytes + (first_tail if tail_bytes is None else tail_bytes)
-    if kept_bytes + rest <= free_bytes:
+    later = num_later * input_bytes
+    if kept_bytes + later + (first_tail if tail_bytes is None else tail_bytes) <= free_bytes:
         return "keep"
-    return "host" if tail_bytes is not None and input_bytes + rest > free_bytes else "recompute"
+    likely = min(first_tail, int(FIRST_PASS_RATIO * input_bytes)) if tail_bytes is None else tail_bytes
+    return "host" if input_bytes + later + likely > free_bytes else "recompute"
 
 
 @dataclass(eq=False)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from unbounded.activations.buffers import Buffer, HostBuffers
 from unbounded.activations.geometry import is_movable, lay_flat
+from unbounded.activations.host_buffers import Buffer, HostBuffers
 from unbounded.activations.movers import Arrival, Event, Mover, make_mover
 from unbounded.errors import StateError
 from unbounded.tiers.room import Room

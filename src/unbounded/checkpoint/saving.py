@@ -95,9 +95,9 @@ def save(
         finally:
             handle._end(None)
         return handle
-    _pending[model] = handle
     # Not a daemon: a program that ends finishes its save first.
     threading.Thread(target=_run_in_background, args=(job, handle), name="unbounded-save").start()
+    _pending[model] = handle  # only now: what did not start never ends
     job.wait_for_gradients()
     return handle
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unbounded.planner.machine import Machine
+    from unbounded.planner.machine import MachineRates
     from unbounded.planner.models.footprint import Footprint
     from unbounded.planner.search import Candidate, Request
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from unbounded.planner.report import as_values, describe
+    from unbounded.planner.explanation import as_values, describe
     from unbounded.planner.search import compare_ways, search
 
     footprint, machine, request = _read(args)
@@ -82,7 +82,7 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(args: argparse.Namespace) -> tuple[Footprint, Machine, Request]:
+def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
     from unbounded.planner.models.configs import read_model
     from unbounded.planner.models.footprint import COMPILED, EAGER, FORMATS, footprint_of
     from unbounded.planner.plan import read_plan
@@ -104,7 +104,7 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, Machine, Request]:
     return footprint_of(read_model(args.model), kernels=COMPILED if args.compiled else EAGER), machine, request
 
 
-def scaling(footprint: Footprint, machine: Machine, request: Request) -> list[Candidate]:
+def scaling(footprint: Footprint, machine: MachineRates, request: Request) -> list[Candidate]:
     """The same model and tokens a device on half, twice, ... as many nodes: what scales, and how."""
     from dataclasses import replace
 
@@ -125,7 +125,7 @@ def scaling(footprint: Footprint, machine: Machine, request: Request) -> list[Ca
 
 
 def _rank(ways: list[Candidate]) -> list[str]:
-    from unbounded.planner.report import seconds
+    from unbounded.planner.explanation import seconds
     from unbounded.planner.step.prediction import NAMES
 
     lines = [f"{'step':>10}{'TFLOP/s':>9}  way"]

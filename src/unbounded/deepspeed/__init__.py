@@ -1,7 +1,7 @@
 """The calls of DeepSpeed scripts: `import unbounded.deepspeed as deepspeed`, and the script runs.
 
-`initialize` reads the config (`config.py`), shards the model and returns an engine with DeepSpeed's methods
-(`engine.py`). `plan_from_config` gives only the plan, for scripts that call `unbounded.shard` themselves.
+`initialize` reads the config (`ds_config.py`), shards the model and returns an engine with DeepSpeed's methods
+(`deepspeed_engine.py`). `plan_from_config` gives only the plan, for scripts that call `unbounded.shard` themselves.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from unbounded.deepspeed import checkpointing, comm, ops, utils, zero
 from unbounded.deepspeed.arguments import add_config_arguments
 from unbounded.deepspeed.comm import init_distributed
-from unbounded.deepspeed.config import DeepSpeedConfig, plan_from_config, read_config
-from unbounded.deepspeed.engine import DeepSpeedEngine
+from unbounded.deepspeed.deepspeed_engine import DeepSpeedEngine
+from unbounded.deepspeed.ds_config import DeepSpeedConfig, plan_from_config, read_config
 from unbounded.deepspeed.initialization import initialize
 
 __all__ = [

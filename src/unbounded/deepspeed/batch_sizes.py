@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unbounded.deepspeed.config import DeepSpeedConfig
+from unbounded.deepspeed.ds_config import DeepSpeedConfig
 from unbounded.errors import PlanError
 
 

@@ -16,7 +16,7 @@ def configure(
     """Chooses whether inputs of checkpointed functions wait in host memory; the rest has no meaning here."""
     global _offload
     if deepspeed_config is not None:
-        from unbounded.deepspeed.config import read_config
+        from unbounded.deepspeed.ds_config import read_config
 
         _offload = read_config(deepspeed_config).offloads_checkpoints
     if checkpoint_in_cpu is not None:

@@ -32,7 +32,7 @@ def get_world_size(group: Any = None) -> int:
 
 
 def get_local_rank() -> int:
-    return read_numbers(os.environ).local_rank
+    return read_numbers(os.environ).local_rank or 0
 
 
 def barrier(group: Any = None, **unused: Any) -> None:

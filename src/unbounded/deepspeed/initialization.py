@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from unbounded.deepspeed import comm
 from unbounded.deepspeed.arguments import find_config
 from unbounded.deepspeed.batch_sizes import Batches
-from unbounded.deepspeed.config import DeepSpeedConfig, read_config
-from unbounded.deepspeed.engine import DeepSpeedEngine
+from unbounded.deepspeed.deepspeed_engine import DeepSpeedEngine
+from unbounded.deepspeed.ds_config import DeepSpeedConfig, read_config
 from unbounded.deepspeed.lr_schedules import build_schedule
 from unbounded.deepspeed.ops.building import build_optimizer
 from unbounded.errors import PlanError

@@ -21,7 +21,7 @@ from unbounded.errors import MissingFrameworkError
 _HOMES = {
     "on": "unbounded.hf.trainer",
     "attach": "unbounded.hf.accelerator",
-    "from_pretrained": "unbounded.hf.pretrained",
+    "from_pretrained": "unbounded.hf.meta_models",
 }
 __all__ = ["Seq2SeqTrainer", "Trainer", *_HOMES]
 
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     from unbounded.hf.accelerator import attach
-    from unbounded.hf.pretrained import from_pretrained
+    from unbounded.hf.meta_models import from_pretrained
     from unbounded.hf.trainer import on
 
     Trainer: Any

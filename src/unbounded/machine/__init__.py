@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from unbounded.planner import machine as pure
+from unbounded.planner.machine import MachineRates
 from unbounded.planner.presets import find_machine
 
 
-class Machine(pure.Machine):
-    """The machine that a plan is for. See `unbounded.planner.machine.Machine` for its fields."""
+class Machine(MachineRates):
+    """The machine that a plan is for. See `MachineRates` for its fields."""
 
     @classmethod
     def measure(cls, disk_path: str | os.PathLike[str] | None = None, *, save: bool = True) -> Machine:

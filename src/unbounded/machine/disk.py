@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unbounded.native.disk import DiskEngine, DiskFile, place
-from unbounded.native.memory import host_buffer, touch
+from unbounded.native.host_memory import host_buffer, touch
 
 if TYPE_CHECKING:
     from unbounded.native.disk import DiskHandle

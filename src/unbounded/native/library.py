@@ -1,7 +1,7 @@
 """Finds and loads the compiled core, once a process.
 
 The core is built at install and is never compiled here. Signatures are declared by the modules that call
-them (`kernels`, `disk`, `memory`), each through `declare`.
+them (`kernels`, `disk`, `host_memory`), each through `declare`.
 """
 
 from __future__ import annotations

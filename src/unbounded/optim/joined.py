@@ -11,7 +11,7 @@ import torch
 from unbounded.errors import PlanError
 
 
-class _States(ChainMap[Any, Any]):
+class _MemberStates(ChainMap[Any, Any]):
     """The states of all members; each is taken from whoever has it."""
 
     def pop(self, key: Any, *default: Any) -> Any:
@@ -31,7 +31,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
         self.members = tuple(members)
         super().__init__([group for member in members for group in member.param_groups], {})
         self.param_groups = [group for member in members for group in member.param_groups]
-        self.state: Any = _States(*(member.state for member in members))
+        self.state: Any = _MemberStates(*(member.state for member in members))
 
     def step(self, closure: Any = None) -> Any:
         raise NotImplementedError

@@ -125,11 +125,6 @@ def _check_fields(plan: Plan, axes: Axes) -> None:
     for name in ("sequence", "styles"):
         if getattr(plan, name) and axes.tensor.size == 1:
             raise PlanError(f"the plan has {name} without a tensor axis. Give tensor=2 or more with it.")
-    if plan.optimizer_format == "compact" and axes.tensor.size > 1:
-        raise PlanError(
-            "optimizer_format='compact' keeps states in blocks of whole parameters, which a tensor axis cuts. "
-            "Use 'exact' with tensor, or partition over the data axis alone."
-        )
     if axes.context.size > 1 and plan.sequence:
         raise PlanError("sequence=True and a context axis both cut the sequence. Leave sequence out of the plan.")
     for name in ("schedule", "microbatches"):

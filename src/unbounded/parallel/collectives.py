@@ -24,7 +24,7 @@ from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import share
 
 
-class Site:
+class LayerSite:
     """A layer on the ranks of an axis: where its collectives happen, and what they are called when a rank is late."""
 
     def __init__(self, axis: Axis, layer: str) -> None:
@@ -33,14 +33,14 @@ class Site:
         self.output, self.gradient = f"layer {layer!r}", f"the gradient of layer {layer!r}"
 
 
-def sum_parts(tensor: torch.Tensor, site: Site, subject: str) -> torch.Tensor:
+def sum_parts(tensor: torch.Tensor, site: LayerSite, subject: str) -> torch.Tensor:
     """All ranks of the axis must call this. The sum over the ranks, in a tensor of its own."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     with trace.device_span("reduce", site.layer, bytes=total.numel() * total.element_size()):
         return site.axis.sum(total, f"the sum of {subject}")
 
 
-def join_parts(part: torch.Tensor, dim: int, site: Site, subject: str, length: int | None = None) -> torch.Tensor:
+def join_parts(part: torch.Tensor, dim: int, site: LayerSite, subject: str, length: int | None = None) -> torch.Tensor:
     """All ranks of the axis must call this. Every rank's part along `dim`; `length` of all where parts are unequal."""
     dim %= part.dim()
     if length is None or length % site.size == 0:
@@ -57,14 +57,14 @@ def join_parts(part: torch.Tensor, dim: int, site: Site, subject: str, length: i
     return torch.cat(kept).transpose(0, dim).contiguous()
 
 
-def _join_equal(part: torch.Tensor, dim: int, site: Site, subject: str) -> torch.Tensor:
+def _join_equal(part: torch.Tensor, dim: int, site: LayerSite, subject: str) -> torch.Tensor:
     part = part.contiguous()
     joined = part.new_empty(site.size, *part.shape)
     site.axis.gather(joined.view(-1), part.view(-1), site.layer, subject)
     return joined.movedim(0, dim).reshape(*part.shape[:dim], site.size * part.shape[dim], *part.shape[dim + 1 :])
 
 
-def scatter_sum(full: torch.Tensor, dim: int, site: Site, subject: str) -> torch.Tensor:
+def scatter_sum(full: torch.Tensor, dim: int, site: LayerSite, subject: str) -> torch.Tensor:
     """All ranks of the axis must call this. This rank's equal part along `dim` of the sum of all `full`."""
     dim %= full.dim()
     length = full.shape[dim] // site.size
@@ -74,14 +74,14 @@ def scatter_sum(full: torch.Tensor, dim: int, site: Site, subject: str) -> torch
     return part
 
 
-def exchange_parts(parts: torch.Tensor, site: Site, subject: str) -> torch.Tensor:
+def exchange_parts(parts: torch.Tensor, site: LayerSite, subject: str) -> torch.Tensor:
     """All ranks of the axis must call this. Row by row of `parts`, what each rank has for this one."""
     received = torch.empty_like(parts)
     site.axis.exchange(received, parts, site.layer, subject)
     return received
 
 
-def take_part(full: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+def take_part(full: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
     """This rank's part of `full` along `dim`."""
     start, stop = share(full.shape[dim], site.rank, site.size)
     return full.narrow(dim, start, stop - start).contiguous()
@@ -89,7 +89,7 @@ def take_part(full: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, site: Site) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, site: LayerSite) -> torch.Tensor:
         ctx.site = site
         return x.detach()
 
@@ -100,7 +100,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, site: Site) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, site: LayerSite) -> torch.Tensor:
         return sum_parts(x, site, site.output)
 
     @staticmethod
@@ -110,7 +110,7 @@ class _Leave(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
         ctx.dim, ctx.site = dim, site
         return join_parts(x, dim, site, site.output)
 
@@ -121,7 +121,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
         ctx.dim, ctx.site = dim, site
         return scatter_sum(x, dim, site, site.output)
 
@@ -132,7 +132,7 @@ class _Scatter(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, site: Site, length: int | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, site: LayerSite, length: int | None) -> torch.Tensor:
         ctx.dim, ctx.site = dim, site
         return join_parts(x, dim, site, site.output, length)
 
@@ -143,7 +143,7 @@ class _Join(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
         ctx.dim, ctx.site, ctx.length = dim, site, x.shape[dim]
         return take_part(x, dim, site)
 
@@ -152,25 +152,25 @@ class _Split(torch.autograd.Function):
         return join_parts(gradient, ctx.dim, ctx.site, ctx.site.gradient, ctx.length), None, None
 
 
-def enter(x: torch.Tensor, site: Site) -> torch.Tensor:
+def enter(x: torch.Tensor, site: LayerSite) -> torch.Tensor:
     return _Enter.apply(x, site) if site.size > 1 else x
 
 
-def leave(x: torch.Tensor, site: Site) -> torch.Tensor:
+def leave(x: torch.Tensor, site: LayerSite) -> torch.Tensor:
     return _Leave.apply(x, site) if site.size > 1 else x
 
 
-def gather(x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+def gather(x: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
     return _Gather.apply(x, dim, site) if site.size > 1 else x
 
 
-def scatter(x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+def scatter(x: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
     return _Scatter.apply(x, dim, site) if site.size > 1 else x
 
 
-def join(x: torch.Tensor, dim: int, site: Site, length: int | None = None) -> torch.Tensor:
+def join(x: torch.Tensor, dim: int, site: LayerSite, length: int | None = None) -> torch.Tensor:
     return _Join.apply(x, dim, site, length) if site.size > 1 else x
 
 
-def split(x: torch.Tensor, dim: int, site: Site) -> torch.Tensor:
+def split(x: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
     return _Split.apply(x, dim, site) if site.size > 1 else x

@@ -21,7 +21,7 @@ from torch import nn
 
 from unbounded.errors import PlanError, StateError
 from unbounded.parallel.blocks import find_stacks, unwrap
-from unbounded.parallel.collectives import Site, exchange_parts
+from unbounded.parallel.collectives import LayerSite, exchange_parts
 from unbounded.parallel.tensor.dropout import SlicedDropout
 from unbounded.parallel.tensor.gradients import Partial, attach_sum
 from unbounded.parallel.tensor.layers import Detach, replace_forward, together
@@ -33,7 +33,7 @@ class _Exchange(torch.autograd.Function):
     """[batch, heads, part of the sequence, width] to [batch, part of the heads, sequence, width], or back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, site: Site, to_heads: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, site: LayerSite, to_heads: bool) -> torch.Tensor:
         ctx.site, ctx.to_heads = site, to_heads
         return _exchange(x, site, site.output, to_heads)
 
@@ -42,7 +42,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradient, ctx.site, ctx.site.gradient, not ctx.to_heads), None, None
 
 
-def _exchange(x: torch.Tensor, site: Site, subject: str, to_heads: bool) -> torch.Tensor:
+def _exchange(x: torch.Tensor, site: LayerSite, subject: str, to_heads: bool) -> torch.Tensor:
     cut, joined = (1, 2) if to_heads else (2, 1)
     parts = x.unflatten(cut, (site.size, -1)).movedim(cut, 0).contiguous()
     return exchange_parts(parts, site, subject).movedim(0, joined).flatten(joined, joined + 1)
@@ -51,7 +51,7 @@ def _exchange(x: torch.Tensor, site: Site, subject: str, to_heads: bool) -> torc
 class ContextAttention(SlicedDropout):
     """Inside, attention sees the whole sequence, and what is dropped is what the one-rank model drops."""
 
-    def __init__(self, scene: Scene, site: Site) -> None:
+    def __init__(self, scene: Scene, site: LayerSite) -> None:
         super().__init__(scene)
         self.site, self.num_attentions = site, 0
 
@@ -139,7 +139,7 @@ class ContextParallel:
         together(*self._detaches)()
         self._detaches.clear()
 
-    def _make_attending(self, block: nn.Module, site: Site) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _make_attending(self, block: nn.Module, site: LayerSite) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(forward: Callable[..., Any]) -> Callable[..., Any]:
             def attending(*args: Any, **kwargs: Any) -> Any:
                 mode = ContextAttention(self.scene, site)
@@ -156,7 +156,7 @@ class ContextParallel:
 
         return make
 
-    def _attach_block(self, block: nn.Module, site: Site, *, is_first: bool, is_last: bool) -> Detach:
+    def _attach_block(self, block: nn.Module, site: LayerSite, *, is_first: bool, is_last: bool) -> Detach:
         scene, axis = self.scene, self.axis
 
         def cut(value: Any, length: int) -> Any:
@@ -186,7 +186,7 @@ class ContextParallel:
         ]
         return together(*(handle.remove for handle in handles))
 
-    def _begin(self, hidden: torch.Tensor, site: Site, *, is_first: bool) -> torch.Tensor:
+    def _begin(self, hidden: torch.Tensor, site: LayerSite, *, is_first: bool) -> torch.Tensor:
         if is_first and hidden.shape[1] % self.axis.size:
             raise StateError(
                 f"the sequence has {hidden.shape[1]} tokens, which do not divide over context={self.axis.size}. "

@@ -18,14 +18,15 @@ from typing import Any, TypeVar
 from unbounded.errors import PlanError
 
 VERSION = 1
-_M = TypeVar("_M", bound="Machine")
+_M = TypeVar("_M", bound="MachineRates")
 _OPTIONAL = (
-    "kernel_seconds", "peer_bandwidth", "network_bandwidth", "disk_bytes", "disk_read", "disk_write", "disk_both",
+    "kernel_seconds", "host_compact_rate", "peer_bandwidth", "network_bandwidth",
+    "disk_bytes", "disk_read", "disk_write", "disk_both",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRates:
     """One kind of node, `nodes` of them. What is "of a device" holds for each; the rest is shared by a node's devices.
 
     `device_bytes`, `host_bytes` and `disk_bytes` are what a job may use. `host_bandwidth` is what the optimizer's mix
@@ -45,6 +46,7 @@ class Machine:
     host_bandwidth: float
     host_threads: int
     host_thread_rate: float
+    host_compact_rate: float = 0.0  # of one thread with `compact` states; 0: as with others
     disk_bytes: int = 0
     disk_read: float = 0.0
     disk_write: float = 0.0
@@ -79,6 +81,12 @@ class Machine:
     def host_rate(self) -> float:
         """What the host optimizers of a node move together, in bytes of memory traffic a second."""
         return min(self.host_bandwidth, self.host_threads * self.host_thread_rate)
+
+    def update_rate(self, state_format: str) -> float:
+        """The same for one format of states: smaller ones take more computing a byte."""
+        if state_format != "compact" or not self.host_compact_rate:
+            return self.host_rate
+        return min(self.host_bandwidth, self.host_threads * self.host_compact_rate)
 
     def up(self, *, both: bool = True) -> float:
         """To one device while all of a node's are served, in bytes a second."""

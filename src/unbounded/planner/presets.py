@@ -11,7 +11,7 @@ import difflib
 from dataclasses import replace
 
 from unbounded.errors import PlanError
-from unbounded.planner.machine import Machine
+from unbounded.planner.machine import MachineRates
 
 GB, TB, GIB, TFLOP = 10**9, 10**12, 2**30, 1e12
 REACHED = {
@@ -26,11 +26,13 @@ REACHED = {
 THREAD = 9.1 * GB  # one thread of the host's AdamW: 0.35 Gparam/s of 26 bytes, measured on Xeon cores with AVX-512
 
 
-def _node(name: str, **values: object) -> Machine:
-    return Machine(name=name, **values)  # type: ignore[arg-type]
+def _node(name: str, **values: object) -> MachineRates:
+    return MachineRates(name=name, **values)  # type: ignore[arg-type]
 
 
-def _modern(name: str, *, tflops: float, memory: float, bandwidth: float, nvlink: float, network: float) -> Machine:
+def _modern(
+    name: str, *, tflops: float, memory: float, bandwidth: float, nvlink: float, network: float
+) -> MachineRates:
     """A node of eight: PCIe 5.0 x16 for each, two sockets with 8 channels of DDR5-4800, 8 data disks."""
     return _node(
         name,
@@ -65,7 +67,7 @@ def _modern(name: str, *, tflops: float, memory: float, bandwidth: float, nvlink
     )
 
 
-def _consumer(name: str, *, tflops: float, memory: float, bandwidth: float, host: float, link: float) -> Machine:
+def _consumer(name: str, *, tflops: float, memory: float, bandwidth: float, host: float, link: float) -> MachineRates:
     return _node(
         name,
         matmul_flops=tflops * REACHED["matmul"] * TFLOP,
@@ -173,7 +175,7 @@ _GPUS = {"v100": "dgx2", "a100": "dgx-a100", "h100": "dgx-h100", "h200": "dgx-h2
 NAMES = (*_NODES, *_GPUS)
 
 
-def find_machine(name: str) -> Machine:
+def find_machine(name: str) -> MachineRates:
     """The preset `name`. After a node's name a number counts nodes ("dgx2:32"), after a GPU's GPUs ("h200:8")."""
     base, colon, count = name.partition(":")
     if base not in NAMES:
@@ -190,7 +192,7 @@ def find_machine(name: str) -> Machine:
     return replace(_NODES[base], nodes=number, name=name)
 
 
-def _with_devices(node: Machine, count: int, name: str) -> Machine:
+def _with_devices(node: MachineRates, count: int, name: str) -> MachineRates:
     """`count` devices: whole nodes, or a part of one with its share of what devices share."""
     if count % node.devices == 0:
         return replace(node, nodes=count // node.devices, name=name)
@@ -208,7 +210,7 @@ def _with_devices(node: Machine, count: int, name: str) -> Machine:
 
 
 # What `shard` takes for a machine that nobody has measured: the rates of the H200 machine that results are from.
-UNMEASURED = Machine(
+UNMEASURED = MachineRates(
     name="unmeasured",
     matmul_flops=650 * TFLOP,
     device_bytes=24 * GIB,

@@ -13,21 +13,22 @@ from functools import partial
 
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.linear.program import Group, Option, Solution, can_fit, solve_program
-from unbounded.planner.machine import Machine
-from unbounded.planner.models.footprint import FORMATS, Cost, Footprint, Part, StateBytes, expand
+from unbounded.planner.machine import MachineRates
+from unbounded.planner.models.footprint import FORMATS, Cost, Footprint, StateBytes, UnitFootprint, expand
 from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.solve import StateChoice, build_program
-from unbounded.planner.states import UnitBytes, UnitPlace, read_placement
-from unbounded.planner.step.lanes import (
+from unbounded.planner.step.loads import (
     TIERS,
     Setup,
     activation_loads,
     base_loads,
     unit_bytes,
 )
+from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
+from unbounded.planner.unit_bytes import UnitBytes, UnitPlace, read_placement
 
 # Of what a machine has, what a job may plan with: a driver's context and the allocator's gaps, the system, the disk's.
 USABLE = {"device": 0.9, "host": 0.9, "disk": 0.95}
@@ -72,7 +73,7 @@ class Candidate:
         return f"data {setup.data} x tensor {setup.tensor} x pipeline {setup.pipeline}"
 
 
-def search(footprint: Footprint, machine: Machine, request: Request) -> Candidate:
+def search(footprint: Footprint, machine: MachineRates, request: Request) -> Candidate:
     """The way with the least predicted step time; a BudgetError that says what is short where none fits."""
     best: Candidate | None = None
     for bound, setup, state_format in _ways(footprint, machine, request):
@@ -87,7 +88,7 @@ def search(footprint: Footprint, machine: Machine, request: Request) -> Candidat
     return evaluate(footprint, machine, best.setup, best.format, request) or best
 
 
-def compare_ways(footprint: Footprint, machine: Machine, request: Request, limit: int = 12) -> list[Candidate]:
+def compare_ways(footprint: Footprint, machine: MachineRates, request: Request, limit: int = 12) -> list[Candidate]:
     """The best of every combination of axes, stage and format, fastest first."""
     best: dict[tuple[int, int, int, str], Candidate] = {}
     for bound, setup, state_format in _ways(footprint, machine, request):
@@ -103,7 +104,7 @@ def compare_ways(footprint: Footprint, machine: Machine, request: Request, limit
     return sorted(best.values(), key=lambda candidate: candidate.seconds)[:limit]
 
 
-def _ways(footprint: Footprint, machine: Machine, request: Request) -> list[tuple[float, Setup, str]]:
+def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list[tuple[float, Setup, str]]:
     """Every way with what it can reach at best, the most promising first."""
     if request.tokens < 1:
         raise PlanError(f"tokens is {request.tokens}, but a step needs at least one token.")
@@ -122,7 +123,7 @@ def _ways(footprint: Footprint, machine: Machine, request: Request) -> list[tupl
     return sorted(ways, key=lambda way: (way[0], way[1].tensor, way[1].pipeline, -way[1].stage))
 
 
-def _setups(footprint: Footprint, machine: Machine, request: Request) -> Iterator[Setup]:
+def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> Iterator[Setup]:
     sequence = min(request.sequence, request.tokens)
     rows, num_devices = request.tokens // sequence, machine.num_devices
     layers = max(1, footprint.layers)
@@ -147,6 +148,7 @@ def _setups(footprint: Footprint, machine: Machine, request: Request) -> Iterato
                         tensor=tensor,
                         pipeline=pipeline,
                         prefetch_units=request.plan.prefetch_units,
+                        logits_tile_bytes=tile_bytes("cpu" if machine.is_cpu else "cuda", request.plan.device_bytes),
                     )
 
 
@@ -161,7 +163,7 @@ def _micro_batches(rows: int) -> list[int]:
     return sorted({*powers, rows})
 
 
-def rooms(machine: Machine, plan: Plan, num_devices: int) -> dict[str, float]:
+def rooms(machine: MachineRates, plan: Plan, num_devices: int) -> dict[str, float]:
     """What one rank may use of each tier: what the plan says, otherwise its part of what is usable.
 
     Of a device's memory nine tenths are planned with in any case: the rest falls between the allocator's blocks.
@@ -175,7 +177,7 @@ def rooms(machine: Machine, plan: Plan, num_devices: int) -> dict[str, float]:
 
 def evaluate(
     footprint: Footprint,
-    machine: Machine,
+    machine: MachineRates,
     setup: Setup,
     state_format: str,
     request: Request,
@@ -185,6 +187,7 @@ def evaluate(
 ) -> Candidate | None:
     """The best placements and policies for one way; None where nothing fits or `cutoff` seconds are not beaten."""
     footprint = replace(footprint, states=request.formats[state_format])
+    setup = replace(setup, state_format=state_format)
     parts = _parts_of_rank(footprint, setup)
     units = [unit_bytes(part, footprint, setup) for part in parts]
     room = rooms(machine, request.plan, setup.data * setup.model_ranks)
@@ -203,7 +206,7 @@ def evaluate(
     return best
 
 
-def _variants(parts: Sequence[Part], setup: Setup, plan: Plan) -> list[tuple[bool, bool]]:
+def _variants(parts: Sequence[UnitFootprint], setup: Setup, plan: Plan) -> list[tuple[bool, bool]]:
     """Whether units are gathered and blocks run again, which takes working memory: without each only where neither
     the axes nor the plan ask for it."""
     weights = {read_placement(plan.weights, part.name) for part in parts}
@@ -218,7 +221,7 @@ def _variants(parts: Sequence[Part], setup: Setup, plan: Plan) -> list[tuple[boo
     ]
 
 
-def _parts_of_rank(footprint: Footprint, setup: Setup) -> list[Part]:
+def _parts_of_rank(footprint: Footprint, setup: Setup) -> list[UnitFootprint]:
     """What the fullest rank of the pipeline has: its blocks, and all that is outside them."""
     parts = expand(footprint)
     blocks = [part for part in parts if part.is_block]
@@ -232,9 +235,9 @@ class _Joint:
     def __init__(
         self,
         footprint: Footprint,
-        parts: Sequence[Part],
+        parts: Sequence[UnitFootprint],
         units: Sequence[UnitBytes],
-        machine: Machine,
+        machine: MachineRates,
         setup: Setup,
         request: Request,
         *,
@@ -243,7 +246,7 @@ class _Joint:
     ) -> None:
         self.footprint, self.parts, self.units, self.machine = footprint, parts, units, machine
         self.setup, self.request, self.gathers, self.recomputes = setup, request, gathers, recomputes
-        alike: dict[tuple[Cost, tuple[str, ...]], list[Part]] = {}
+        alike: dict[tuple[Cost, tuple[str, ...]], list[UnitFootprint]] = {}
         for part in parts:
             if part.is_block:
                 alike.setdefault((part.cost, self._policies(part.name)), []).append(part)
@@ -305,7 +308,7 @@ class _Joint:
             tuple(zip(names, places, strict=True)), tuple((part.name, policy) for part, policy in policies),
         )  # fmt: skip
 
-    def _spread(self, counts: Sequence[Sequence[int]]) -> list[tuple[Part, str]]:
+    def _spread(self, counts: Sequence[Sequence[int]]) -> list[tuple[UnitFootprint, str]]:
         """The last blocks keep: what they keep is given back first."""
         chosen = []
         for (policies, members), numbers in zip(self.blocks, counts, strict=True):
@@ -313,7 +316,9 @@ class _Joint:
             chosen += list(zip(members, reversed(spread), strict=True))
         return chosen
 
-    def _held(self, places: Sequence[UnitPlace], policies: Sequence[tuple[Part, str]]) -> dict[str, dict[str, float]]:
+    def _held(
+        self, places: Sequence[UnitPlace], policies: Sequence[tuple[UnitFootprint, str]]
+    ) -> dict[str, dict[str, float]]:
         """Bytes by tier and kind; of the device at the moment at which it holds the most."""
         turn, end = self._at("turn", places, policies), self._at("end", places, policies)
         held = turn if sum(turn["device"].values()) >= sum(end["device"].values()) else end
@@ -322,7 +327,7 @@ class _Joint:
         return held
 
     def _at(
-        self, moment: str, places: Sequence[UnitPlace], policies: Sequence[tuple[Part, str]]
+        self, moment: str, places: Sequence[UnitPlace], policies: Sequence[tuple[UnitFootprint, str]]
     ) -> dict[str, dict[str, float]]:
         held: dict[str, dict[str, float]] = {tier: {} for tier in TIERS}
 
@@ -336,7 +341,7 @@ class _Joint:
             add(where.optimizer, "optimizer", unit.optimizer)
             add(where.remainder, "optimizer", unit.remainder)
             if where.gradients != "device":
-                add(where.gradients, "gradients", unit.size("gradients", where.gradients))
+                add(where.gradients, "gradients", unit.size("gradients", where.gradients, is_summed=again))
             elif again or moment == "end":
                 add("device", "gradients", unit.summed_gradients if again else unit.gradients)
         for part, policy in policies:
@@ -350,7 +355,7 @@ class _Joint:
         return held
 
 
-def _nothing_fits(footprint: Footprint, machine: Machine, request: Request) -> BudgetError:
+def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request) -> BudgetError:
     """What is short in the way that needs the least, and what would remove it."""
     setups = [way[1] for way in _ways(footprint, machine, request)]
     setup = min(setups, key=lambda s: (s.tokens, -s.stage, -s.tensor, -s.pipeline))

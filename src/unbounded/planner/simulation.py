@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unbounded.planner.machine import Machine
+from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.footprint import Footprint
-from unbounded.planner.states import UnitPlace
-from unbounded.planner.step.lanes import (
+from unbounded.planner.step.loads import (
     TIERS,
     Setup,
     activation_loads,
@@ -21,6 +20,7 @@ from unbounded.planner.step.lanes import (
 )
 from unbounded.planner.step.peaks import working_bytes
 from unbounded.planner.step.prediction import Prediction
+from unbounded.planner.unit_bytes import UnitPlace
 
 EVERYTHING_ON_DEVICE = UnitPlace("device", "device", "device")
 
@@ -33,7 +33,7 @@ class Way:
     activations: str = "recompute"
 
 
-def simulate(footprint: Footprint, machine: Machine, setup: Setup, way: Way = Way()) -> Prediction:  # noqa: B008
+def simulate(footprint: Footprint, machine: MachineRates, setup: Setup, way: Way = Way()) -> Prediction:  # noqa: B008
     """One step of `setup.tokens` x `setup.accumulate` on every data rank."""
     lanes = base_loads(footprint, machine, setup).seconds
     held: dict[str, dict[str, float]] = {tier: {} for tier in TIERS}

@@ -1,6 +1,6 @@
 """Where every kind of state of every unit lives: `solve`, one pure function of sizes, budget, plan and machine.
 
-What is open goes where the step is predicted to be shortest (`lanes`, `program`). Rules keep the choice to what can
+What is open goes where the step is predicted to be shortest (`loads`, `program`). Rules keep the choice to what can
 be best:
 
 - weights, which every pass reads, are never on a slower tier than the moments of their unit, which a step reads once;
@@ -19,12 +19,12 @@ from functools import cache
 
 from unbounded.errors import BudgetError
 from unbounded.planner.linear.program import Group, Option, Phase, Program, Solution, solve_program
-from unbounded.planner.machine import Machine
+from unbounded.planner.machine import MachineRates
 from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
-from unbounded.planner.states import KINDS, Budget, UnitBytes, UnitPlace, fixed_tiers, use_of
-from unbounded.planner.step.lanes import LANES, PHASES, TIERS, Setup, place_loads, repeats
+from unbounded.planner.step.loads import LANES, PHASES, TIERS, Setup, place_loads, repeats
 from unbounded.planner.step.peaks import place_bytes
+from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, fixed_tiers, use_of
 
 # What a second of a lane counts even where it is hidden: it takes memory bandwidth from the others (beside copies both
 # ways the host's optimizer keeps 80 % of its rate), and a prediction is not exact.
@@ -68,7 +68,7 @@ class Shortage:
 
 
 def solve(
-    units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: Machine, setup: Setup | None = None
+    units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: MachineRates, setup: Setup | None = None
 ) -> Solved | Shortage:
     """The fastest placement of the units on one rank within `budget`. What `plan` fixes stays."""
     setup = setup or Setup(stage=plan.stage)
@@ -80,7 +80,7 @@ def solve(
 
 
 def _place(
-    units: Sequence[UnitBytes], room: Mapping[str, int], plan: Plan, machine: Machine, setup: Setup
+    units: Sequence[UnitBytes], room: Mapping[str, int], plan: Plan, machine: MachineRates, setup: Setup
 ) -> tuple[UnitPlace, ...] | None:
     """First without, then with weights and gradients on disk."""
     for uses_disk in (False, True):
@@ -98,7 +98,7 @@ class StateChoice:
         self,
         units: Sequence[UnitBytes],
         plan: Plan,
-        machine: Machine,
+        machine: MachineRates,
         setup: Setup,
         *,
         uses_disk: bool,
@@ -196,7 +196,7 @@ def _open(fixed: Mapping[str, str], kind: str, tiers: Sequence[str]) -> Sequence
     return (fixed[kind],) if kind in fixed else tiers
 
 
-def _shortage(units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: Machine, setup: Setup) -> Shortage:
+def _shortage(units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: MachineRates, setup: Setup) -> Shortage:
     """What is missing, found by giving tiers more room: the disk first, as the cheapest."""
     room = budget.rooms[-1]
     for extended in (("disk",), ("host", "disk"), ("device",), TIERS):

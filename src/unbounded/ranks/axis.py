@@ -19,7 +19,7 @@ from unbounded import errors
 from unbounded.errors import PlanError, StateError
 from unbounded.observe import trace
 from unbounded.ranks.groups import GroupLease, take_lease
-from unbounded.ranks.watchdog.watch import LIMIT_SECONDS, Watch, Work
+from unbounded.ranks.watchdog.watch import LIMIT_SECONDS, Collective, Watch
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -30,7 +30,7 @@ class Pending:
     """A collective that was launched: `finish` returns when it is over."""
 
     axis: Axis
-    work: Work | None
+    work: Collective | None
     number: int
 
     def finish(self) -> None:
@@ -181,11 +181,11 @@ class Axis:
                 self._start = torch.cuda.Event()
                 self._start.record()
 
-    def _launch(self, collective: Callable[..., Work | None], *tensors: Any, **options: Any) -> Work | None:
+    def _launch(self, collective: Callable[..., Collective | None], *tensors: Any, **options: Any) -> Collective | None:
         """Torch waits by itself on a device, in the current stream."""
         return collective(*tensors, group=self.group, async_op=not self.is_on_device, **options)
 
-    def _end(self, work: Work | None, number: int | None = None) -> None:
+    def _end(self, work: Collective | None, number: int | None = None) -> None:
         """Returns when the collective is over, or, on a device, when the current stream waits for it."""
         if self._post is None or self.watch is None:
             if work is not None:

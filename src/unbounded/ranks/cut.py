@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -81,6 +81,20 @@ class Cut:
         """
         for position, box in _boxes(self.local_shape, start, stop):
             yield position, (*box[: self.dim], self._side(*box[self.dim]), *box[self.dim + 1 :])
+
+    def in_blocks(self, length: int) -> Cut | None:
+        """The same part where one element stands for `length` in a row; None where a rank's part is not whole blocks.
+
+        The answer is the same on every rank.
+        """
+        inner, part = math.prod(self.shape[self.dim + 1 :]), self.local_shape[self.dim]
+        edges = [self.shape[self.dim], *(edge for interval in self.intervals for edge in interval)]
+        is_even = not part or self.shape[self.dim] % part == 0
+        if inner % length and not (is_even and all(edge * inner % length == 0 for edge in edges)):
+            return None
+        outer = math.prod(self.shape[: self.dim])
+        intervals = tuple((start * inner // length, stop * inner // length) for start, stop in self.intervals)
+        return replace(self, shape=(outer, edges[0] * inner // length), dim=1, intervals=intervals)
 
     def _side(self, start: int, stop: int) -> Side:
         """[start, stop) of the part's dim in the tensor's."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unbounded.errors import PlanError
-from unbounded.launcher import Launch, read_launch, read_numbers
+from unbounded.launcher import Launch, read_launch, read_numbers, tell_local_rank
 from unbounded.ranks.axis import is_running
 
 _JOIN = timedelta(minutes=10)
@@ -29,7 +29,7 @@ def local_device(kind: str) -> torch.device:
     """The device of `kind` that this process takes among those on its machine, made the current one."""
     if kind != "cuda":
         return torch.device(kind)
-    index = read_numbers(os.environ).local_rank
+    index = read_numbers(os.environ).local_rank or 0
     if index >= torch.cuda.device_count():
         raise PlanError(
             f"local rank {index} has no GPU: torch sees {torch.cuda.device_count()} of them. "
@@ -61,7 +61,7 @@ def join(device: torch.device) -> bool:
 
 
 def _make_group(launch: Launch, device: torch.device) -> None:
-    os.environ.setdefault("LOCAL_RANK", str(launch.local_rank))
+    tell_local_rank(launch, os.environ)
     # With the agent of torchrun the store is there already, on the agent.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:

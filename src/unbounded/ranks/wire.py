@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.watchdog.post import Post
-from unbounded.ranks.watchdog.watch import Work
+from unbounded.ranks.watchdog.watch import Collective
 
 
 class _Waited:
     """A send or a receive that a thread waits for. Waiting for that may time out, and be repeated."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Collective) -> None:
         self._work = work
         self._is_over = threading.Event()
         self._error: BaseException | None = None
@@ -61,7 +61,7 @@ class Wire:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self._in_flight: list[tuple[Work, torch.Tensor, Post | None, int]] = []
+        self._in_flight: list[tuple[Collective, torch.Tensor, Post | None, int]] = []
         self._waiting: queue.SimpleQueue[_Waited | None] | None = None
 
     def send(self, tensor: torch.Tensor, to: int, subject: str) -> None:
@@ -114,18 +114,18 @@ class Wire:
         axis.watch.check(post)
         return post
 
-    def _launch(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, post: Post | None) -> Work:
+    def _launch(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, post: Post | None) -> Collective:
         group, watch = self.axis.group, self.axis.watch
         assert group is not None
         try:
-            work: Work = call(tensor, dist.get_global_rank(group, peer), group=group)
+            work: Collective = call(tensor, dist.get_global_rank(group, peer), group=group)
         except RuntimeError as error:  # the connection is closed already
             if watch is None or post is None:
                 raise
             raise watch.explain(error, post) from error
         return work
 
-    def _wait(self, work: Work, post: Post | None, number: int) -> None:
+    def _wait(self, work: Collective, post: Post | None, number: int) -> None:
         axis = self.axis
         if post is None or axis.watch is None or axis.group is None:
             work.wait()
@@ -137,7 +137,7 @@ class Wire:
         else:
             axis.watch.wait(self._hand_over(work), axis.group, post, axis.limit, number)
 
-    def _hand_over(self, work: Work) -> Work:
+    def _hand_over(self, work: Collective) -> Collective:
         if self._waiting is None:
             self._waiting = queue.SimpleQueue()
             threading.Thread(target=_serve, args=(self._waiting,), name="unbounded-wire", daemon=True).start()

@@ -13,7 +13,7 @@ import warnings
 
 import torch
 
-from unbounded.native import memory
+from unbounded.native import host_memory
 from unbounded.process import finalize
 
 
@@ -34,7 +34,7 @@ class HostArena:
         Its storage is whole pages, as its memory is, so that whole pages can be read into it.
         """
         num_bytes = max(1, numel * dtype.itemsize)
-        raw = memory.host_buffer(-(-num_bytes // memory.PAGE_BYTES) * memory.PAGE_BYTES)
+        raw = host_memory.host_buffer(-(-num_bytes // host_memory.PAGE_BYTES) * host_memory.PAGE_BYTES)
         with self._lock:
             self.used_bytes += num_bytes
         if self.pin if pin is None else (pin and self.pin):
@@ -53,7 +53,7 @@ class HostArena:
         self._close()
 
     def _register(self, raw: torch.Tensor) -> None:
-        memory.touch(raw, self.num_threads)
+        host_memory.touch(raw, self.num_threads)
         status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
         if int(status) == 0:
             with self._lock:

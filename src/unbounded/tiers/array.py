@@ -102,7 +102,7 @@ class DiskArray:
                     self._store.read(self._extent, as_bytes(part), begin * self.dtype.itemsize).wait()
                 target[begin - start : stop - start].copy_(part, non_blocking=True)
             finally:
-                lease.release(_mark(target))
+                lease.release(stream_mark(target))
         return finished()
 
     def evict(self, source: torch.Tensor, start: int = 0) -> InFlight:
@@ -181,7 +181,8 @@ def is_reachable(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.data_ptr() % PAGE == 0
 
 
-def _mark(tensor: torch.Tensor) -> torch.cuda.Event | None:
+def stream_mark(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """When the current stream has come this far; None for a tensor that no stream works on."""
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event()

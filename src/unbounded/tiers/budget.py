@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from unbounded.errors import PlanError
-from unbounded.native.memory import available_bytes
-from unbounded.planner.machine import Machine
+from unbounded.launcher import read_numbers
+from unbounded.native.host_memory import available_bytes
+from unbounded.planner.machine import MachineRates
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
-from unbounded.planner.states import Budget
+from unbounded.planner.unit_bytes import Budget
 from unbounded.tiers.driver import count_device, page_table_bytes
 from unbounded.tiers.staging import size_staging
 
@@ -39,7 +40,7 @@ KERNEL_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Buffers:
+class LeasedBuffers:
     """The leased buffers of all lanes, and how they are used.
 
     Updates have `depth` pieces of `piece_numel` fp32 values on their way in each direction, with a buffer for each of
@@ -90,17 +91,17 @@ def _around(device: torch.device) -> int:
     return count_device(device).context_bytes() + KERNEL_BYTES
 
 
-def size_buffers(host: int, num_arrays: int) -> Buffers:
+def size_buffers(host: int, num_arrays: int) -> LeasedBuffers:
     """Buffers that take a quarter of the host's budget at most, unless that is too little."""
     count, staging_bytes = size_staging(host)
-    buffers = Buffers(num_arrays, PIECE_NUMEL, DEPTH, count * staging_bytes)
+    buffers = LeasedBuffers(num_arrays, PIECE_NUMEL, DEPTH, count * staging_bytes)
     while buffers.piece_numel > LEAST_PIECE and buffers.num_bytes > host // 4:
         buffers = replace(buffers, piece_numel=buffers.piece_numel // 2)
     return replace(buffers, depth=LEAST_DEPTH) if buffers.num_bytes > host // 4 else buffers
 
 
 def set_aside(
-    sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, ring: int, buffers: Buffers, wholes: int = 0
+    sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, ring: int, buffers: LeasedBuffers, wholes: int = 0
 ) -> Budget:
     """The budget without what activations, gathered units (`ring`), updates of `wholes` and buffers need."""
     on_device, host, disk = sizes
@@ -120,10 +121,10 @@ def set_aside(
     return Budget(on_device, host, disk, reserve, buffered + offloaded, tighter)
 
 
-def this_machine(plan: Plan, device: torch.device, num_ranks: int) -> Machine:
+def this_machine(plan: Plan, device: torch.device, num_ranks: int) -> MachineRates:
     """The machine as measured and saved here, otherwise common rates; with the ranks and threads of this job."""
     try:
-        machine = Machine.load()
+        machine = MachineRates.load()
     except (OSError, PlanError):  # `unbounded plan --measure` says what is wrong with the file
         machine = UNMEASURED
     if machine.is_cpu != (device.type != "cuda"):
@@ -150,7 +151,7 @@ def host_threads(plan: Plan, num_ranks: int) -> int:
 
 def local_size(world_size: int) -> int:
     """How many ranks share this machine."""
-    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return min(world_size, read_numbers(os.environ).local_size or world_size)
 
 
 def _free_disk(paths: tuple[str, ...] | None) -> int:

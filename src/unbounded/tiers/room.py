@@ -11,11 +11,11 @@ import os
 from typing import Protocol
 
 from unbounded.errors import BudgetError
-from unbounded.native.memory import available_bytes
+from unbounded.native.host_memory import available_bytes
 from unbounded.planner.sizes import format_bytes
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.budget import FREE_PART
-from unbounded.tiers.memory import Tiers
+from unbounded.tiers.tiers import Tiers
 
 
 class Room(Protocol):

@@ -102,6 +102,10 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = Linear(shape.width, shape.vocabulary)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, as models of transformers name it."""
+        return self.head
+
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits for every position of `input_ids` (rows, length).
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unbounded.errors import InputError
-from unbounded.native.memory import available_bytes
+from unbounded.native.host_memory import available_bytes
 from unbounded.observe.amounts import show_count
 from unbounded.planner.sizes import format_bytes
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer

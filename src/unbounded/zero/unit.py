@@ -46,22 +46,36 @@ class WeightState(Enum):
     GATHERED = "gathered"
 
 
-class Keeper(Protocol):
-    """The engine as a unit sees it."""
+class UnitLending(Protocol):
+    """Who hands out single parameters (`Lending`)."""
+
+    def borrow(self, unit: Unit, index: int, *, from_all: bool = False) -> torch.Tensor: ...
+
+    def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None: ...
+
+    def snapshot(self, unit: Unit, index: int) -> torch.Tensor: ...
+
+
+class UnitNorms(Protocol):
+    """Who knows the norms of single gradients (`GradientAgreement`)."""
+
+    def slot_norms(self, unit: Unit) -> torch.Tensor: ...
+
+
+class UnitEngine(Protocol):
+    """The engine as a unit and its parameters see it."""
+
+    @property
+    def lending(self) -> UnitLending: ...
+
+    @property
+    def gradients(self) -> UnitNorms: ...
 
     def before_reading(self, unit: Unit) -> None: ...
-
-    def borrow_value(self, unit: Unit, index: int, *, from_all: bool = False) -> torch.Tensor: ...
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None: ...
 
     def gradients_complete(self, unit: Unit) -> None: ...
-
-    def keep_written(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None: ...
-
-    def snapshot(self, unit: Unit, index: int) -> torch.Tensor: ...
-
-    def slot_norms(self, unit: Unit) -> torch.Tensor: ...
 
     def train(self, unit: Unit, index: int, *, is_trained: bool) -> None: ...
 
@@ -122,7 +136,7 @@ class Unit:
         self.rank = 0
         self.factors = Factors()
         self.gradient: Gradient
-        self.keeper: Keeper
+        self.engine: UnitEngine
         self.views: Views
 
         # The gathered weights: `Gathering` moves these.
@@ -215,7 +229,7 @@ class Unit:
 
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
         """A view of the gathered buffer, fetched where it is not there."""
-        self.keeper.before_reading(self)
+        self.engine.before_reading(self)
         return self._flat.as_strided(shape, stride, offset).data
 
     def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:

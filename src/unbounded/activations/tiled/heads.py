@@ -24,11 +24,9 @@ from torch import nn
 
 from unbounded.activations.tiled.deferred import defer
 from unbounded.activations.tiled.entropy import Entropy, Vocabulary
-from unbounded.activations.tiled.loss import TILE_BYTES, LinearProjection, choose_tile_rows, sum_of_losses, values_of
+from unbounded.activations.tiled.loss import LinearProjection, choose_tile_rows, sum_of_losses, values_of
 from unbounded.activations.tiled.recipe import Product, Recipe, RecipeProjection, map_inputs, products_of, read_head
-
-# Of a device's budget, one tile of logits takes a 48th at most, unless that is less than this.
-BUDGET_PARTS, LEAST_TILE_BYTES = 48, 16 * 2**20
+from unbounded.planner.step.logits import tile_bytes
 
 
 class CutHead(Vocabulary, Protocol):
@@ -49,10 +47,9 @@ class DeferredHeads:
     def __init__(
         self, model: nn.Module, *, device_bytes: int | None = None, cut: Mapping[nn.Module, CutHead] | None = None
     ) -> None:
-        tile_bytes = max(LEAST_TILE_BYTES, (device_bytes or 2**62) // BUDGET_PARTS)
         self._handles: list[Callable[[], None]] = []
         for owner, head in find_heads(model):
-            layers = [_Layer(linear, tile_bytes, (cut or {}).get(linear)) for linear in _layers_of(head)]
+            layers = [_Layer(linear, device_bytes, (cut or {}).get(linear)) for linear in _layers_of(head)]
             for layer in layers:
                 layer.attach()
                 self._handles.append(layer.detach)
@@ -127,8 +124,8 @@ def _layers_of(head: nn.Module) -> list[nn.Linear]:
 class _Layer:
     """One linear layer. `depth` counts the forwards with labels that are running."""
 
-    def __init__(self, linear: nn.Linear, tile_bytes: int, part: CutHead | None) -> None:
-        self.linear, self.tile_bytes, self.part, self.depth = linear, tile_bytes, part, 0
+    def __init__(self, linear: nn.Linear, device_bytes: int | None, part: CutHead | None) -> None:
+        self.linear, self.device_bytes, self.part, self.depth = linear, device_bytes, part, 0
         self.answers: list[bool] = []
         self._num_hooks = 0
         self._forward = linear.__dict__.get("forward") if part is not None else None
@@ -155,8 +152,8 @@ class _Layer:
 
     def tile_rows(self, dtype: torch.dtype, device: torch.device) -> int:
         width = self.linear.out_features if self.part is None else -(-self.part.size // self.part.num_parts)
-        row_bytes, most = width * dtype.itemsize, TILE_BYTES[device.type]
-        return choose_tile_rows(row_bytes, max(row_bytes, min(most, self.tile_bytes)), device)
+        row_bytes = width * dtype.itemsize
+        return choose_tile_rows(row_bytes, max(row_bytes, tile_bytes(device.type, self.device_bytes)), device)
 
     def defer(self, inputs: torch.Tensor) -> torch.Tensor:
         autocast = _autocast_now(inputs.device)

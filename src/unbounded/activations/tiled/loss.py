@@ -21,9 +21,8 @@ from unbounded.activations.tiled.entropy import Entropy, Vocabulary
 from unbounded.activations.tiled.entropy_rows import EntropyRows
 from unbounded.errors import PlanError
 from unbounded.planner.sizes import format_bytes, parse_bytes
+from unbounded.planner.step.logits import TILE_BYTES
 
-# Logits that exist at a time. Products of 2,000 rows and more run at a GPU's full rate.
-TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 MOST_ROUNDED = 8
 # Classes whose gradient is added in fp32 at a time.
 CLASSES_AT_ONCE = 8192

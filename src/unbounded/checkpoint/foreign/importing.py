@@ -108,7 +108,7 @@ def _list_blocks(module: nn.Module) -> None:
             module._modules[name] = nn.ModuleList(child._modules.values())  # type: ignore[arg-type]
 
 
-class _States(dict):  # type: ignore[type-arg]
+class _StoredStates(dict):  # type: ignore[type-arg]
     """The optimizer's states before `shard`, each read as it is taken."""
 
     def __init__(self, stored: Mapping[nn.Parameter, StoredParameter]) -> None:
@@ -162,7 +162,7 @@ def _build_optimizers(model: nn.Module, content: Content) -> list[torch.optim.Op
     for (make, options), groups in runs:
         defaults = make([nn.Parameter(torch.zeros(1, 1))], **options).defaults
         optimizer = make([{"params": list(_members(model, g)), **_known(g, defaults)} for g in groups], **options)
-        optimizer.state = _States(trained)
+        optimizer.state = _StoredStates(trained)
         found.append(optimizer)
     return found
 

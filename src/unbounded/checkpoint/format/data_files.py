@@ -21,7 +21,7 @@ from unbounded.checkpoint.format.manifest import FileEntry, Manifest, TensorEntr
 from unbounded.checkpoint.format.slices import plan_blocks
 from unbounded.errors import CheckpointError, DiskError
 from unbounded.native.disk import Checksums, DiskEngine, DiskFile, DiskHandle, crc32c
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 
 CHUNK_BYTES = 16 << 20
 PAGE = 4096

@@ -33,7 +33,7 @@ from unbounded.errors import CheckpointError
 from unbounded.zero.setup.assembly import Sharded
 from unbounded.zero.sites import persistent_buffers
 from unbounded.zero.step.loss_scale import LossScale
-from unbounded.zero.step.progress import StepProgress
+from unbounded.zero.step.step_progress import StepProgress
 
 
 class Contents:

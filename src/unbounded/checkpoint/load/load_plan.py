@@ -41,14 +41,14 @@ class Copy:
 class Conversion:
     """Elements [start, stop) of a unit's flat buffer, for the target arrays `kinds` that are encoded together.
 
-    `raw` where the stored bytes are right and only lie so that they cannot go to a disk array directly.
+    The stored bytes of slots that begin at `kept` are right, and go in as they are.
     """
 
     unit: Unit
     kinds: tuple[str, ...]
     start: int
     stop: int
-    raw: bool
+    kept: frozenset[int]
 
 
 class StoredTensors:
@@ -101,22 +101,25 @@ def plan_unit(unit: Unit, source: StoredTensors, groups: Sequence[tuple[str, ...
     """The copies and conversions that fill a unit's owned arrays."""
     every = unit.every
     for group in groups:
-        raw = all(_has_bytes(unit, kind, source, every.get(kind, 1)) for kind in group)
-        found = [_plan_copies(unit, kind, source, every.get(kind, 1)) for kind in group] if raw else [None]
+        slots = [slot for slot, _, _ in owned_slots(unit)]
+        kept = [slot.start for slot in slots if all(_has_bytes(unit, slot, kind, source) for kind in group)]
+        is_raw = len(kept) == len(slots)
+        found = [_plan_copies(unit, kind, source, every.get(kind, 1)) for kind in group] if is_raw else [None]
         if all(copies is not None for copies in found):
             for copies in found:
                 yield from copies or ()
         else:
             low, high = unit.owned
             for start in range(low, high, 4 * GRAIN):
-                yield Conversion(unit, group, start, min(start + 4 * GRAIN, high), raw)
+                yield Conversion(unit, group, start, min(start + 4 * GRAIN, high), frozenset(kept))
 
 
-def _has_bytes(unit: Unit, kind: str, source: StoredTensors, every: int) -> bool:
-    """Whether the checkpoint stores this kind of state just as the unit keeps it."""
-    dtype = array_of(unit, kind).dtype
-    entries = [source.entry(kind, slot.name) for slot, _, _ in owned_slots(unit)]
-    return all(entry is not None and entry.dtype == dtype and entry.every == every for entry in entries)
+def _has_bytes(unit: Unit, slot: Slot, kind: str, source: StoredTensors) -> bool:
+    """Whether the checkpoint stores this kind of state of a slot just as the unit keeps it."""
+    entry, every = source.entry(kind, slot.name), unit.every.get(kind, 1)
+    if entry is None or entry.dtype != array_of(unit, kind).dtype or entry.every != every:
+        return False
+    return every == 1 or slot.cut is None or slot.cut.in_blocks(every) is not None
 
 
 def _plan_copies(unit: Unit, kind: str, source: StoredTensors, every: int) -> list[Copy] | None:
@@ -129,7 +132,7 @@ def _plan_copies(unit: Unit, kind: str, source: StoredTensors, every: int) -> li
         inside = (start + offset) // every, -(-(stop + offset) // every)
         position = ((-offset - unit.owned[0]) // every + inside[0]) * itemsize
         runs = source.runs(kind, slot.name)
-        for first, last in stored_ranges(slot, *inside):
+        for first, last in stored_ranges(slot, *inside, every):
             for run in runs.covering(first, last):
                 nbytes = (run.stop - run.start) * itemsize
                 _join(joined, Copy(run.file, run.offset, nbytes, array, position))
@@ -140,9 +143,13 @@ def _plan_copies(unit: Unit, kind: str, source: StoredTensors, every: int) -> li
     return [copy for copy in aligned if copy is not None] if all(aligned) else None
 
 
-def stored_ranges(slot: Slot, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Where elements [start, stop) of a parameter that this rank holds lie in the whole one, flattened, in order."""
-    return iter([(start, stop)]) if slot.cut is None else slot.cut.ranges(start, stop)
+def stored_ranges(slot: Slot, start: int, stop: int, every: int = 1) -> Iterator[tuple[int, int]]:
+    """Where elements [start, stop) of a parameter that this rank holds lie in the whole one, flattened, in order.
+
+    Elements of a state that has one for `every` of the parameter's are counted in those.
+    """
+    cut = slot.cut if slot.cut is None or every == 1 else slot.cut.in_blocks(every)
+    return iter([(start, stop)]) if cut is None else cut.ranges(start, stop)
 
 
 def owned_slots(unit: Unit) -> Iterator[tuple[Slot, int, int]]:

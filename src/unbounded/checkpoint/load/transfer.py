@@ -30,11 +30,11 @@ from unbounded.checkpoint.load.load_plan import (
     direct_target,
     stored_ranges,
 )
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 from unbounded.observe import trace
 from unbounded.optim import formats
 from unbounded.tiers.array import Array, Waitable
-from unbounded.tiers.pipeline import Pipeline
+from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
 from unbounded.zero.layout import Slot, clip_range
 
@@ -69,7 +69,7 @@ class Transfer:
     ) -> None:
         """`pool` must be free; all of it is given back, also after a failure."""
         self.files, self.source, self.pool, self.staged = files, source, pool, staged
-        self._pipeline = Pipeline(self, num_ahead=DEPTH, num_unfinished=DEPTH, pool=pool)
+        self._pipeline = ItemPipeline(self, num_ahead=DEPTH, num_unfinished=DEPTH, pool=pool)
         self._waiting: list[Callable[[], Waitable | None]] = []
 
     def install(self) -> None:
@@ -156,7 +156,8 @@ class Transfer:
     def convert(self, conversions: Sequence[Conversion]) -> None:
         """One after another: what a conversion costs is the conversion."""
         for conversion in conversions:
-            arrays = self._copy_raw(conversion) if conversion.raw else self._encode(conversion)
+            arrays = self._encode(conversion)
+            self._keep(conversion, arrays)
             waits: list[Waitable] = []
             for kind, values in arrays.items():
                 array = array_of(conversion.unit, kind)
@@ -166,23 +167,22 @@ class Transfer:
             for wait in waits:
                 wait.wait()
 
-    def _copy_raw(self, job: Conversion) -> dict[str, torch.Tensor]:
-        arrays = {}
-        for kind in job.kinds:
-            every, dtype = job.unit.every.get(kind, 1), array_of(job.unit, kind).dtype
-            flat = host_buffer(-(-(job.stop - job.start) // every) * dtype.itemsize).view(dtype)
-            for slot, start, stop in _slots(job):
+    def _keep(self, job: Conversion, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Bytes that are right as they are stored."""
+        for slot, start, stop in _slots(job):
+            for kind in job.kinds if slot.start in job.kept else ():
                 part = self._fetch(kind, slot, start, stop)
                 assert part is not None
-                flat[(start - job.start) // every :][: part.numel()].copy_(part)
-            arrays[kind] = flat
-        return arrays
+                arrays[kind][(start - job.start) // job.unit.every.get(kind, 1) :][: part.numel()].copy_(part)
 
     def _encode(self, job: Conversion) -> dict[str, torch.Tensor]:
-        """The values in fp32, decoded slot by slot, and encoded whole as the unit keeps them."""
+        """The other values in fp32, decoded slot by slot, and encoded whole as the unit keeps them."""
+        others = [part for part in _slots(job) if part[0].start not in job.kept]
+        if not others:
+            return {kind: self._empty(job, kind) for kind in job.kinds}
         rule = job.unit.rule
         flat = torch.zeros(job.stop - job.start)
-        for slot, start, stop in _slots(job):
+        for slot, start, stop in others:
             values = self._decode(job.kinds[0], slot, start, stop)
             flat[start - job.start : stop - job.start].copy_(values)
         if job.kinds[0] == WEIGHT:
@@ -191,6 +191,12 @@ class Transfer:
             assert rule is not None
             encoded = formats.encode_moment(flat, job.kinds[0], rule)
         return {kind: encoded[kind] for kind in job.kinds}
+
+    @staticmethod
+    def _empty(job: Conversion, kind: str) -> torch.Tensor:
+        """Memory that a disk can be written from."""
+        every, dtype = job.unit.every.get(kind, 1), array_of(job.unit, kind).dtype
+        return host_buffer(-(-(job.stop - job.start) // every) * dtype.itemsize).view(dtype)
 
     def _decode(self, kind: str, slot: Slot, start: int, stop: int) -> torch.Tensor:
         if kind == WEIGHT:
@@ -204,11 +210,27 @@ class Transfer:
                 return weight
             stored: Any = SimpleNamespace(format="exact" if remainder.dtype == torch.int16 else "compact")
             return formats.decode_weight({"weight": weight, "remainder": remainder}, stored)
-        codes, scale = self._fetch(kind, slot, start, stop), self._fetch(f"{kind}_scale", slot, start, stop)
-        assert codes is not None
-        return formats.decode_moment(
-            {kind: codes, f"{kind}_scale": scale} if scale is not None else {kind: codes}, kind
-        )
+        if self.source.entry(f"{kind}_scale", slot.name) is not None:
+            return self._decode_blocks(kind, slot, start, stop)
+        values = self._fetch(kind, slot, start, stop)
+        assert values is not None
+        return values
+
+    def _decode_blocks(self, kind: str, slot: Slot, start: int, stop: int) -> torch.Tensor:
+        """A moment in blocks with a scale each, which begin elsewhere than this rank's part does."""
+        names, offset = (kind, f"{kind}_scale"), slot.first - slot.start
+        entries = [entry for name in names if (entry := self.source.entry(name, slot.name)) is not None]
+        every, values, position = entries[1].every, torch.empty(stop - start), 0
+        for begin, end in stored_ranges(slot, start + offset, stop + offset):
+            block, arrays = begin // every, {}
+            for name, entry in zip(names, entries, strict=True):
+                first, last = block * every // entry.every, -(-end // entry.every)
+                arrays[name] = torch.empty(last - first, dtype=entry.dtype)
+                self.files.read_range(entry, first, last, arrays[name])
+            found = formats.decode_moment(arrays, kind)[begin - block * every :]
+            values[position : position + end - begin].copy_(found)
+            position += end - begin
+        return values
 
     def _fetch(self, kind: str, slot: Slot, start: int, stop: int) -> torch.Tensor | None:
         """The stored elements of [start, stop) of the flat buffer, or None where there is no such state."""
@@ -218,7 +240,7 @@ class Transfer:
         offset = slot.first - slot.start
         first, last = (start + offset) // entry.every, -(-(stop + offset) // entry.every)
         values, position = torch.empty(last - first, dtype=entry.dtype), 0
-        for begin, end in stored_ranges(slot, first, last):
+        for begin, end in stored_ranges(slot, first, last, entry.every):
             self.files.read_range(entry, begin, end, values[position : position + end - begin])
             position += end - begin
         return values

@@ -16,8 +16,8 @@ from unbounded.checkpoint.save.segments import FileSegment, WriteChunk
 from unbounded.errors import BudgetError
 from unbounded.native import kernels
 from unbounded.tiers.array import MemoryArray
-from unbounded.tiers.memory import Tiers
 from unbounded.tiers.reader import Reader
+from unbounded.tiers.tiers import Tiers
 
 # Enough to be ahead of a step's update, few enough to leave the host's memory to the transfers of the step.
 COPY_THREADS = 4

@@ -7,7 +7,6 @@ import json
 import os
 import threading
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from unbounded.checkpoint.save.writer import Writer
 from unbounded.errors import CheckpointError
 from unbounded.optim.formats import MASTER_STATES
 from unbounded.sharding import Sharded
+from unbounded.version import __version__
 from unbounded.weights.adapter_files import describe_adapters
 from unbounded.zero.sites import persistent_buffers
 
@@ -164,7 +164,7 @@ class SaveJob:
         """What is the same on all ranks and kept once; the snapshot's own tensors are rank 0's."""
         state, model = self.state, self.model
         return {
-            "library": metadata.version("unbounded"),
+            "library": __version__,
             "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "world_size": self.peers.size,
             "mesh": state.engine.axes.sizes,

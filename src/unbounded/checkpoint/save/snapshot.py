@@ -7,20 +7,22 @@ Nothing is read here. A snapshot refers to the arrays where they are; whoever wr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from unbounded.checkpoint.format.manifest import GRADIENT, LOOSE, UNREDUCED, WEIGHT, TensorEntry
 from unbounded.checkpoint.format.slices import Slice, box_numel, deal
-from unbounded.checkpoint.save.segments import FileSegment
+from unbounded.checkpoint.save.segments import PAGE, FileSegment
 from unbounded.native.disk import crc32c
+from unbounded.native.kernels import BLOCK
+from unbounded.optim import formats
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Box
 from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.reader import Reader
-from unbounded.zero.layout import clip_range
+from unbounded.zero.layout import Slot, clip_range
 from unbounded.zero.unit import Unit
 
 
@@ -67,12 +69,31 @@ class Snapshot:
 
         With `copy` what lies on the device is copied there now, so that nobody has to wait for it.
         """
-        start, stop = self._part(unit, number)
+        part = self._part(unit, number)
         arrays: dict[str, Array] = {WEIGHT: unit.weights, **{kind: unit.states[kind] for kind in kinds}}
-        for kind, array in arrays.items() if start < stop else ():
+        torn = [slot for slot in unit.layout.slots if _is_torn(slot)]
+        for kind, array in arrays.items() if part[0] < part[1] else ():
             kept = _copied(array) if copy else array
             waits = reader if kept is array else None
-            self._add_flat(unit, kind, kept, (start, stop), unit.every.get(kind, 1), waits)
+            is_encoded = f"{kind}_scale" in arrays or kind.endswith("_scale")
+            self._add_flat(unit, kind, kept, part, waits, without=torn if is_encoded else ())
+            if f"{kind}_scale" in arrays:
+                for slot in torn:
+                    self._add_decoded(unit, kind, slot, part)
+
+    def _add_decoded(self, unit: Unit, kind: str, slot: Slot, part: tuple[int, int]) -> None:
+        """A moment in fp32 where its blocks are those of this mesh alone: other ones could not decode them."""
+        clipped = clip_range(slot.start, slot.stop, *part)
+        if clipped is None or not slot.is_counted:
+            return
+        arrays = {}
+        for name in (kind, f"{kind}_scale"):
+            every, base = unit.every.get(name, 1), unit.owned[0]
+            arrays[name] = _read(unit.states[name], (clipped[0] - base) // every, -(-(clipped[1] - base) // every))
+        values = formats.decode_moment(arrays, kind)
+        segment = FileSegment((MemoryArray(values, "host"), 0), values.numel())
+        self.segments.append(segment)
+        self._add_slot(segment, 0, slot, kind, clipped, 1)
 
     def add_factors(self, unit: Unit, number: int, reader: Reader, *, copy: bool = False) -> None:
         """States of other shapes than the parameters', which one rank has; what all have is written by one."""
@@ -100,10 +121,10 @@ class Snapshot:
         if array is not None:
             start, stop = self._part(unit, number)
             if start < stop:
-                self._add_flat(unit, GRADIENT, array, (start, stop), 1, reader)
+                self._add_flat(unit, GRADIENT, array, (start, stop), reader)
         if gradient.local is not None:
             whole = MemoryArray(gradient.local, "device")
-            self._add_flat(unit, UNREDUCED, whole, (0, unit.layout.numel), 1, reader, own=True)
+            self._add_flat(unit, UNREDUCED, whole, (0, unit.layout.numel), reader, own=True)
 
     def _add_flat(
         self,
@@ -111,35 +132,49 @@ class Snapshot:
         kind: str,
         array: Array,
         part: tuple[int, int],
-        every: int,
         reader: Reader | None,
         *,
         own: bool = False,
+        without: Sequence[Slot] = (),
     ) -> None:
         """Elements `part` of a unit's flat buffer, which `array` holds from the first owned one on."""
-        base = 0 if own else unit.owned[0]
+        base, every = 0 if own else unit.owned[0], unit.every.get(kind, 1)
         start, stop = (part[0] - base) // every, -(-(part[1] - base) // every)
         # What several ranks of other axes hold is written by the one that counts.
         held = [
             (slot, clip_range(slot.start, slot.stop, *part)) for slot in unit.layout.slots if slot.is_counted or own
         ]
-        slots = [(slot, clipped) for slot, clipped in held if clipped is not None]
+        slots = [(slot, clipped) for slot, clipped in held if clipped is not None and slot not in without]
         if not slots:
             return
         segment = FileSegment((array, start), stop - start, reader)
         self.segments.append(segment)
         for slot, clipped in slots:
-            offset = slot.first - slot.start
-            inside = (clipped[0] + offset) // every, -(-(clipped[1] + offset) // every)
-            position, rank = (clipped[0] - part[0]) // every, self.rank if own else None
-            if slot.cut is not None and not own:
-                for begin, box in slot.cut.boxes(*inside):
-                    where = position + begin - inside[0]
-                    self.stored.append(Stored(segment, where, slot.name, kind, slot.cut.shape, box))
-            else:
-                whole = slot.local_shape
-                shape = whole if every == 1 else (-(-math.prod(whole) // every),)
-                self.stored.append(Stored(segment, position, slot.name, kind, shape, (inside,), every, rank))
+            self._add_slot(segment, (clipped[0] - part[0]) // every, slot, kind, clipped, every, own=own)
+
+    def _add_slot(
+        self,
+        segment: FileSegment,
+        position: int,
+        slot: Slot,
+        kind: str,
+        clipped: tuple[int, int],
+        every: int,
+        *,
+        own: bool = False,
+    ) -> None:
+        """What a slot has of `clipped`, from element `position` of the segment on."""
+        offset = slot.first - slot.start
+        inside = (clipped[0] + offset) // every, -(-(clipped[1] + offset) // every)
+        cut = None if slot.cut is None or own else slot.cut if every == 1 else slot.cut.in_blocks(every)
+        if cut is not None:
+            for begin, box in cut.boxes(*inside):
+                where = position + begin - inside[0]
+                self.stored.append(Stored(segment, where, slot.name, kind, cut.shape, box, every))
+        else:
+            whole, rank = slot.local_shape, self.rank if own else None
+            shape = whole if every == 1 else (-(-math.prod(whole) // every),)
+            self.stored.append(Stored(segment, position, slot.name, kind, shape, (inside,), every, rank))
 
     def add_tensor(self, name: str, kind: str, tensor: torch.Tensor, rank: int | None) -> None:
         """A small tensor of this rank's own, whole."""
@@ -168,6 +203,20 @@ class Snapshot:
     def entries(self) -> list[TensorEntry]:
         """What the file holds, once it is laid out; the file's number is the rank's."""
         return [item.entry(self.rank) for item in self.stored]
+
+
+def _is_torn(slot: Slot) -> bool:
+    """Whether elements that share a scale here are apart in the whole parameter."""
+    return slot.cut is not None and slot.cut.in_blocks(BLOCK) is None
+
+
+def _read(array: Array, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of an array; of one on disk the pages that they lie in are read."""
+    step = PAGE // array.dtype.itemsize
+    first, last = start // step * step, min(-(-stop // step) * step, array.numel)
+    held = torch.empty(last - first, dtype=array.dtype)
+    array.fetch(held, first).wait()
+    return held[start - first : stop - first].contiguous()
 
 
 def _copied(array: Array) -> Array:

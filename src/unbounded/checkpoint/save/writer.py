@@ -20,7 +20,7 @@ from unbounded.checkpoint.save.readers import Readers
 from unbounded.checkpoint.save.segments import FileSegment, WriteChunk, cut_chunks, lay_out
 from unbounded.native.disk import Checksums, DiskFile
 from unbounded.observe import trace
-from unbounded.tiers.pipeline import Pipeline
+from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool
 
 # Chunks being written: enough that the disk stays busy while this thread waits for a core.
@@ -32,7 +32,7 @@ class Writer:
 
     def __init__(self, file: DiskFile, staging: BufferPool, readers: Readers) -> None:
         self.file, self.staging, self.readers = file, staging, readers
-        self._pipeline = Pipeline(self, num_ahead=staging.count // 2, num_unfinished=DEPTH, pool=staging)
+        self._pipeline = ItemPipeline(self, num_ahead=staging.count // 2, num_unfinished=DEPTH, pool=staging)
 
     def write(self, name: str, segments: Sequence[FileSegment]) -> FileEntry:
         """Writes all segments, waits for them and syncs the file."""

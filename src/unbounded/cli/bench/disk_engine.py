@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from unbounded.native.disk import DiskEngine, DiskFile, place
 from unbounded.native.disk.bindings import READ, WRITE
-from unbounded.native.memory import host_buffer, touch
+from unbounded.native.host_memory import host_buffer, touch
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from unbounded.errors import PlanError
 from unbounded.native import kernels
+from unbounded.native.host_memory import available_bytes, host_buffer
 from unbounded.native.kernels import Pool, Rule
-from unbounded.native.memory import available_bytes, host_buffer
 from unbounded.planner.sizes import format_bytes
 
 RULE = Rule("adamw", lr=1e-4, weight_decay=0.01)

@@ -92,7 +92,7 @@ def disk_path(folder: str) -> list[Finding]:
 def _try_out(folder: Path) -> bool:
     """Writes and reads one extent: whether O_DIRECT is in use."""
     from unbounded.native.disk import ExtentStore
-    from unbounded.native.memory import host_buffer
+    from unbounded.native.host_memory import host_buffer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said already by check_folder
@@ -106,7 +106,7 @@ def _try_out(folder: Path) -> bool:
 
 
 def host_memory() -> Finding:
-    from unbounded.native.memory import available_bytes
+    from unbounded.native.host_memory import available_bytes
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = available_bytes()

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 from unbounded.errors import DiskError, PlanError, StateError
 from unbounded.native.disk import place
 from unbounded.native.disk.bindings import ALIGNMENT, READ, WRITE
-from unbounded.native.disk.engine import DiskEngine, DiskFile, DiskRun
 from unbounded.native.disk.handle import DiskHandle, Failure, byte_view, describe, disk_error
-from unbounded.native.disk.layout import STRIPE_BYTES, Extent, FreeList, lane_bytes, parts, round_up
-from unbounded.native.memory import host_buffer
+from unbounded.native.disk.io_engine import DiskEngine, DiskFile, DiskRun
+from unbounded.native.disk.striping import STRIPE_BYTES, Extent, FreeList, lane_bytes, parts, round_up
+from unbounded.native.host_memory import host_buffer
 
 if TYPE_CHECKING:
     import torch

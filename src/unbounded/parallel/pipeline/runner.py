@@ -24,11 +24,11 @@ from unbounded.errors import StateError
 from unbounded.parallel.blocks import unwrap
 from unbounded.parallel.pipeline import batches
 from unbounded.parallel.pipeline.batches import Micro
-from unbounded.parallel.pipeline.deferred import Deferring, WeightWork
 from unbounded.parallel.pipeline.draws import Draws
-from unbounded.parallel.pipeline.exchange import Exchange, Part, Template, take_apart
 from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.schedules import Action, PassKind, check_schedule, make_schedule
+from unbounded.parallel.pipeline.split_backward import Deferring, WeightWork
+from unbounded.parallel.pipeline.stage_exchange import StageExchange, Template, TensorSpec, take_apart
 from unbounded.ranks.axis import Axis
 
 Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
@@ -48,7 +48,7 @@ class _MicroState:
 
     received: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorSpec] = field(default_factory=list)
     work: WeightWork = field(default_factory=WeightWork)
 
 
@@ -75,7 +75,7 @@ class Pipeline:
         self.targets, self.reduction = frozenset(targets), reduction
         self.trainer, self.sum_copies = trainer, sum_copies
         self.chunks, self.num_stages = hollow.cutting.chunks, axis.size * hollow.cutting.chunks
-        self.exchange = Exchange(axis, device) if axis.size > 1 else None
+        self.exchange = StageExchange(axis, device) if axis.size > 1 else None
         self._base = unwrap(model)
         self._shifts = batches.shifts_labels(self._base)
         self._without_cache = batches.takes(self._base, "use_cache")
@@ -224,7 +224,7 @@ class Pipeline:
     def _stage(self, action: Action) -> int:
         return action.chunk * self.axis.size + self.axis.rank
 
-    def _wire(self) -> Exchange:
+    def _wire(self) -> StageExchange:
         assert self.exchange is not None
         return self.exchange
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from unbounded.errors import PlanError
 from unbounded.parallel.blocks import find_stacks, unwrap
-from unbounded.parallel.collectives import Site
+from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.tensor import attention, layers, vocabulary
 from unbounded.parallel.tensor.dropout import attach_dropout
 from unbounded.parallel.tensor.families import find_pairs
@@ -251,9 +251,9 @@ class TensorParallel:
     def _attach_head(self, layer: Layer, cut: Cut) -> layers.Detach:
         part = vocabulary.HeadPart(self.scene, self.scene.at(layer.name), cut)
         attached = vocabulary.attach_head(layer.module, part)
+        self.heads[layer.module] = part
         if not vocabulary.TokenLoss.fits(self.base):
             return attached
-        self.heads[layer.module] = part
         return layers.together(vocabulary.TokenLoss(self.base, part).attach(), attached)
 
     def _attentions(self) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
@@ -340,7 +340,7 @@ class TensorParallel:
                     if module in rows and "bias" in module._parameters:
                         yield names[module], module, "bias"
 
-    def _site(self, module: nn.Module) -> Site:
+    def _site(self, module: nn.Module) -> LayerSite:
         return self.scene.at(next(name for name, other in self.names.items() if other is module))
 
     def _block_of(self, name: str, holder: nn.Module) -> nn.Module:

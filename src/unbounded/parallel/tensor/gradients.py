@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded.parallel.collectives import Site, sum_parts
+from unbounded.parallel.collectives import LayerSite, sum_parts
 from unbounded.parallel.tensor.layers import Detach
 from unbounded.ranks.cut import Cut
 
@@ -33,7 +33,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, site: Site, cuts: Sequence[Cut | None], *parameters: torch.Tensor
+        ctx: Any, site: LayerSite, cuts: Sequence[Cut | None], *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.site, ctx.cuts = site, cuts
         ctx.shapes = [parameter.shape for parameter in parameters]
@@ -60,7 +60,7 @@ def _spread(gradient: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     return whole
 
 
-def attach_sum(block: nn.Module, partials: Sequence[Partial], site: Site) -> Detach:
+def attach_sum(block: nn.Module, partials: Sequence[Partial], site: LayerSite) -> Detach:
     """Sums the gradients of `partials` in one collective while `block` runs."""
 
     def before(*_: Any) -> None:

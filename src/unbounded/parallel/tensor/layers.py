@@ -14,7 +14,7 @@ from torch import nn
 
 from unbounded.errors import PlanError
 from unbounded.parallel import collectives
-from unbounded.parallel.collectives import Site
+from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
 
@@ -35,7 +35,7 @@ def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Call
     return detach
 
 
-def attach_column(module: nn.Module, scene: Scene, site: Site, *, joins: bool, width: int) -> Detach:
+def attach_column(module: nn.Module, scene: Scene, site: LayerSite, *, joins: bool, width: int) -> Detach:
     """Outputs are this rank's part of `width`, or made whole again."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def attach_column(module: nn.Module, scene: Scene, site: Site, *, joins: bool, w
     return replace_forward(module, make)
 
 
-def attach_row(module: nn.Module, scene: Scene, site: Site, *, splits: bool, inner: nn.Module) -> Detach:
+def attach_row(module: nn.Module, scene: Scene, site: LayerSite, *, splits: bool, inner: nn.Module) -> Detach:
     """Inputs are this rank's part, or are cut here; outputs are summed, and the bias of `inner` is added once."""
 
     # With one module for both, the layer's own formula without its bias is inside the layer that sums.
@@ -76,7 +76,7 @@ def attach_row(module: nn.Module, scene: Scene, site: Site, *, splits: bool, inn
     return together(replace_forward(inner, plain), replace_forward(module, make))
 
 
-def attach_vocabulary(module: nn.Embedding, scene: Scene, site: Site, cut: Cut) -> Detach:
+def attach_vocabulary(module: nn.Embedding, scene: Scene, site: LayerSite, cut: Cut) -> Detach:
     """Tokens of other ranks give zeros, and the sum over the ranks is every token's row."""
     if module.max_norm is not None:
         raise PlanError(
@@ -103,7 +103,7 @@ def attach_vocabulary(module: nn.Embedding, scene: Scene, site: Site, cut: Cut) 
     return restore
 
 
-def attach_experts(module: nn.Module, scene: Scene, site: Site) -> Detach:
+def attach_experts(module: nn.Module, scene: Scene, site: LayerSite) -> Detach:
     """Experts that each hold a part of their features: tokens and routing weights enter, what they add up leaves."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ import torch
 
 from unbounded.errors import StateError
 from unbounded.parallel import collectives
-from unbounded.parallel.collectives import Site
+from unbounded.parallel.collectives import LayerSite
 from unbounded.ranks.axis import Axis
 
 # Inputs whose entered form is kept at once: those of a self- and of a cross-attention.
@@ -47,13 +47,13 @@ class Scene:
         self._is_inside = False  # the blocks, where the sequence is cut
         self._entered: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
 
-    def at(self, layer: str) -> Site:
+    def at(self, layer: str) -> LayerSite:
         """Where the collectives of a layer happen."""
-        return Site(self.axis, layer)
+        return LayerSite(self.axis, layer)
 
     # -- regions of parts of the weights -----------------------------------------------------------------------------
 
-    def enter(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+    def enter(self, x: torch.Tensor, site: LayerSite) -> torch.Tensor:
         """`x` for a layer that holds a part of its outputs; once for all layers that read the same."""
         for reference, entered in self._entered:
             if reference() is x:
@@ -65,14 +65,14 @@ class Scene:
         self._remember(x, entered)
         return entered
 
-    def gather_sequence(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+    def gather_sequence(self, x: torch.Tensor, site: LayerSite) -> torch.Tensor:
         """`x`, whole, for a module whose layers all read it; they need not enter it again."""
         gathered = collectives.gather(x, sequence_dim(x), site)
         self._remember(gathered, gathered)
         self.hold = Hold.COPIES
         return gathered
 
-    def leave(self, partial: torch.Tensor, site: Site) -> torch.Tensor:
+    def leave(self, partial: torch.Tensor, site: LayerSite) -> torch.Tensor:
         """The sum over the ranks of what each made from its part: whole, or this rank's part of the sequence."""
         self._entered.clear()
         self.hold = self.outside
@@ -95,7 +95,7 @@ class Scene:
         self._entered.clear()
         self._is_inside, self.hold = False, Hold.COPIES
 
-    def begin_block(self, hidden: torch.Tensor, site: Site, *, is_first: bool) -> torch.Tensor:
+    def begin_block(self, hidden: torch.Tensor, site: LayerSite, *, is_first: bool) -> torch.Tensor:
         """A block's forward begins, or is recomputed; the first one cuts the sequence."""
         if is_first:
             length = hidden.shape[1]
@@ -109,7 +109,7 @@ class Scene:
         self._is_inside, self.hold, self.num_rows = True, Hold.SEQUENCE, hidden.shape[0]
         return hidden
 
-    def end_block(self, output: Any, site: Site, *, is_last: bool) -> Any:
+    def end_block(self, output: Any, site: LayerSite, *, is_last: bool) -> Any:
         """A block's forward is over; the last one joins the sequence again."""
         self._is_inside, self.hold = False, Hold.COPIES
         self._entered.clear()

@@ -1,13 +1,15 @@
 """The head and the cross entropy of a vocabulary that is cut over the tensor axis: logits stay where they are made.
 
 In training with labels a transformers model's loss is computed from each rank's part of the logits, with one exchange
-of two numbers a token. In every other forward, and in models that write out their own loss, logits are joined. Logits
-that do not exist yet (of a loss in tiles) compute their loss themselves, from what `HeadPart` says of the vocabulary.
+of two numbers a token, and so is the loss of whoever asks for parts (`HeadPart.kept`). In every other forward, and in
+models that write out their own loss, logits are joined. Logits that do not exist yet (of a loss in tiles) compute their
+loss themselves, from what `HeadPart` says of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 
 from unbounded.parallel import collectives
 from unbounded.parallel.blocks import asked_loss
-from unbounded.parallel.collectives import Site
+from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.tensor.layers import Detach, replace_forward
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
@@ -29,7 +31,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, site: Site
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, ignore_index: int, site: LayerSite
     ) -> torch.Tensor:
         inside = labels - start
         is_here = (inside >= 0) & (inside < logits.shape[-1])
@@ -54,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    site: Site,
+    site: LayerSite,
     *,
     start: int,
     ignore_index: int = -100,
@@ -70,16 +72,31 @@ def cross_entropy(
 class HeadPart:
     """This rank's part of the vocabulary, for whoever computes with the head's weight: see `Vocabulary` in the loss."""
 
-    def __init__(self, scene: Scene, site: Site, cut: Cut) -> None:
+    def __init__(self, scene: Scene, site: LayerSite, cut: Cut) -> None:
         self.scene, self.site = scene, site
         self.has_labels = False  # in the forward that runs, whose loss is computed from parts of the logits
+        self.is_asked = False  # for parts, by who calls the model
         self.size, self.num_parts = cut.shape[cut.dim], scene.axis.size
         self.start, stop = cut.intervals[0]
         self.width = stop - self.start
 
     def keeps(self) -> bool:
         """Whether this forward's logits go nowhere but into the loss."""
-        return self.has_labels and torch.is_grad_enabled()
+        return self.is_asked or (self.has_labels and torch.is_grad_enabled())
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, forwards of the model give each rank the logits of its own classes."""
+        self.is_asked = True
+        try:
+            yield
+        finally:
+            self.is_asked = False
+
+    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        """All ranks of the axis must call this. The summed loss of this rank's part of the logits."""
+        found = {"start": self.start, "ignore_index": ignore_index}
+        return cross_entropy(logits, labels, self.site, **found, reduction="sum")
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, the same on all ranks, for a product with the part: its gradients are summed."""

@@ -46,7 +46,8 @@ class Cost:
     `products` are multiply-adds with weights that a token passes, `trained` those whose weights get gradients.
     `attention` are multiply-adds for each position of the sequence. `moved` and `attention_moved` are bytes of device
     memory that operations bound by it read and write. `kept` stays for the backward unless it is recomputed; `input`
-    is what a recomputed part keeps. `exchanged` bytes pass each all-reduce of a tensor axis.
+    is what a recomputed part keeps, `back` what its backward makes for itself. `exchanged` bytes pass each all-reduce
+    of a tensor axis.
     """
 
     products: float = 0.0
@@ -57,6 +58,7 @@ class Cost:
     kept: float = 0.0
     attention_kept: float = 0.0
     input: float = 0.0
+    back: float = 0.0
     exchanged: float = 0.0
     num_kernels: int = 0
 
@@ -69,7 +71,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Part:
+class UnitFootprint:
     """Parameters that move together, `count` times over with the same numbers. Only repeated parts are recomputed."""
 
     name: str
@@ -90,10 +92,11 @@ class Footprint:
     """A model's parts in the order of its forward."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[UnitFootprint, ...]
     hidden: int
     states: StateBytes = field(default_factory=StateBytes)
-    logits_bytes: float = 0.0  # a token, at the peak of the loss
+    logits_bytes: float = 0.0  # a token, at the peak of a loss that makes all logits at once
+    vocabulary: int = 0
     layers: int = 0
 
     @property
@@ -117,11 +120,16 @@ class Footprint:
 def widen(cost: Cost) -> Cost:
     """The same in fp32: what norms take in fp32 already stays, everything else doubles."""
     return replace(
-        cost, moved=1.4 * cost.moved, kept=1.8 * cost.kept, input=2 * cost.input, exchanged=2 * cost.exchanged
+        cost,
+        moved=1.4 * cost.moved,
+        kept=1.8 * cost.kept,
+        input=2 * cost.input,
+        back=2 * cost.back,
+        exchanged=2 * cost.exchanged,
     )
 
 
-def expand(footprint: Footprint) -> tuple[Part, ...]:
+def expand(footprint: Footprint) -> tuple[UnitFootprint, ...]:
     """Every part once, under a name of its own."""
     parts = []
     for part in footprint.parts:
@@ -139,6 +147,7 @@ class Kernels:
     moved_wide: float
     kept: float
     kept_wide: float
+    back_wide: float
     num_kernels: int
     logits: float  # bytes a token and entry of the vocabulary
     scores_moved: float = 0.0  # bytes a token, head and position that attention reads and writes
@@ -147,15 +156,16 @@ class Kernels:
 
 # PyTorch as `transformers` runs a Llama block in bf16, counted operation by operation: two norms through fp32 (36
 # bytes each), rotary embedding of queries and keys (20 each), two residual additions (6 each), copies around the fused
-# attention (4). Kept: two norms (8 each), attention (8). The ffn: silu and a product (10 a wide element), kept 8.
+# attention (4). Kept: two norms (8 each), attention (8). The ffn: silu and a product (10 a wide element), kept 8. In
+# its backward the gradients of the product and of both factors are there (2 each).
 # The loss: 14 by counting (logits in bf16 and fp32, their gradient, what is between), 12 by recorded peaks.
-EAGER = Kernels("eager", 128, 10, 24, 8, num_kernels=45, logits=12)
+EAGER = Kernels("eager", 128, 10, 24, 8, 6, num_kernels=45, logits=12)
 # The same with each block compiled: a norm reads and writes once (4), rotary 8, additions inside. What is kept (18 and
 # 5; 20 and 6 by counting) follows recorded peaks of a 3.1B model.
-COMPILED = Kernels("compiled", 28, 6, 18, 5, num_kernels=14, logits=12)
+COMPILED = Kernels("compiled", 28, 6, 18, 5, 6, num_kernels=14, logits=12)
 # Megatron-LM of 2020 and 2021: layer norm 4 each, bias, dropout and addition fused (7 each), bias and GeLU fused (4 a
 # wide element); attention scores written, softmax and dropout over them (11 a position and head).
-MEGATRON = Kernels("megatron", 22, 4, 18, 4, num_kernels=25, logits=8, scores_moved=11, scores_kept=5)
+MEGATRON = Kernels("megatron", 22, 4, 18, 4, 0, num_kernels=25, logits=8, scores_moved=11, scores_kept=5)
 
 
 def footprint_of(shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes | None = None) -> Footprint:
@@ -170,6 +180,7 @@ def footprint_of(shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes |
         kept=kernels.kept * hidden + kernels.kept_wide * ffn,
         attention_kept=kernels.scores_kept * shape.heads,
         input=2 * hidden,
+        back=kernels.back_wide * ffn,
         exchanged=2 * hidden,
         num_kernels=kernels.num_kernels,
     )
@@ -182,19 +193,20 @@ def footprint_of(shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes |
         num_kernels=12,
     )
     parts = [
-        Part("embedding", shape.embedding_numel, cost=Cost(moved=4 * hidden, num_kernels=4)),
-        Part("blocks", shape.block_numel, shape.layers, block, is_block=True, largest=hidden * shape.ffn),
+        UnitFootprint("embedding", shape.embedding_numel, cost=Cost(moved=4 * hidden, num_kernels=4)),
+        UnitFootprint("blocks", shape.block_numel, shape.layers, block, is_block=True, largest=hidden * shape.ffn),
     ]
     if shape.tied:
-        parts.append(Part("root", shape.root_numel, cost=head))
+        parts.append(UnitFootprint("root", shape.root_numel, cost=head))
     else:
-        parts.append(Part("head", shape.head_numel, cost=head))
-        parts.append(Part("root", shape.root_numel))
+        parts.append(UnitFootprint("head", shape.head_numel, cost=head))
+        parts.append(UnitFootprint("root", shape.root_numel))
     return Footprint(
         shape.name,
         tuple(parts),
         hidden,
         states or StateBytes(),
         logits_bytes=kernels.logits * shape.vocabulary,
+        vocabulary=shape.vocabulary,
         layers=shape.layers,
     )

@@ -14,8 +14,8 @@ from unbounded.planner.models.shapes import Shape, make_shape
 from unbounded.planner.papers.table import MEMORY, THROUGHPUT, Row
 from unbounded.planner.presets import find_machine
 from unbounded.planner.simulation import Prediction, Way, fits, simulate
-from unbounded.planner.states import UnitPlace
-from unbounded.planner.step.lanes import TIERS, Setup
+from unbounded.planner.step.loads import TIERS, Setup
+from unbounded.planner.unit_bytes import UnitPlace
 
 SEQUENCE, VOCABULARY = 1024, 50257
 # fp16 weights and gradients, fp32 master and moments: 16 bytes that a step moves; fp32 gradients take 4 more of memory.

@@ -13,7 +13,7 @@ from unbounded.planner.models.shapes import make_shape
 from unbounded.planner.papers.table import EXACT, THROUGHPUT, Row
 from unbounded.planner.presets import find_machine
 from unbounded.planner.simulation import Way, simulate
-from unbounded.planner.step.lanes import Setup
+from unbounded.planner.step.loads import Setup
 
 STATES = StateBytes(weights=2, gradients=4, optimizer=12, remainder=0, summed=4)
 SEQUENCE, VOCABULARY = 2048, 51200

@@ -7,9 +7,10 @@ what it kept for a gradient, so the peak is one of the two; gradients of earlier
 
 from __future__ import annotations
 
-from unbounded.planner.models.footprint import Footprint, Part
-from unbounded.planner.states import KINDS, UnitBytes, UnitPlace, use_of
-from unbounded.planner.step.lanes import TIERS, Setup
+from unbounded.planner.models.footprint import Footprint, UnitFootprint
+from unbounded.planner.step.loads import TIERS, Setup
+from unbounded.planner.step.logits import loss_bytes
+from unbounded.planner.unit_bytes import KINDS, UnitBytes, UnitPlace, use_of
 
 
 def place_bytes(unit: UnitBytes, where: UnitPlace) -> tuple[float, ...]:
@@ -22,6 +23,8 @@ def moment_bytes(unit: UnitBytes, where: UnitPlace, setup: Setup) -> tuple[float
     """What a unit's states take at the turn and at the end, of the host, and of the disk."""
     device, host, disk = place_bytes(unit, where)
     if where.gradients != "device":
+        if where.gradients == "host" and setup.accumulate > 1:
+            host += unit.summed_gradients - unit.gradients
         return device, device, host, disk
     if setup.accumulate > 1:
         device += unit.summed_gradients - unit.gradients
@@ -36,7 +39,7 @@ def activation_moments(held: dict[str, float]) -> tuple[float, ...]:
 
 def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomputes: bool) -> tuple[float, float]:
     """Device memory at the turn and at the end beside states and what blocks keep: units being gathered, gradients on
-    their way, one block run again, the loss."""
+    their way, the loss, or one block that is run again and back."""
     states = footprint.states
     largest = max((part.numel for part in footprint.parts), default=0) / setup.tensor * states.weights
     trained = max((part.trained for part in footprint.parts), default=0) / setup.tensor * states.gradients
@@ -44,11 +47,16 @@ def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomput
         largest, trained = min(largest, setup.tile_bytes), min(trained, setup.tile_bytes)
     ring = (setup.prefetch_units + 2) * largest if gathers else 0.0
     block = max((kept_bytes(part, setup) for part in footprint.parts if part.is_block), default=0.0)
-    again = block if recomputes else 0.0
-    logits = setup.tokens * footprint.logits_bytes / setup.tensor
-    return ring + max(again, logits), ring + again + 2 * trained
+    back = max((_back_bytes(part, setup) for part in footprint.parts if part.is_block), default=0.0)
+    back += block if recomputes else 0.0
+    return ring + max(back, loss_bytes(footprint, setup)), ring + back + 2 * trained
 
 
-def kept_bytes(part: Part, setup: Setup) -> float:
+def _back_bytes(part: UnitFootprint, setup: Setup) -> float:
+    """What the backward of one block makes beside what the block kept."""
+    return setup.tokens * part.cost.back / setup.tensor
+
+
+def kept_bytes(part: UnitFootprint, setup: Setup) -> float:
     """What one block keeps of one micro-batch."""
     return setup.tokens * part.cost.kept_bytes(setup.sequence) / setup.tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unbounded.planner.machine import Machine
-from unbounded.planner.step.lanes import LANES, PHASES, Setup, repeats
+from unbounded.planner.machine import MachineRates
+from unbounded.planner.step.loads import LANES, PHASES, Setup, repeats
 
 NAMES = {
     "compute": "the computation",
@@ -37,7 +37,7 @@ class Prediction:
     """One step of all ranks. `held` has bytes of one rank by tier and kind, `flops` those of all ranks."""
 
     setup: Setup
-    machine: Machine
+    machine: MachineRates
     lanes: tuple[float, ...]  # seconds of one pass of each phase, as `lanes.Loads` has them
     flops: float
     held: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

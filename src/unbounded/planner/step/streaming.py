@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unbounded.planner.machine import Machine
+from unbounded.planner.machine import MachineRates
 
 UPDATED, STREAMED = 26, 14  # bytes of host memory a parameter, and of the busier way through the link
 
 
-def stream_rate(machine: Machine) -> float:
+def stream_rate(machine: MachineRates) -> float:
     """What the devices of a node add to its host's kernel, in bytes of host memory a second; 0 where it is no help."""
     if machine.is_cpu:
         return 0.0
@@ -25,7 +25,7 @@ def stream_rate(machine: Machine) -> float:
     return stream if stream / (stream + machine.host_rate) >= 0.1 else 0.0
 
 
-def streamed_part(machine: Machine) -> float:
+def streamed_part(machine: MachineRates) -> float:
     """The part of the host's units to stream so that both finish together."""
     stream = stream_rate(machine)
     return stream / (stream + machine.host_rate)

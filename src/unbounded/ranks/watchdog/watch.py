@@ -40,7 +40,7 @@ FAREWELL_SECONDS = 3.0
 _TEXT_CHARS = 4000
 
 
-class Work(Protocol):
+class Collective(Protocol):
     """A collective that torch has launched."""
 
     def wait(self, timeout: timedelta = ...) -> Any: ...
@@ -74,7 +74,9 @@ class Watch:
             if reason is not None:
                 raise PeerError(reason)
 
-    def wait(self, work: Work, group: dist.ProcessGroup, post: Post, limit: float, number: int | None = None) -> None:
+    def wait(
+        self, work: Collective, group: dist.ProcessGroup, post: Post, limit: float, number: int | None = None
+    ) -> None:
         """Returns when the last collective of `post`, or its `number`th, is over; raises where it will not be."""
         if not self._is_over(work, post):
             with self.heartbeat.looking():
@@ -121,7 +123,7 @@ class Watch:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _is_over(self, work: Work, post: Post) -> bool:
+    def _is_over(self, work: Collective, post: Post) -> bool:
         try:
             work.wait(self._slice)
         except RuntimeError:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OBJECTIVES = ("next", "masked")
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adagrad", "nadam", "radam", "adamax", "rmsprop", "adadelta")
+OPTIMIZERS = (
+    *("adamw", "adam", "sgd", "lion", "adagrad", "nadam", "radam", "adamax", "rmsprop", "adadelta"),
+    *("adafactor", "lamb", "muon"),
+)
 FORMATS = ("auto", "text", "jsonl", "chat", "sharegpt", "alpaca", "prompt", "parquet")
 BOARDS = ("tensorboard", "wandb")
 

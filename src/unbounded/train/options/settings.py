@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unbounded.errors import InputError
-from unbounded.native.memory import available_bytes
+from unbounded.native.host_memory import available_bytes
 from unbounded.planner.sizes import format_bytes
 from unbounded.train.options.config import Config
 from unbounded.train.options.contradictions import plan_fields

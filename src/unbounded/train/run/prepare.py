@@ -10,7 +10,7 @@ from torch import nn
 
 import unbounded
 from unbounded.errors import DataError, InputError
-from unbounded.native.memory import available_bytes
+from unbounded.native.host_memory import available_bytes
 from unbounded.tiers.budget import HOST_ACTIVATION_PART
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.sample import Masking
@@ -20,7 +20,7 @@ from unbounded.train.data.tokenizer import Tokenizer
 from unbounded.train.model import DTYPES, Subject
 from unbounded.train.options.settings import Settings
 from unbounded.train.step.optimizers import make_optimizer
-from unbounded.train.step.schedule import lr_factor, make_scheduler, weight_decay_groups
+from unbounded.train.step.schedule import lr_factor, make_scheduler
 from unbounded.train.world import World
 
 _SHOWN_SHARES = {"device_bytes": 0.35, "host_bytes": 0.7, "disk_bytes": 1.0}
@@ -78,7 +78,7 @@ def count_epoch(corpus: Corpus, world: World) -> int:
 
 def shard_subject(subject: Subject, settings: Settings) -> tuple[nn.Module, Any, Any]:
     """All ranks must call this: the model on its tiers, its optimizer and its scheduler."""
-    optimizer = make_optimizer(weight_decay_groups(subject.model, settings.weight_decay), settings)
+    optimizer = make_optimizer(subject.model, settings)
     torch.manual_seed(settings.seed)  # every rank draws the same first weights, however many there are
     model, sharded = unbounded.shard(subject.model, optimizer, plan_of(subject, settings), weights=subject.weights)
     factor = lr_factor(

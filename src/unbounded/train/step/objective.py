@@ -1,10 +1,13 @@
-"""The loss: summed over tokens, so that the mean over a global batch does not depend on how it is split."""
+"""The loss: summed over tokens, so that the mean over a global batch does not depend on how it is split.
+
+Over a tensor axis every rank keeps the logits of its part of the vocabulary, and the loss joins two numbers a token.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from unbounded.parallel.tensor.vocabulary import HeadPart
+from unbounded.sharding import cut_head
 from unbounded.train.data.tokenizer import IGNORED
 
 _TILE_LOGITS = 1 << 24  # logits turned to fp32 at once: 64 MiB
@@ -51,26 +56,34 @@ def _takes_cache(model: Any) -> bool:
 
 def summed_loss(model: nn.Module, part: MicroBatch) -> Tensor:
     """Cross entropy in fp32, summed over the targets that are not ignored."""
-    if part.places is None:
-        return sum_losses(logits_of(model, part.inputs, part.positions), part.targets)
-    with _head_at(model, part.places):
+    targets = part.targets.flatten() if part.places is None else part.targets.flatten()[part.places]
+    with logits_as_cut(model) as head, nullcontext() if part.places is None else _head_at(model, part.places):
         logits = logits_of(model, part.inputs, part.positions)
-    return sum_losses(logits, part.targets.flatten()[part.places])
+    return sum_losses(logits, targets, head)
 
 
-def sum_losses(output: Any, targets: Tensor) -> Tensor:
-    """The summed loss of what a model returned.
+@contextmanager
+def logits_as_cut(model: nn.Module) -> Iterator[HeadPart | None]:
+    """Inside, logits are this rank's part of the vocabulary that is given; whole with None."""
+    head = cut_head(model)
+    with nullcontext() if head is None else head.kept():
+        yield head
+
+
+def sum_losses(output: Any, targets: Tensor, head: HeadPart | None = None) -> Tensor:
+    """The summed loss of what a model returned: all logits, or those of `head`.
 
     Logits are turned to fp32 a tile of rows at a time, and again in the backward pass: the fp32 copy of all of them
     would be the largest tensor of a step.
     """
     logits = (output if isinstance(output, Tensor) else output.logits).flatten(0, 1)
     wanted = targets.flatten()
-    rows = max(_TILE_LOGITS // logits.shape[-1], 1)
+    width = logits.shape[-1] if head is None else -(-head.size // head.num_parts)  # of all ranks the same
+    rows = max(_TILE_LOGITS // width, 1)
     if len(logits) <= rows:
-        return _tile_loss(logits, wanted)
+        return _tile_loss(logits, wanted, head)
     tiles = zip(logits.split(rows), wanted.split(rows), strict=True)
-    return torch.stack([checkpoint(_tile_loss, *tile, use_reentrant=False) for tile in tiles]).sum()
+    return torch.stack([checkpoint(_tile_loss, *tile, head, use_reentrant=False) for tile in tiles]).sum()
 
 
 @contextmanager
@@ -89,5 +102,7 @@ def _head_at(model: Any, places: Tensor) -> Iterator[None]:
         hook.remove()
 
 
-def _tile_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def _tile_loss(logits: Tensor, targets: Tensor, head: HeadPart | None) -> Tensor:
+    if head is not None:
+        return head.cross_entropy(logits.float(), targets, IGNORED)
     return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")

@@ -1,4 +1,4 @@
-"""The optimizers to choose from: those whose update of an element depends on that element alone."""
+"""The optimizers to choose from, over the param groups of a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
+from unbounded.errors import InputError
+from unbounded.optim.lamb import LAMB
 from unbounded.train.options.settings import Settings
+from unbounded.train.step.schedule import weight_decay_groups
+
+Group = dict[str, Any]
 
 
 class Lion(torch.optim.Optimizer):
@@ -34,8 +40,38 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(p.grad, 1 - second)
 
 
-def make_optimizer(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
-    """The optimizer that the settings name, over these param groups."""
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+    """What the settings name, over the trained parameters of a model; Muon with the AdamW that trains the rest."""
+    groups = weight_decay_groups(model, settings.weight_decay)
+    if settings.optimizer != "muon":
+        return _make(settings.optimizer, groups, settings)
+    if not hasattr(torch.optim, "Muon"):
+        raise InputError(f"torch {torch.__version__} has no Muon. Install torch 2.9 or newer.")
+    hidden, rest = _split(model, groups)
+    if not hidden:
+        raise InputError("the model has no matrix that Muon could train. Choose another --optimizer.")
+    # Its steps are scaled to the size of AdamW's, so that one learning rate is right for both.
+    muon = torch.optim.Muon(hidden, lr=settings.lr, adjust_lr_fn="match_rms_adamw")
+    return [muon, _make("adamw", rest, settings)] if rest else muon
+
+
+def _split(model: nn.Module, groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    """Groups of the matrices inside, for Muon, and of the rest: embeddings, the head, and what is no matrix."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    outside = {id(parameter) for module in outer for parameter in module.parameters()}
+
+    def pick(is_hidden: bool) -> list[Group]:
+        picked = [
+            {**group, "params": [p for p in group["params"] if (p.ndim == 2 and id(p) not in outside) == is_hidden]}
+            for group in groups
+        ]
+        return [group for group in picked if group["params"]]
+
+    return pick(True), pick(False)
+
+
+def _make(name: str, groups: list[Group], settings: Settings) -> torch.optim.Optimizer:
     betas, eps, momentum = (settings.beta1, settings.beta2), settings.eps, settings.momentum
     kinds: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, {"betas": betas, "eps": eps}),
@@ -48,6 +84,8 @@ def make_optimizer(groups: list[dict[str, Any]], settings: Settings) -> torch.op
         "adamax": (torch.optim.Adamax, {"betas": betas, "eps": eps}),
         "rmsprop": (torch.optim.RMSprop, {"eps": eps, "momentum": momentum}),
         "adadelta": (torch.optim.Adadelta, {"eps": eps}),
+        "lamb": (LAMB, {"betas": betas, "eps": eps}),
+        "adafactor": (torch.optim.Adafactor, {}),
     }
-    make, options = kinds[settings.optimizer]
+    make, options = kinds[name]
     return make(groups, lr=settings.lr, **options)

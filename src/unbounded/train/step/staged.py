@@ -7,14 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 
 import unbounded
-from unbounded.train.step.objective import MicroBatch, sum_losses
+from unbounded.parallel.tensor.vocabulary import HeadPart
+from unbounded.train.step.objective import MicroBatch, logits_as_cut, sum_losses
 
 
 class StagedModel:
     """The summed loss of a rank's whole batch. All ranks must call it together."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._factor = 1.0
+        self._model, self._factor = model, 1.0
+        self._head: HeadPart | None = None
         self._pipeline = unbounded.pipeline(model, self._loss, targets=("targets",), reduction="sum")
 
     def summed_loss(self, batch: MicroBatch, factor: float = 1.0) -> Tensor:
@@ -23,7 +25,8 @@ class StagedModel:
         given = {"input_ids": batch.inputs, "targets": batch.targets}
         if batch.positions is not None:
             given["position_ids"] = batch.positions
-        return self._pipeline(**given).double() / factor
+        with logits_as_cut(self._model) as self._head:
+            return self._pipeline(**given).double() / factor
 
     def _loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        return sum_losses(output, batch["targets"]) * self._factor
+        return sum_losses(output, batch["targets"], self._head) * self._factor

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from unbounded.native import kernels
-from unbounded.tiers.array import PAGE, Array, MemoryArray
+from unbounded.tiers.array import PAGE, Array, MemoryArray, Waitable, stream_mark
 from unbounded.tiers.pool import BufferPool
 
 Factor = float | torch.Tensor
@@ -60,8 +60,10 @@ class GradientArray:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         self.num_changes += 1
-        yield
-        self.num_changes += 1
+        try:
+            yield
+        finally:
+            self.num_changes += 1
 
     def store(self, part: torch.Tensor) -> None:
         with self._changing():
@@ -91,10 +93,31 @@ class GradientArray:
         if self.tier == "device":
             self.array.direct.add_(part)  # type: ignore[union-attr]
             return
+        if self.tier == "host" and part.device.type == "cuda":
+            self._add_arriving(part)
+            return
         for start, held in self._parts(0, self.numel, write_back=True):
             fresh = MemoryArray(part[start : start + held.numel()], "device")
             with _on_host(fresh, 0, held.numel(), self._bounce, write_back=False) as added:
                 _add_up(held, added)
+
+    def _add_arriving(self, part: torch.Tensor) -> None:
+        """One stretch is added while the next arrives in the other half of a buffer."""
+        held, fresh, lease = self.array.direct, MemoryArray(part, "device"), self._bounce.lease()  # type: ignore[union-attr]
+        try:
+            step = self._bounce.buffer_bytes // 2 // part.element_size()
+            halves = lease.tensor(part.dtype, 2 * step).view(2, step)
+            under_way: tuple[int, torch.Tensor, Waitable] | None = None
+            for index, start in enumerate(range(0, self.numel, step)):
+                target = halves[index % 2, : min(step, self.numel - start)]
+                after = start, target, fresh.fetch(target, start)
+                if under_way is not None:
+                    _add_arrived(held, *under_way)
+                under_way = after
+            if under_way is not None:
+                _add_arrived(held, *under_way)
+        finally:
+            lease.release(stream_mark(part))
 
     def squares(self, start: int, stop: int) -> torch.Tensor | float:
         """The sum of squares of a stretch: a float, or a scalar tensor where the device has it."""
@@ -172,6 +195,11 @@ def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
     if part.device.type == "cpu":
         return kernels.sum_squares(part)
     return torch.linalg.vector_norm(part, dtype=torch.float32).double().square_()
+
+
+def _add_arrived(held: torch.Tensor, start: int, fresh: torch.Tensor, arrival: Waitable) -> None:
+    arrival.wait()
+    _add_up(held[start : start + fresh.numel()], fresh)
 
 
 def _add_up(held: torch.Tensor, fresh: torch.Tensor) -> None:

@@ -229,7 +229,7 @@ class _Views(torch.autograd.Function):
         if taken is None:
             return (None, *found)
         if any(map(_is_there, taken)):
-            unit.keeper.gradients_ready(unit, taken)
+            unit.engine.gradients_ready(unit, taken)
         return (None,) * (1 + len(found))
 
 
@@ -257,7 +257,7 @@ def _accumulator(parameter: ManagedParameter) -> Any:
 def _complete(reference: weakref.ref[Unit], *_: Any) -> None:
     unit = reference()
     if unit is not None:
-        unit.keeper.gradients_complete(unit)
+        unit.engine.gradients_complete(unit)
 
 
 def _put(dicts: list[dict[str, Any]], names: list[str], values: Any) -> None:

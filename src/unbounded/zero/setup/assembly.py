@@ -18,24 +18,24 @@ from unbounded.ranks.phases import Phases
 from unbounded.tiers.array import Array
 from unbounded.tiers.budget import BOUNCE_BUFFERS, host_threads
 from unbounded.tiers.lane import Lane
-from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
+from unbounded.tiers.tiers import Tiers
 from unbounded.zero.engine import Engine
 from unbounded.zero.factors import Factors, find_factors
 from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.views import ModuleViews
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
-from unbounded.zero.passes.buffers import Buffers
 from unbounded.zero.passes.direction import RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
+from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer, Places
 from unbounded.zero.setup.thawing import Thawing, make_gradient
 from unbounded.zero.sites import Member, Site
 from unbounded.zero.step.drafts import Draft
-from unbounded.zero.step.exchange import Exchange
+from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
 from unbounded.zero.unit import Unit
@@ -108,7 +108,7 @@ class Assembly:
         thawing = Thawing(self.blueprint, [unit for unit, _, _ in entries], self.ranks, installer)
         engine = self._engine([unit for unit, _, _ in entries], thawing, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
-        engine.adopt_gradients()
+        engine.gradients.adopt()
         return Sharded(engine, tiers, bounce, plan, sharded_optimizer, self._attach(engine))
 
     def _entries(self) -> Entries:
@@ -132,7 +132,7 @@ class Assembly:
         return entries
 
     def _move_buffers(self, lowered: torch.dtype | None) -> None:
-        """To the device. They keep their dtype (`buffers`), except the statistics of norms, which get the weights'."""
+        """To the device, in their own dtype (`module_buffers`); statistics of norms get that of the weights."""
         for module in self.model.modules():
             follows = lowered is not None and isinstance(module, nn.modules.batchnorm._NormBase)
             for name, buffer in module._buffers.items():
@@ -177,7 +177,7 @@ class Assembly:
             failures=failures,
             writes=Writes(),
             thawing=thawing,
-            buffers=Buffers(self.model, [site.name for site in self.sites], cast_inputs),
+            buffers=ModuleBuffers(self.model, [site.name for site in self.sites], cast_inputs),
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> ShardedOptimizer:
@@ -186,7 +186,7 @@ class Assembly:
         streams = [self._lane(f"stream-{index}") for index in range(2)]
         lanes = Lanes(self._lane("update"), self._lane("buffered"), streams, self._lane("whole"))
         needs_wholes = any(unit.needs_wholes and not unit.is_whole for unit in engine.units)
-        exchange = Exchange(self.ranks.lane("whole")) if needs_wholes else None
+        exchange = HomeExchange(self.ranks.lane("whole")) if needs_wholes else None
         drafts = self._drafts(engine.units, tiers, leased)
         updates = Updates(engine, lanes, self.threads, leased, buffers.depth, drafts, exchange)
         return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)

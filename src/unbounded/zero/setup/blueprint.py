@@ -16,16 +16,16 @@ from unbounded.errors import BudgetError, PlanError
 from unbounded.optim.book import RuleBook
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import NativeRule, UpdateRule
-from unbounded.planner.machine import Machine
+from unbounded.planner.machine import MachineRates
 from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.solve import Shortage, solve
-from unbounded.planner.states import Budget, UnitBytes, UnitPlace, check_patterns, sum_bytes
 from unbounded.planner.step.streaming import carries_weights, choose_streamed, streamed_part
+from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_patterns, sum_bytes
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
 from unbounded.tiers import budget as budgets
-from unbounded.tiers.memory import disk_size
+from unbounded.tiers.tiers import disk_size
 from unbounded.zero.factors import find_factors
 from unbounded.zero.layout import ALIGN, WHOLE_ALIGN, Layout, deal_slots, lay_out
 from unbounded.zero.sites import Member, Site, split_members
@@ -119,10 +119,10 @@ class Blueprint:
     plan: Plan
     disk_bytes: int
     host_bytes: int
-    buffers: budgets.Buffers
+    buffers: budgets.LeasedBuffers
     asked: Plan  # with what was left open
     budget: Budget
-    machine: Machine
+    machine: MachineRates
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def _choose_early(
 
 
 def _stream(
-    specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: Machine, *, carries: bool
+    specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: MachineRates, *, carries: bool
 ) -> tuple[bool, ...]:
     """Which units the GPU updates on their way through it: some of those with states on the host, those that are
     updated as whole tensors, and where a lane `carries` them those whose weights alone are not on the GPU.

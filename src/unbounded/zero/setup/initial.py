@@ -17,8 +17,8 @@ from unbounded.optim import formats
 from unbounded.optim.rules import UpdateRule
 from unbounded.ranks.axis import Axis
 from unbounded.tiers.array import Array, MemoryArray
-from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
+from unbounded.tiers.tiers import Tiers
 from unbounded.zero.sites import Member
 from unbounded.zero.unit import Unit, WeightState
 

@@ -1,13 +1,15 @@
 """First values of a model, module by module, unit by unit: for models on the meta device, or with values from files.
 
 Modules are filled in the order of the module tree: from files where those have values (`GivenValues`), otherwise by
-their own `reset_parameters` (and the model's `_init_weights`, as in Hugging Face models). What another library has
-added to the model's own modules (`Additions`: adapters) is filled by that library's own rules. A unit is partitioned
-as soon as its last module is done, so that no rank ever holds more of the model than the units that are open.
+their own `reset_parameters` (and the `_init_weights` of the model they are in, as in Hugging Face models). What another
+library has added to the model's own modules (`Additions`: adapters) is filled by that library's own rules. A unit is
+partitioned as soon as its last module is done, so that no rank ever holds more of the model than the units that are
+open.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from torch import nn
 from unbounded.errors import PlanError
 from unbounded.ranks.cut import Cut
 from unbounded.zero.setup.initial import Carried, Entries, Installer, carry_over, gather_values
+from unbounded.zero.setup.reach import Reaches, absent_shown, find_reaches, in_order
 from unbounded.zero.setup.tile_steps import is_hidden, rows_of, with_tiles
 from unbounded.zero.sites import Member
 from unbounded.zero.unit import Unit
@@ -93,7 +96,7 @@ class ModuleFill:
         self.absent = absent or {}  # the parameters of other stages, by module: what they draw is drawn here too
         self.model, self.device, self.additions, self.given, self.is_meta = model, device, additions, given, is_meta
         self.carried = carried
-        self._init_weights = getattr(additions.base, "_init_weights", None)
+        self._initialisers = _find_initialisers(model)
         self._prefixes = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
         self._blanks: list[_Blank] = []
         self._shown_cuts: dict[int, Cut] = {}
@@ -104,16 +107,24 @@ class ModuleFill:
         waiting = {id(unit): {id(m) for member in members for m, _ in member.holders} for unit, members, _ in units}
         values: dict[int, torch.Tensor] = {}
         views: dict[int, torch.Tensor] = {}
-        for graft, modules in with_tiles(self.additions.steps(), self._prefixes):
-            own = [p for module in modules for p in module._parameters.values() if id(p) in home]
+        reaches = self._find_reaches()
+        for key, reached in reaches.items():
+            for parameter in (p for module in reached for p in module._parameters.values() if id(p) in home):
+                waiting[id(home[id(parameter)][0])].add(key)
+        for graft, modules in with_tiles(in_order(self.additions.steps(), reaches), self._prefixes):
+            reached = [below for module in modules for below in reaches.get(id(module), ()) if below not in modules]
+            own = [p for module in (*modules, *reached) for p in module._parameters.values() if id(p) in home]
             touched = {id(home[id(p)][0]): home[id(p)] for p in own}
             for key, (unit, members, _) in touched.items():
                 if key not in values:
                     values[key] = self._open(unit, members)
                     slots = unit.slot_views(values[key])
                     views |= {id(m.parameter): slots[m.parameter._index] for m in members}  # type: ignore[attr-defined]
-            with shown(modules, views, self.cuts) as self._shown_cuts:
-                self._fill_step(graft, modules)
+            with shown([*modules, *reached], views, self.cuts) as self._shown_cuts:
+                with absent_shown(reached, self.absent, self.device):
+                    self._fill_step(graft, modules)
+                for module in reached:
+                    self._read(module)
             for key, (unit, members, places) in touched.items():
                 waiting[key].difference_update(id(module) for module in modules)
                 if not waiting[key]:
@@ -128,7 +139,7 @@ class ModuleFill:
         for name, module in self.model.named_modules():
             lacking = self._lacking(module)
             resets = _reset_method(module) is not None
-            if lacking and not resets and (self.additions.is_added(module) or not callable(self._init_weights)):
+            if lacking and not resets and (self.additions.is_added(module) or id(module) not in self._initialisers):
                 raise self._unable(f"the module {name or 'model'!r} ({type(module).__name__})", ", ".join(lacking))
 
     def _open(self, unit: Unit, members: Sequence[Member]) -> torch.Tensor:
@@ -157,7 +168,7 @@ class ModuleFill:
     def _fill(self, module: nn.Module) -> None:
         """First values for a module's own parameters and buffers, which can be written to."""
         if id(module) in self.absent:
-            self._draw_absent(module, self.absent[id(module)])
+            self._draw_absent(module)
             return
         lacking = self._lacking(module)
         self._materialise_buffers(module)
@@ -165,19 +176,21 @@ class ModuleFill:
             self._reset(module)
         self._read(module)
 
-    def _draw_absent(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+    def _find_reaches(self) -> Reaches:
+        """The modules below each one that its own initialisation gives values to, too."""
+        if not self.is_meta:
+            return {}
+        return find_reaches(
+            self.model, self.absent, self._reset, lambda m: self.given is None or bool(self._lacking(m))
+        )
+
+    def _draw_absent(self, module: nn.Module) -> None:
         """Initialises what another stage holds, for the random state alone."""
         self._materialise_buffers(module)
         if self.given is not None or not self.is_meta:
             return
-        for name, parameter in parameters.items():
-            blank = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
-            module._parameters[name] = nn.Parameter(blank, requires_grad=False)
-        try:
+        with absent_shown([module], self.absent, self.device):
             self._reset(module)
-        finally:
-            for name in parameters:
-                module._parameters[name] = None
 
     def _materialise_buffers(self, module: nn.Module) -> None:
         prefix = self._prefixes[id(module)]
@@ -190,9 +203,10 @@ class ModuleFill:
         reset = _reset_method(module)
         if reset is not None:
             reset()
-        if callable(self._init_weights) and not self.additions.is_added(module):
+        initialise = self._initialisers.get(id(module))
+        if initialise is not None and not self.additions.is_added(module):
             with torch.no_grad():
-                self._init_weights(module)
+                initialise(module)
 
     def _read(self, module: nn.Module) -> None:
         """Takes what is given of a module's own parameters and buffers."""
@@ -310,6 +324,24 @@ def shown(
             view.copy_(cut.take(value.detach()))
         elif value.data_ptr() != view.data_ptr():  # given other data instead of being written to
             view.copy_(value.detach())
+
+
+def _find_initialisers(
+    module: nn.Module, outer: Callable[[nn.Module], object] | None = None
+) -> dict[int, Callable[[nn.Module], object]]:
+    """The `_init_weights` of the innermost model around each module that has one, by the module's id."""
+    own = getattr(module, "_init_weights", None)
+    initialise = own if callable(own) and _takes_module(own) else outer
+    found = {id(module): initialise} if initialise is not None else {}
+    for child in module.children():
+        found = _find_initialisers(child, initialise) | found
+    return found
+
+
+def _takes_module(method: Callable[..., object]) -> bool:
+    """Whether it initialises the module that it is given; some modules have one of that name for themselves."""
+    parameters = inspect.signature(method).parameters.values()
+    return len([one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]) == 1
 
 
 def _reset_method(module: nn.Module) -> Callable[[], None] | None:

@@ -20,8 +20,8 @@ from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.plan import Plan
 from unbounded.planner.solve import Shortage, solve
-from unbounded.planner.states import KINDS, Budget, UnitBytes, UnitPlace, use_of
 from unbounded.planner.step.streaming import carries_weights
+from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, use_of
 from unbounded.ranks.axis import Axis
 from unbounded.tiers.array import MemoryArray
 from unbounded.zero.gradients.gradient import Gradient

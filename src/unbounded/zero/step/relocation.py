@@ -11,8 +11,8 @@ from functools import partial
 
 from unbounded.planner.step.streaming import carries_weights
 from unbounded.tiers.array import Array
-from unbounded.tiers.memory import Tiers
 from unbounded.tiers.pool import BufferPool
+from unbounded.tiers.tiers import Tiers
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient import GradientState
 from unbounded.zero.unit import Unit

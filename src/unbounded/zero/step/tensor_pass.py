@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from unbounded.native import kernels
-from unbounded.native.memory import host_buffer
+from unbounded.native.host_memory import host_buffer
 from unbounded.observe import trace
 from unbounded.optim.rules import UpdateRule, Whole
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.layout import clip_range
-from unbounded.zero.step.exchange import Exchange
+from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.update_pass import Job, Notify, Piece, UpdatePass, steps_after
 from unbounded.zero.unit import Unit
 
@@ -67,7 +67,7 @@ class TensorPass(UpdatePass):
     """Carries pieces of whole parameters through. `exchange` is None where every unit is whole on its rank."""
 
     def __init__(
-        self, rule: UpdateRule, pool: kernels.Pool | None, bounce: BufferPool, exchange: Exchange | None
+        self, rule: UpdateRule, pool: kernels.Pool | None, bounce: BufferPool, exchange: HomeExchange | None
     ) -> None:
         super().__init__(rule, pool, bounce, DEPTH)
         self._exchange = exchange
@@ -124,7 +124,7 @@ class TensorPass(UpdatePass):
             arrays = {name: buffer[slot.start - low : slot.stop - low] for name, buffer in piece.buffers.items()}
             self._apply_whole(piece, job, arrays)
 
-    def _update_apart(self, piece: Piece, exchange: Exchange) -> None:
+    def _update_apart(self, piece: Piece, exchange: HomeExchange) -> None:
         unit, first = piece.unit, piece.unit.owned[0] + piece.start
         slots = [job.slots[0] for job in piece.jobs]
         buffers = piece.buffers if piece.buffers and self._error is None else self._stand_ins(piece)

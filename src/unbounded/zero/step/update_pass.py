@@ -21,7 +21,7 @@ from unbounded.native import kernels
 from unbounded.observe import trace
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array, Waitable
-from unbounded.tiers.pipeline import Pipeline
+from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
 from unbounded.zero.gradients.gradient_array import Factor
 from unbounded.zero.layout import Run, clip_range, find_runs
@@ -116,7 +116,7 @@ class UpdatePass:
         Reads of the next unit and writes of the last go on meanwhile: the disk never waits for a unit to be over.
         """
         stages = _PassStages(self, on_home, on_written)
-        Pipeline(stages, num_ahead=self.depth, num_unfinished=self.depth - 1).run(pieces)
+        ItemPipeline(stages, num_ahead=self.depth, num_unfinished=self.depth - 1).run(pieces)
 
     def _arrays(self, piece: Piece) -> dict[str, tuple[Array, int, int]]:
         unit = piece.unit

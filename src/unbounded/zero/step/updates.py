@@ -27,7 +27,7 @@ from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient import GradientState
 from unbounded.zero.gradients.gradient_array import Factor
 from unbounded.zero.step.drafts import Basis, Draft, Drafts, basis_of
-from unbounded.zero.step.exchange import Exchange
+from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.tensor_pass import TensorPass, cut_wholes
 from unbounded.zero.step.update_pass import (
     Job,
@@ -47,7 +47,7 @@ STREAMED_TIMES, STREAMED_DEPTH = 2, 2
 
 
 @dataclass(eq=False)
-class Work:
+class UnitUpdate:
     """One unit's part of a step in a lane, and what waits for it."""
 
     unit: Unit
@@ -104,7 +104,7 @@ class Updates:
         buffers: BufferPool,
         depth: int,
         drafts: Mapping[Unit, Draft],
-        exchange: Exchange | None = None,
+        exchange: HomeExchange | None = None,
     ) -> None:
         self.engine, self.lanes = engine, lanes
         self._piece_numel = buffers.buffer_bytes // 4
@@ -127,7 +127,7 @@ class Updates:
         """Updates `units` in order; returns before the lanes have done their part."""
         self.drafts.cancel()
         planned = [(unit, *self._plan(unit, groups)) for unit in units]  # what fails here has changed nothing
-        queued: dict[Lane, list[Work]] = {lane: [] for lane in self.lanes.all}
+        queued: dict[Lane, list[UnitUpdate]] = {lane: [] for lane in self.lanes.all}
         try:
             self._begin(planned, queued)
         except BaseException as error:
@@ -155,7 +155,9 @@ class Updates:
         jobs = plan_jobs(unit, groups)
         return jobs, cut_pieces(unit, jobs, piece_numel)
 
-    def _begin(self, planned: Sequence[tuple[Unit, list[Job], list[Piece]]], queued: dict[Lane, list[Work]]) -> None:
+    def _begin(
+        self, planned: Sequence[tuple[Unit, list[Job], list[Piece]]], queued: dict[Lane, list[UnitUpdate]]
+    ) -> None:
         """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
         num_streamed = 0
         for unit, jobs, pieces in planned:
@@ -167,7 +169,7 @@ class Updates:
                 lane = self.lanes.lane_for(unit, num_streamed)
                 num_streamed += unit.streamed
                 basis = basis_of(unit, jobs, math.nan)
-                work = Work(unit, pieces, Handle(), Handle(), unit.states_written, basis)
+                work = UnitUpdate(unit, pieces, Handle(), Handle(), unit.states_written, basis)
                 queued[lane].append(work)
                 unit.weights_ready, unit.states_written = work.home, work.written
                 unit.gradient.reading = work.written
@@ -181,7 +183,7 @@ class Updates:
         if not unit.is_whole or not unit.resident:
             self.engine.gathering.invalidate(unit)
 
-    def _run_in(self, lane: Lane, work: list[Work], ready: torch.cuda.Event | None) -> None:
+    def _run_in(self, lane: Lane, work: list[UnitUpdate], ready: torch.cuda.Event | None) -> None:
         """Runs in `lane`."""
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
@@ -205,7 +207,7 @@ class Updates:
                 part.fail(error)
             raise
 
-    def _take_drafts(self, lane: Lane, work: list[Work]) -> list[Work]:
+    def _take_drafts(self, lane: Lane, work: list[UnitUpdate]) -> list[UnitUpdate]:
         """Exchanges old states for those that were written already; what is left is to be updated."""
         left, num_written = [], 0
         for part in work:
@@ -224,7 +226,7 @@ class Updates:
         return left
 
 
-def _read_factors(work: Iterable[Work]) -> None:
+def _read_factors(work: Iterable[UnitUpdate]) -> None:
     """Factors that the device has computed become numbers, each waited for once: mostly one is everybody's."""
     numbers: dict[int, float] = {}
     for piece in (piece for part in work for piece in part.pieces):
@@ -234,7 +236,7 @@ def _read_factors(work: Iterable[Work]) -> None:
             piece.factor = numbers[id(piece.factor)]
 
 
-def _pieces(work: Iterable[Work]) -> Iterator[Piece]:
+def _pieces(work: Iterable[UnitUpdate]) -> Iterator[Piece]:
     for part in work:
         if part.before is not None:
             part.before.order_stream()

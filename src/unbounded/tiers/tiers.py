@@ -13,7 +13,7 @@ import torch
 
 from unbounded.errors import BudgetError
 from unbounded.native.disk import ExtentStore
-from unbounded.native.memory import available_bytes
+from unbounded.native.host_memory import available_bytes
 from unbounded.planner.sizes import format_bytes
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import PAGE, Array, DiskArray, MemoryArray

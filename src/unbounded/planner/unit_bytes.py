@@ -37,9 +37,9 @@ class UnitBytes:
     def updated_weights(self) -> int:
         return self.weights if self.owned is None else self.owned
 
-    def size(self, kind: str, tier: str) -> int:
+    def size(self, kind: str, tier: str, *, is_summed: bool = False) -> int:
         """The bytes of one kind on a tier, without what completes the weights."""
-        if kind == "gradients" and tier == "disk":
+        if kind == "gradients" and (is_summed or tier == "disk"):
             return max(self.gradients, self.summed_gradients)
         return int(getattr(self, kind))
 

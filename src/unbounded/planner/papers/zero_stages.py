@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unbounded.planner.models.footprint import Footprint, Part, StateBytes
+from unbounded.planner.models.footprint import Footprint, StateBytes, UnitFootprint
 from unbounded.planner.papers.table import MEMORY, Row
-from unbounded.planner.step.lanes import Setup, unit_bytes
+from unbounded.planner.step.loads import Setup, unit_bytes
 
 # fp16 weights and gradients, fp32 master and moments: 2 + 2 + 12 bytes.
 ADAM = StateBytes(weights=2, gradients=2, optimizer=12, remainder=0, summed=2)
@@ -41,7 +41,7 @@ TABLE = {
 def memory_rows() -> list[Row]:
     rows = []
     for billions, lines in TABLE.items():
-        part = Part("model", int(billions * 1e9))
+        part = UnitFootprint("model", int(billions * 1e9))
         footprint = Footprint("model", (part,), hidden=1, states=ADAM)
         for ranks, line in zip(RANKS, lines, strict=True):
             for stage, paper in enumerate(line, start=1):

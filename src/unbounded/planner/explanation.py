@@ -7,7 +7,7 @@ from typing import Any
 
 from unbounded.planner.search import Candidate
 from unbounded.planner.sizes import format_bytes
-from unbounded.planner.step.lanes import LANES, TIERS
+from unbounded.planner.step.loads import LANES, TIERS
 from unbounded.planner.step.prediction import NAMES, REMEDIES
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "working memory", "buffers")

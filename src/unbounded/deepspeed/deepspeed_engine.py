@@ -22,7 +22,7 @@ from unbounded.checkpoint.saving import save
 from unbounded.deepspeed import comm
 from unbounded.deepspeed.batch_sizes import Batches
 from unbounded.deepspeed.checkpoints import find_tag, name_latest
-from unbounded.deepspeed.config import DeepSpeedConfig
+from unbounded.deepspeed.ds_config import DeepSpeedConfig
 from unbounded.errors import StateError
 from unbounded.sharding import sharded
 

@@ -20,7 +20,7 @@ from unbounded.ranks.wire import Wire
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSpec:
     """A tensor of a payload as the receiver must know it."""
 
     shape: tuple[int, ...]
@@ -30,30 +30,30 @@ class Part:
 
 @dataclass
 class Template:
-    """A payload with a Part in place of every tensor."""
+    """A payload with a TensorSpec in place of every tensor."""
 
     payload: Any
 
     @property
-    def parts(self) -> list[Part]:
-        return [leaf for leaf in pytree.tree_leaves(self.payload) if isinstance(leaf, Part)]
+    def parts(self) -> list[TensorSpec]:
+        return [leaf for leaf in pytree.tree_leaves(self.payload) if isinstance(leaf, TensorSpec)]
 
     def fill(self, tensors: list[torch.Tensor]) -> Any:
         remaining = iter(tensors)
-        return pytree.tree_map_only(Part, lambda _: next(remaining), self.payload)
+        return pytree.tree_map_only(TensorSpec, lambda _: next(remaining), self.payload)
 
 
 def take_apart(payload: Any) -> tuple[list[torch.Tensor], Template]:
     """The tensors of a payload, and what is left."""
     tensors = [leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, torch.Tensor)]
 
-    def describe(tensor: torch.Tensor) -> Part:
-        return Part(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    def describe(tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     return tensors, Template(pytree.tree_map_only(torch.Tensor, describe, payload))
 
 
-class Exchange:
+class StageExchange:
     """Sends and receives between this rank and others of the pipeline axis, each direction on a lane of its own."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Exchange:
             self.sent_bytes += data.numel() * data.element_size()
             self._wire(self.axis.rank, to, back).send(data, to, _describe(stage, back))
 
-    def receive(self, parts: list[Part], source: int, *, stage: int, back: bool) -> list[torch.Tensor]:
+    def receive(self, parts: list[TensorSpec], source: int, *, stage: int, back: bool) -> list[torch.Tensor]:
         """The tensors that `stage`, on a rank of the axis, sends next."""
         tensors = [torch.empty(part.shape, dtype=part.dtype, device=self._where) for part in parts]
         self._wire(source, self.axis.rank, back).receive(tensors, source, _describe(stage, back))

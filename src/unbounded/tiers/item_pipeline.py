@@ -4,8 +4,9 @@
     work          | i2 | i3 |          on the caller's thread, in order
     write              | i1 | i2 |     started by the work; its end is waited for later
 
-`Stages` says what the three mean for one kind of item; `Pipeline` says when they happen. A pipeline whose items need
-buffers of one pool leases them here: when all are out it goes on with its oldest items, so it never waits for itself.
+`Stages` says what the three mean for one kind of item; `ItemPipeline` says when they happen. A pipeline whose items
+need buffers of one pool leases them here: when all are out it goes on with its oldest items, so it never waits for
+itself.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Stages(Protocol[T_contra]):
         """Waits for whatever of the item is in flight and gives its buffers back. What it raises is not told."""
 
 
-class Pipeline(Generic[T]):
+class ItemPipeline(Generic[T]):
     """Carries items through `stages`: at most `num_ahead` read ahead of the work, at most `num_unfinished` after it."""
 
     def __init__(

@@ -28,7 +28,7 @@ class Route:
     stop: int
 
 
-class Exchange:
+class HomeExchange:
     """Moves stretches between the ranks of one axis. All of them must make the same calls in the same order."""
 
     def __init__(self, ranks: Axis) -> None:

@@ -55,7 +55,7 @@ class ComputingBuffer(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone()
 
 
-class Buffers:
+class ModuleBuffers:
     """The fp32 buffers under each site, which are `ComputingBuffer`s while it runs."""
 
     def __init__(self, model: nn.Module, sites: Sequence[str], lowered: torch.dtype | None) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unbounded.planner.machine import Machine
-from unbounded.planner.models.footprint import Cost, Footprint, Part
-from unbounded.planner.states import UnitBytes, UnitPlace
+from unbounded.planner.machine import MachineRates
+from unbounded.planner.models.footprint import Cost, Footprint, UnitFootprint
 from unbounded.planner.step.streaming import stream_rate
+from unbounded.planner.unit_bytes import UnitBytes, UnitPlace
 
 PHASES = ("first forward", "forward", "backward", "update")
 LANES = (
@@ -47,6 +47,8 @@ class Setup:
     hides_updates: bool = True
     hides_collectives: bool = True
     tile_bytes: int = 0  # layers are gathered in tiles of so many bytes; 0: units whole
+    state_format: str = "exact"
+    logits_tile_bytes: int = 0  # logits that the loss makes at a time; 0: all of them
 
     @property
     def model_ranks(self) -> int:
@@ -67,7 +69,7 @@ class Loads:
     def add(self, phase: str, lane: str, seconds: float) -> None:
         self.seconds[PHASES.index(phase) * len(LANES) + LANES.index(lane)] += seconds
 
-    def add_disk(self, machine: Machine, phase: str, *, read: float = 0.0, write: float = 0.0) -> None:
+    def add_disk(self, machine: MachineRates, phase: str, *, read: float = 0.0, write: float = 0.0) -> None:
         """One rank's bytes; all devices of a node share its disks."""
         if not read and not write:
             return
@@ -83,7 +85,7 @@ def repeats(setup: Setup) -> dict[str, float]:
     return {"first forward": 1, "forward": setup.passes - 1, "backward": setup.passes, "update": 1}
 
 
-def forward_seconds(cost: Cost, machine: Machine, setup: Setup) -> float:
+def forward_seconds(cost: Cost, machine: MachineRates, setup: Setup) -> float:
     """Of one part on one rank of the tensor axis, for a micro-batch: products, what memory bounds, all-reduces."""
     products = cost.flops(setup.sequence) / setup.tensor / machine.matmul_flops
     # Norms and residual additions are not split over the tensor axis; what is inside attention and ffn is.
@@ -92,7 +94,7 @@ def forward_seconds(cost: Cost, machine: Machine, setup: Setup) -> float:
     return setup.tokens * (products + moved + _exchange(cost, machine, setup))
 
 
-def backward_seconds(cost: Cost, machine: Machine, setup: Setup) -> float:
+def backward_seconds(cost: Cost, machine: MachineRates, setup: Setup) -> float:
     """Twice the forward, less the gradients of weights that are frozen."""
     frozen = 2 * (cost.products - cost.trained) / setup.tensor / machine.matmul_flops
     forward = forward_seconds(cost, machine, setup)
@@ -100,7 +102,7 @@ def backward_seconds(cost: Cost, machine: Machine, setup: Setup) -> float:
     return 2 * (forward - exchange) + exchange - setup.tokens * frozen
 
 
-def _exchange(cost: Cost, machine: Machine, setup: Setup) -> float:
+def _exchange(cost: Cost, machine: MachineRates, setup: Setup) -> float:
     """Two all-reduces a block and pass, each twice its bytes through every rank's link."""
     if setup.tensor == 1:
         return 0.0
@@ -110,7 +112,7 @@ def _exchange(cost: Cost, machine: Machine, setup: Setup) -> float:
     return 2 * cost.exchanged * 2 * (setup.tensor - 1) / setup.tensor / rate
 
 
-def collective_seconds(num_bytes: float, machine: Machine, setup: Setup) -> float:
+def collective_seconds(num_bytes: float, machine: MachineRates, setup: Setup) -> float:
     """One gather of `num_bytes` (or one reduce-scatter to parts of them) over the data axis."""
     if setup.data == 1:
         return 0.0
@@ -121,7 +123,7 @@ def collective_seconds(num_bytes: float, machine: Machine, setup: Setup) -> floa
     return num_bytes * slices / machine.network_bandwidth
 
 
-def unit_bytes(part: Part, footprint: Footprint, setup: Setup) -> UnitBytes:
+def unit_bytes(part: UnitFootprint, footprint: Footprint, setup: Setup) -> UnitBytes:
     """What one rank keeps of one unit."""
     states, shards = footprint.states, setup.data
     numel, trained = part.numel / setup.tensor, part.trained / setup.tensor
@@ -142,7 +144,7 @@ def _round(value: float) -> int:
     return int(value + 0.5)
 
 
-def place_loads(unit: UnitBytes, where: UnitPlace, machine: Machine, setup: Setup) -> Loads:
+def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup: Setup) -> Loads:
     """What having one unit's states there adds to the lanes."""
     loads = Loads()
     for phase in ("first forward", "forward", "backward"):
@@ -169,7 +171,7 @@ def touched_bytes(unit: UnitBytes, setup: Setup) -> float:
     return 2 * (unit.updated_weights + unit.optimizer + unit.remainder) + gradient
 
 
-def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machine, setup: Setup) -> None:
+def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup: Setup) -> None:
     """The kernel runs where the optimizer states are, on the host for those on disk; what is elsewhere travels."""
     on_device = where.optimizer == "device"
     hidden = setup.hides_updates and not machine.is_cpu
@@ -179,7 +181,7 @@ def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machin
     if on_device and not machine.is_cpu:  # on the computing stream, before the next forward
         loads.add(phase, "compute", touched_bytes(unit, setup) / machine.device_bandwidth)
     else:
-        rate = machine.host_rate + (stream_rate(machine) if where.optimizer == "host" else 0.0)
+        rate = machine.update_rate(setup.state_format) + (stream_rate(machine) if where.optimizer == "host" else 0.0)
         loads.add(phase, "host memory", touched_bytes(unit, setup) * machine.devices / rate)
     for tier, num_bytes, comes_back in (
         (where.weights, weights, True),
@@ -198,7 +200,7 @@ def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machin
         loads.add_disk(machine, phase, read=unit.optimizer, write=unit.optimizer)
 
 
-def base_loads(footprint: Footprint, machine: Machine, setup: Setup) -> Loads:
+def base_loads(footprint: Footprint, machine: MachineRates, setup: Setup) -> Loads:
     """What no placement changes: the computation with every block kept, launches, collectives."""
     loads = Loads()
     for part in footprint.parts:
@@ -228,7 +230,7 @@ def base_loads(footprint: Footprint, machine: Machine, setup: Setup) -> Loads:
     return loads
 
 
-def _add_sends(loads: Loads, footprint: Footprint, machine: Machine, setup: Setup) -> None:
+def _add_sends(loads: Loads, footprint: Footprint, machine: MachineRates, setup: Setup) -> None:
     """Activations from stage to stage, once a chunk and pass, split over the tensor axis (scatter and gather)."""
     rate = machine.network_bandwidth / machine.devices or machine.peer_rate
     seconds = setup.tokens * 2 * footprint.hidden / setup.tensor * setup.chunks / rate
@@ -236,7 +238,9 @@ def _add_sends(loads: Loads, footprint: Footprint, machine: Machine, setup: Setu
         loads.add(phase, "compute", seconds)
 
 
-def activation_loads(part: Part, policy: str, machine: Machine, setup: Setup) -> tuple[Loads, dict[str, float]]:
+def activation_loads(
+    part: UnitFootprint, policy: str, machine: MachineRates, setup: Setup
+) -> tuple[Loads, dict[str, float]]:
     """What a policy adds to the lanes and takes of the tiers, for one block."""
     loads, cost = Loads(), part.cost
     held = dict.fromkeys(TIERS, 0.0)
