@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import unbounded
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.pool import BufferPool
