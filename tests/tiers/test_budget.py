@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import unbounded
 from unbounded.errors import BudgetError
+from unbounded.sharding import running
 from unbounded.tiers import budget as budgets
 from unbounded.tiers import tiers
 
@@ -67,7 +68,7 @@ def train(model: nn.Module, optimizer: Any, look: Any = lambda: None, steps: int
 def held_bytes(model: nn.Module) -> dict[str, int]:
     """Weights and optimizer states by tier."""
     held = dict.fromkeys(("device", "host", "disk"), 0)
-    for unit in unbounded.sharding.sharded(model).engine.units:
+    for unit in running.sharded(model).engine.units:
         for array in (unit.weights, *unit.states.values()):
             held[array.tier] += array.numel * array.dtype.itemsize
     return held
@@ -200,16 +201,16 @@ def test_sums_of_several_backwards_are_counted_and_refused_where_the_host_has_no
     on_host = dict.fromkeys(("weights", "gradients", "optimizer"), "host")
     batch = torch.randn(2, WIDTH)
     model, optimizer = shard_stack(tmp_path, **on_host, host_bytes=32 * NUMEL)
-    free = unbounded.sharding.sharded(model).tiers.spare_host_bytes()
+    free = running.sharded(model).tiers.spare_host_bytes()
     for number, expected in ((1, 0), (2, 2 * NUMEL), (3, 2 * NUMEL)):
         model(batch).float().square().mean().backward()
         for unit in optimizer.engine.units:
             unit.gradient.order_stream()
-        taken = free - unbounded.sharding.sharded(model).tiers.spare_host_bytes()
+        taken = free - running.sharded(model).tiers.spare_host_bytes()
         assert taken == pytest.approx(expected, rel=0.01), number
 
     model, optimizer = shard_stack(tmp_path, **on_host, host_bytes=32 * NUMEL)
-    held = unbounded.sharding.sharded(model).tiers
+    held = running.sharded(model).tiers
     held.budgets["host"] -= held.spare_host_bytes() - NUMEL  # room for half of the sums
     model(batch).float().square().mean().backward()
     model(batch).float().square().mean().backward()

@@ -103,8 +103,9 @@ class GradientArray:
 
     def _add_arriving(self, part: torch.Tensor) -> None:
         """One stretch is added while the next arrives in the other half of a buffer."""
-        held, fresh, lease = self.array.direct, MemoryArray(part, "device"), self._bounce.lease()  # type: ignore[union-attr]
-        assert held is not None
+        assert self.array is not None
+        assert self.array.direct is not None
+        held, fresh, lease = self.array.direct, MemoryArray(part, "device"), self._bounce.lease()
         try:
             step = self._bounce.buffer_bytes // 2 // part.element_size()
             halves = lease.tensor(part.dtype, 2 * step).view(2, step)
