@@ -44,7 +44,7 @@ from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.peaks import kept_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 from unbounded.tiers import budget as budgets
 from unbounded.zero.setup.admission import check_optimizer, common_precision
 from unbounded.zero.setup.assembly import Sharded

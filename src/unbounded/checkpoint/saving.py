@@ -28,7 +28,8 @@ from unbounded.checkpoint.save.save_job import SaveJob
 from unbounded.errors import StateError
 from unbounded.optim.recognition import unwrap
 from unbounded.process import OwningProcess
-from unbounded.sharding import Sharded, sharded
+from unbounded.sharding.running import sharded
+from unbounded.zero.setup.assembly import Sharded
 
 
 class Save:
