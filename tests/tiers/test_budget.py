@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import unbounded
 from unbounded.errors import BudgetError
 from unbounded.sharding import running
+from unbounded.tiers import budget as budgets
 from unbounded.tiers import tiers
 
 WIDTH, DEPTH = 512, 20
@@ -226,3 +227,18 @@ def test_a_host_budget_too_small_for_the_buffers_says_how_much_they_take(tmp_pat
         shard_stack(tmp_path, host_bytes="8MiB")
     model, optimizer = shard_stack(tmp_path, device_bytes="1GiB", host_bytes="8MiB")  # nothing has to be moved
     assert len(train(model, optimizer)) == 3
+
+
+def test_the_host_has_room_set_aside_for_the_checksums_of_what_may_go_to_disk() -> None:
+    """Four bytes for every page of 4096, of the states or of the disk, whichever is less."""
+    buffers = budgets.LeasedBuffers(3, budgets.LEAST_PIECE, budgets.LEAST_DEPTH)
+
+    def reserved(disk: int, *, is_checked: bool) -> list[int]:
+        plan = unbounded.Plan(disk_checksums=is_checked)
+        sizes = (2**30, 2**30, disk)
+        seen = budgets.set_aside(sizes, plan, torch.device("cpu"), ring=0, buffers=buffers, may_store=2**32)
+        return [seen.host_reserve, *(host for _, host in seen.tighter)]
+
+    plain = reserved(2**40, is_checked=False)
+    assert [more - less for more, less in zip(reserved(2**40, is_checked=True), plain, strict=True)] == [2**22] * 4
+    assert [more - less for more, less in zip(reserved(2**30, is_checked=True), plain, strict=True)] == [2**20] * 4
