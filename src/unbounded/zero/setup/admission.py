@@ -31,7 +31,7 @@ from unbounded.zero.step.optimizer import ShardedOptimizer
 
 @dataclass(frozen=True)
 class Admitted:
-    """What `shard` was given, checked and the same on every rank. `groups` is every trained parameter's, by its id."""
+    """What `shard` was given, checked and the same on every rank. `groups` are by the parameter's id."""
 
     members: list[Member]
     plan: Plan
@@ -115,7 +115,7 @@ def _own_paths(plan: Plan, rank: int) -> Plan:
 
 
 def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
-    """The parameters of a model that can be sharded. One that `is_known` to be sharded cannot."""
+    """The parameters of a model; raises if it cannot be sharded, or is sharded already (`is_known`)."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"shard was given a {type(model).__name__} as the model. Give an nn.Module.")
     if isinstance(model, torch.jit.ScriptModule):
