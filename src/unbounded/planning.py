@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.activations.checkpointed import attached_to
+from unbounded.activations.headroom import choose_policy
 from unbounded.errors import PlanError
 from unbounded.optim.book import RuleBook
 from unbounded.optim.recognition import unwrap
@@ -30,6 +32,7 @@ from unbounded.planner.models.footprint import (
     Footprint,
     StateBytes,
     UnitFootprint,
+    expand,
     footprint_of,
     widen,
 )
@@ -39,8 +42,9 @@ from unbounded.planner.presets import UNMEASURED, find_machine
 from unbounded.planner.search import Candidate, Request, evaluate, search
 from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.logits import tile_bytes
+from unbounded.planner.step.peaks import kept_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 from unbounded.tiers import budget as budgets
 from unbounded.zero.setup.admission import check_optimizer, common_precision
 from unbounded.zero.setup.assembly import Sharded
@@ -90,7 +94,7 @@ def predict_step(
     """One step of a sharded model as it is placed: `tokens` of each of `accumulate` micro-batches on this rank.
 
     None where the machine was never measured: common rates would say nothing about this one. What blocks keep is
-    taken to be the best that fits, as "auto" decides while it runs.
+    what "auto" will decide while it runs.
     """
     if machine is None:
         if not saved_path().is_file():
@@ -121,6 +125,8 @@ def predict_step(
         prefetch_units=placed.prefetch_units,
         logits_tile_bytes=tile_bytes("cpu" if machine.is_cpu else "cuda", placed.device_bytes),
     )
+    footprint = replace(footprint_of_module(model, None, replace(placed, precision=None)), states=states)
+    placed = replace(placed, activations=_running_policies(model, state, footprint, setup) or placed.activations)
     request = Request(
         tokens * accumulate * ranks,
         sequence,
@@ -128,12 +134,42 @@ def predict_step(
         formats={placed.optimizer_format: states},
         buffer_bytes=_buffer_bytes(state),
     )
-    footprint = footprint_of_module(model, None, replace(placed, precision=None))
     found = evaluate(footprint, machine, setup, placed.optimizer_format, request)
     if found is None:  # what is placed runs already: only what blocks keep is still to be decided
         tight = replace(placed, device_bytes=2**60, activations=placed.activations if _is_closed(placed) else "host")
         found = evaluate(footprint, machine, setup, placed.optimizer_format, replace(request, plan=tight))
     return found.prediction if found is not None else None
+
+
+def _running_policies(
+    model: nn.Module, state: Sharded, footprint: Footprint, setup: Setup
+) -> tuple[tuple[str, str], ...]:
+    """What `Headroom` will decide for each block, one after the other; nothing where a plan has decided."""
+    headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
+    blocks = [part for part in expand(footprint) if part.is_block]
+    if headroom is None or not blocks:
+        return ()
+    weights = dict(state.plan.weights) if isinstance(state.plan.weights, tuple) else {}
+    gathers = any(tier != "device" for tier in weights.values()) or (setup.stage == 3 and setup.data > 1)
+    free: float = headroom.limit_bytes - state.tiers.use()["device"].used_bytes
+    sizes = [(setup.tokens * part.cost.input, kept_bytes(part, setup)) for part in blocks]
+    turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=False)
+    if turn + sum(kept for _, kept in sizes) <= free:
+        return tuple((part.name, "keep") for part in blocks)
+    turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=True)
+    chosen = []
+    for index, (part, (entering, kept)) in enumerate(zip(blocks, sizes, strict=True)):
+        policy = choose_policy(
+            free_bytes=int(free),
+            input_bytes=int(entering),
+            kept_bytes=int(kept),
+            num_later=len(blocks) - index - 1,
+            tail_bytes=int(turn),
+            first_tail=0,
+        )
+        free -= {"keep": kept, "recompute": entering, "host": 0.0}[policy]
+        chosen.append((part.name, policy))
+    return tuple(chosen)
 
 
 def _is_closed(plan: Plan) -> bool:

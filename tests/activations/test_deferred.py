@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import unbounded
 from unbounded.activations.tiled import heads, loss
 from unbounded.activations.tiled.deferred import Deferred
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 
 PRELOAD_IN_RANKS = ["transformers"]
 VOCABULARY = 97

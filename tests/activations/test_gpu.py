@@ -16,7 +16,7 @@ from unbounded.activations.shelf import LEAVING_AT_ONCE
 from unbounded.errors import StateError
 from unbounded.observe import trace
 from unbounded.planner.sizes import parse_bytes
-from unbounded.sharding import _shelves
+from unbounded.sharding.device_room import _shelves
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,10 +14,10 @@ import unbounded
 from tests.activations.models import Stack, WithDropout, WithMask, losses_of, make, tokens
 from tests.activations.test_sharded import Zoo, shard_stack
 from tests.zero.training import Run, assert_identical_weights, train_ours
-from unbounded import sharding
 from unbounded.activations.checkpointed import Checkpointed, attached_to
 from unbounded.activations.headroom import FIRST_RATIO, LIMIT_PART, Headroom, Tails, choose_policy
 from unbounded.errors import PlanError
+from unbounded.sharding import block_policies, running
 
 GIB = 2**30
 
@@ -224,12 +224,12 @@ def test_what_gradients_will_grow_by_is_left_free() -> None:
 def test_gradients_on_the_device_say_what_adding_up_will_take() -> None:
     model = make(Stack).to(torch.bfloat16)
     model, optimizer = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"weights": "device"})
-    engine, found = sharding.sharded(model).engine, []
+    engine, found = running.sharded(model).engine, []
     for _ in range(2):
-        found.append(engine.gradient_growth_bytes())
+        found.append(engine.gradients.growth_bytes())
         for _ in range(3):
             model(tokens()).backward()
-            found.append(engine.gradient_growth_bytes())
+            found.append(engine.gradients.growth_bytes())
         optimizer.step()
         optimizer.zero_grad()
     assert found[:2] == [0, 2 * sum(unit.layout.numel for unit in engine.units)]
@@ -283,25 +283,25 @@ def pretend(limit: int, host: bool = True) -> list[Headroom]:
         made.append(Counting(device, limit, num_blocks, has_host_room=lambda _: host))
         return made[-1]
 
-    sharding._make_headroom, sharding._close_policy = make_headroom, lambda policy, device: policy  # type: ignore[assignment]
+    block_policies.make_headroom, block_policies.close_policy = make_headroom, lambda policy, device: policy  # type: ignore[assignment]
     return made
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_make_headroom", "_close_policy"):
-        monkeypatch.setattr(sharding, name, getattr(sharding, name))
+    for name in ("make_headroom", "close_policy"):
+        monkeypatch.setattr(block_policies, name, getattr(block_policies, name))
 
 
 def run_auto(rank: int, world_size: int, kind: Any, plan: dict[str, Any]) -> list[Run]:
     """The model as it is; then under "auto", where every rank has another amount of room."""
-    before = sharding._make_headroom, sharding._close_policy
+    before = block_policies.make_headroom, block_policies.close_policy
     plain = train_ours(rank, world_size, Zoo(kind), plan)
     try:
         pretend([2**40, 0, 4000, 2**40][rank])
         return [plain, train_ours(rank, world_size, Zoo(kind), plan)]
     finally:
-        sharding._make_headroom, sharding._close_policy = before
+        block_policies.make_headroom, block_policies.close_policy = before
 
 
 @pytest.mark.parametrize("kind", [Stack, WithMask, WithDropout], ids=lambda kind: kind.__name__)

@@ -73,7 +73,7 @@ def test_inputs_of_blocks_live_on_until_the_backward_unless_they_are_on_the_host
 def test_the_host_holds_one_input_a_block_and_uses_the_memory_again() -> None:
     model = deep(Stack)
     unbounded.checkpoint_activations(model, "host")
-    from unbounded.sharding import _shelves
+    from unbounded.sharding.device_room import _shelves
 
     room = _shelves[model].buffers.room
     page = -(-INPUT // 4096) * 4096
@@ -150,7 +150,7 @@ def test_inputs_come_back_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> No
 def test_sequences_of_many_lengths_settle_at_the_buffers_of_the_longest() -> None:
     model = deep(Stack)
     unbounded.checkpoint_activations(model, "host")
-    from unbounded.sharding import _shelves
+    from unbounded.sharding.device_room import _shelves
 
     room, used = _shelves[model].buffers.room, []
     for length in (LENGTH, 40, 60, 37, LENGTH, 33):

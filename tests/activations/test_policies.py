@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unbounded
 from tests.activations.models import ALL, Hooked, Layer, Stack, WithDropout, assert_same, gradients, make, tokens
 from unbounded.errors import PlanError, StateError
-from unbounded.sharding import _shelves
+from unbounded.sharding.device_room import _shelves
 
 INSIDE = "ignore:blocks that run inside a checkpoint of the caller"
 POLICIES = ["keep", "recompute", "host", (("blocks.1", "recompute"), ("blocks.[23]", "host"))]

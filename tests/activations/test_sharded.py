@@ -14,7 +14,7 @@ import unbounded
 from tests.activations.models import ALL, Looped, Stack, WithDropout, WithMask, losses_of, make, tokens
 from tests.zero.training import Batch, Run, Task, assert_identical_weights, train_ours
 from unbounded.errors import BudgetError, PlanError, StateError
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 
 POLICIES = ("recompute", "host", (("blocks.0", "keep"), ("blocks.1", "recompute"), ("*", "host")))
 

@@ -18,7 +18,7 @@ import unbounded
 from tests.activations.models import ALL, Stack, assert_same, gradients, make, tokens
 from unbounded.activations import shelf
 from unbounded.errors import StateError
-from unbounded.sharding import _shelves
+from unbounded.sharding.device_room import _shelves
 
 
 class Late:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import unbounded
-import unbounded.sharding
 from tests.activations.test_tiled_loss import plain, run
 from unbounded.activations.tiled.entropy import Entropy, TorchKernels
 from unbounded.activations.tiled.entropy_rows import EntropyRows
 from unbounded.errors import PlanError
+from unbounded.sharding import device_room
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -97,7 +97,7 @@ def test_the_driver_counts_no_more_than_the_budget_and_a_batch_too_large_is_an_e
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = unbounded.shard(model, optimizer, {"device_bytes": "4GiB", "activations": "keep"})
-    promise = unbounded.sharding._promises[model]
+    promise = device_room._promises[model]
     tokens = torch.randint(64000, (1, 1024), device="cuda")
 
     def step(batch: torch.Tensor) -> float:
@@ -126,7 +126,7 @@ def test_a_shortage_in_the_backward_is_explained_too() -> None:
     tokens = torch.randint(64000, (2, 512), device="cuda")
     held = []
     loss = model(input_ids=tokens, labels=tokens).loss
-    cap = unbounded.sharding._promises[model].cap_bytes
+    cap = device_room._promises[model].cap_bytes
     torch.cuda.empty_cache()
     held.append(torch.empty(cap - torch.cuda.memory_reserved() - 8 * 2**20, dtype=torch.uint8, device="cuda"))
     with pytest.raises(unbounded.BudgetError, match="does not fit into device_bytes"):

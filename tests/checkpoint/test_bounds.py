@@ -21,7 +21,7 @@ from unbounded.checkpoint.load.load_plan import Copy, direct_target
 from unbounded.checkpoint.load.transfer import Transfer
 from unbounded.checkpoint.save import save_job, writer
 from unbounded.native.disk import DiskFile
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.budget import size_buffers

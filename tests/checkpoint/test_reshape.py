@@ -29,7 +29,7 @@ def pass_on(rank: int, world_size: int, source: str, target: str, plan: dict[str
     model, optimizer = build(plan, seed=99)
     assert unbounded.load(source, model, optimizer) == {"mark": "made"}
     unbounded.save(target, model, optimizer, mark="made")
-    from unbounded.sharding import sharded
+    from unbounded.sharding.running import sharded
 
     return sorted({step for unit in sharded(model).engine.units if unit.trainable for step in unit.steps})
 

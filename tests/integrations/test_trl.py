@@ -11,7 +11,7 @@ import torch
 import unbounded
 from tests.integrations.launched import launched
 from tests.integrations.test_trainer import assert_close, history, make_model
-from unbounded.sharding import is_sharded
+from unbounded.sharding.running import is_sharded
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

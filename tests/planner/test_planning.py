@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
+from unbounded import sharding
+from unbounded.activations.checkpointed import attached_to
+from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.presets import UNMEASURED
@@ -90,6 +93,43 @@ def test_a_sharded_model_is_predicted_only_with_a_measured_machine(
     assert twice is not None
     assert once.held["host"]["optimizer"] == pytest.approx(8 * sum(p.numel() for p in model.parameters()), rel=0.05)
     assert twice.seconds > once.seconds
+
+
+class Idle:
+    """A device of which nothing is taken."""
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def forget_peak(self) -> None:
+        pass
+
+
+def test_a_prediction_has_blocks_keep_what_they_will_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "_close_policy", lambda policy, device: policy)
+    monkeypatch.setattr(sharding, "_make_headroom", lambda model, count: Headroom(Idle(), 2**40, count))
+    model, optimizer = make()
+    model, sharded = unbounded.shard(model, optimizer, {"optimizer": "host"})
+    (headroom,) = {block.headroom for block in attached_to(model)}
+    assert headroom is not None
+    taken = sharded.memory()["device"].used_bytes
+
+    def kept(room: float) -> float:
+        headroom._limit = int(taken + room)
+        found = predict_step(model, tokens=4096, sequence=16, machine=replace(UNMEASURED, is_cpu=False))
+        assert found is not None
+        return found.held["device"].get("activations", 0.0)
+
+    whole = kept(2**40)
+    assert whole > 0
+    assert kept(0) == 0  # inputs on the host
+    sizes = [kept(part * whole) for part in (0.5, 0.8, 1.1)]
+    assert sizes == sorted(sizes)
+    assert 0 < sizes[0] < sizes[1] < whole
+    assert all(size <= part * whole for size, part in zip(sizes, (0.5, 0.8, 1.1), strict=True))
 
 
 def test_the_command_prints_bytes_times_and_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:

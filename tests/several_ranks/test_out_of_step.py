@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import unbounded
 from tests.several_ranks.test_whereabouts import COMPILING, SAVING, call_from
 
-PRELOAD_IN_RANKS = ["unbounded.sharding", "unbounded.checkpoint.saving"]
+PRELOAD_IN_RANKS = ["unbounded.sharding.placing", "unbounded.checkpoint.saving"]
 LIMIT = 2.0
 """Seconds that a rank is waited for in these cases."""
 

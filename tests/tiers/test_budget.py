@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import unbounded
 from unbounded.errors import BudgetError
+from unbounded.sharding import running
+from unbounded.tiers import budget as budgets
 from unbounded.tiers import tiers
 
 WIDTH, DEPTH = 512, 20
@@ -66,7 +68,7 @@ def train(model: nn.Module, optimizer: Any, look: Any = lambda: None, steps: int
 def held_bytes(model: nn.Module) -> dict[str, int]:
     """Weights and optimizer states by tier."""
     held = dict.fromkeys(("device", "host", "disk"), 0)
-    for unit in unbounded.sharding.sharded(model).engine.units:
+    for unit in running.sharded(model).engine.units:
         for array in (unit.weights, *unit.states.values()):
             held[array.tier] += array.numel * array.dtype.itemsize
     return held
@@ -199,16 +201,16 @@ def test_sums_of_several_backwards_are_counted_and_refused_where_the_host_has_no
     on_host = dict.fromkeys(("weights", "gradients", "optimizer"), "host")
     batch = torch.randn(2, WIDTH)
     model, optimizer = shard_stack(tmp_path, **on_host, host_bytes=32 * NUMEL)
-    free = unbounded.sharding.sharded(model).tiers.spare_host_bytes()
+    free = running.sharded(model).tiers.spare_host_bytes()
     for number, expected in ((1, 0), (2, 2 * NUMEL), (3, 2 * NUMEL)):
         model(batch).float().square().mean().backward()
         for unit in optimizer.engine.units:
             unit.gradient.order_stream()
-        taken = free - unbounded.sharding.sharded(model).tiers.spare_host_bytes()
+        taken = free - running.sharded(model).tiers.spare_host_bytes()
         assert taken == pytest.approx(expected, rel=0.01), number
 
     model, optimizer = shard_stack(tmp_path, **on_host, host_bytes=32 * NUMEL)
-    held = unbounded.sharding.sharded(model).tiers
+    held = running.sharded(model).tiers
     held.budgets["host"] -= held.spare_host_bytes() - NUMEL  # room for half of the sums
     model(batch).float().square().mean().backward()
     model(batch).float().square().mean().backward()
@@ -225,3 +227,18 @@ def test_a_host_budget_too_small_for_the_buffers_says_how_much_they_take(tmp_pat
         shard_stack(tmp_path, host_bytes="8MiB")
     model, optimizer = shard_stack(tmp_path, device_bytes="1GiB", host_bytes="8MiB")  # nothing has to be moved
     assert len(train(model, optimizer)) == 3
+
+
+def test_the_host_has_room_set_aside_for_the_checksums_of_what_may_go_to_disk() -> None:
+    """Four bytes for every page of 4096, of the states or of the disk, whichever is less."""
+    buffers = budgets.LeasedBuffers(3, budgets.LEAST_PIECE, budgets.LEAST_DEPTH)
+
+    def reserved(disk: int, *, is_checked: bool) -> list[int]:
+        plan = unbounded.Plan(disk_checksums=is_checked)
+        sizes = (2**30, 2**30, disk)
+        seen = budgets.set_aside(sizes, plan, torch.device("cpu"), ring=0, buffers=buffers, may_store=2**32)
+        return [seen.host_reserve, *(host for _, host in seen.tighter)]
+
+    plain = reserved(2**40, is_checked=False)
+    assert [more - less for more, less in zip(reserved(2**40, is_checked=True), plain, strict=True)] == [2**22] * 4
+    assert [more - less for more, less in zip(reserved(2**30, is_checked=True), plain, strict=True)] == [2**20] * 4

@@ -27,7 +27,7 @@ from unbounded.checkpoint.format.parsing import read_manifest
 from unbounded.errors import DiskError
 from unbounded.native.disk.extents import ExtentStore
 from unbounded.native.disk.handle import disk_error
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 from unbounded.zero.step.update_pass import Piece
 
 ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")

@@ -18,7 +18,7 @@ from unbounded.parallel import collectives
 from unbounded.train.options.flags import make_config
 from unbounded.train.options.settings import close_settings
 
-PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding"]
+PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding.placing"]
 
 
 def evaluations(output: Path) -> list[float]:

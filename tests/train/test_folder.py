@@ -19,7 +19,7 @@ from tests.train.test_job import Killed, train_until
 from unbounded.errors import DiskError, InputError, PlanError
 from unbounded.train.step.loop import Trainer
 
-PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding"]
+PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding.placing"]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from unbounded.observe.metrics import read_metrics
 from unbounded.train.run.summary import describe_summary
 from unbounded.train.step import loop
 
-PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding"]
+PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding.placing"]
 
 
 @pytest.fixture

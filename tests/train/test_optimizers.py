@@ -21,7 +21,7 @@ from unbounded.train.options.settings import close_settings
 from unbounded.train.step.optimizers import make_optimizer
 
 SETTINGS = replace(close_settings(Config(), kind="cpu", world_size=1), lr=1e-2, weight_decay=0.1)
-PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding"]
+PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding.placing"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -16,7 +16,7 @@ import unbounded
 from tests.zero.training import TinyGPT
 from unbounded.errors import BudgetError
 from unbounded.planner.balance import SETTLE_STEPS, TIMED_STEPS, WARM_STEPS, Balance
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 from unbounded.zero.step.balancer import Balancer
 from unbounded.zero.step.relocation import Relocation, states_bytes
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import unbounded
 from unbounded.errors import BudgetError, PlanError, StateError
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 from unbounded.zero.parameters.tiles import tiled_of
 
 WIDTH, CLASSES = 32, 37  # 37 rows: the last tile is a short one

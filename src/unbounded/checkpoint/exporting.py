@@ -23,9 +23,10 @@ from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.safetensors_writer import Planned, ShardWriter, plan_file, plan_shards
 from unbounded.checkpoint.saving import settle
 from unbounded.planner.sizes import parse_bytes
-from unbounded.sharding import Sharded, sharded
+from unbounded.sharding.running import sharded
 from unbounded.weights.adapter_files import adapter_folder, describe_adapters, file_names, write_config
 from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS
+from unbounded.zero.setup.assembly import Sharded
 from unbounded.zero.sites import persistent_buffers
 from unbounded.zero.whole_values import whole_values
 

@@ -32,7 +32,8 @@ from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.random_states import restore_random_states
 from unbounded.checkpoint.saving import check_optimizer, finish_pending
 from unbounded.errors import CheckpointError, MissingCheckpointError, StateError
-from unbounded.sharding import Sharded, sharded
+from unbounded.sharding.running import sharded
+from unbounded.zero.setup.assembly import Sharded
 
 STAGED_BYTES = 256 << 20
 

@@ -28,7 +28,8 @@ from unbounded.checkpoint.save.save_job import SaveJob
 from unbounded.errors import StateError
 from unbounded.optim.recognition import unwrap
 from unbounded.process import OwningProcess
-from unbounded.sharding import Sharded, sharded
+from unbounded.sharding.running import sharded
+from unbounded.zero.setup.assembly import Sharded
 
 
 class Save:
@@ -95,9 +96,9 @@ def save(
         finally:
             handle._end(None)
         return handle
-    _pending[model] = handle
     # Not a daemon: a program that ends finishes its save first.
     threading.Thread(target=_run_in_background, args=(job, handle), name="unbounded-save").start()
+    _pending[model] = handle  # only now: what did not start never ends
     job.wait_for_gradients()
     return handle
 

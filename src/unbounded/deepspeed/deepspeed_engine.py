@@ -24,7 +24,7 @@ from unbounded.deepspeed.batch_sizes import Batches
 from unbounded.deepspeed.checkpoints import find_tag, name_latest
 from unbounded.deepspeed.ds_config import DeepSpeedConfig
 from unbounded.errors import StateError
-from unbounded.sharding import sharded
+from unbounded.sharding.running import sharded
 
 logger = logging.getLogger("unbounded")
 

@@ -18,7 +18,7 @@ from unbounded.deepspeed.ds_config import DeepSpeedConfig, read_config
 from unbounded.deepspeed.lr_schedules import build_schedule
 from unbounded.deepspeed.ops.building import build_optimizer
 from unbounded.errors import PlanError
-from unbounded.sharding import shard
+from unbounded.sharding.placing import shard
 
 logger = logging.getLogger("unbounded")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unbounded.sharding import find_model, full_params
+from unbounded.sharding.running import find_model, full_params
 
 
 @contextmanager

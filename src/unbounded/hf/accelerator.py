@@ -20,7 +20,8 @@ from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError, StateError
 from unbounded.planner.plan import Plan
-from unbounded.sharding import is_sharded, shard, sharded
+from unbounded.sharding.placing import shard
+from unbounded.sharding.running import is_sharded, sharded
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
 STATES = "unbounded"

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from unbounded.errors import PlanError
-from unbounded.sharding import expect_weights
+from unbounded.sharding.placing import expect_weights
 
 
 def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCausalLM, **options: Any) -> nn.Module:

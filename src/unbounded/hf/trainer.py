@@ -24,7 +24,8 @@ from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError
 from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
 from unbounded.planner.plan import Plan, read_plan
-from unbounded.sharding import is_sharded, shard, sharded
+from unbounded.sharding.placing import shard
+from unbounded.sharding.running import is_sharded, sharded
 
 
 def on(kind: Any) -> Any:

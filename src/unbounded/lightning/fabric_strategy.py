@@ -17,7 +17,8 @@ from unbounded.errors import PlanError
 from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
 from unbounded.planner.plan import Plan, read_plan
-from unbounded.sharding import is_sharded, shard, sharded
+from unbounded.sharding.placing import shard
+from unbounded.sharding.running import is_sharded, sharded
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
 

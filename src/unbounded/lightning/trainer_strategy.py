@@ -21,7 +21,8 @@ from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
 from unbounded.optim.recognition import unwrap
 from unbounded.planner.plan import Plan, read_plan
-from unbounded.sharding import is_sharded, shard, sharded, unshard
+from unbounded.sharding.placing import shard, unshard
+from unbounded.sharding.running import is_sharded, sharded
 
 
 class EnginePrecision(Precision):

@@ -176,8 +176,11 @@ def _measure_host() -> dict[str, float]:
         }
         with Pool(num_threads) as pool:
             rule = Rule("adamw", lr=1e-4, weight_decay=0.01)
-            parts = {"weight": weight[:part], "grad": grad[:part], "states": states}
-            return part / _least_seconds(lambda: kernels.update(rule, state_format, pool=pool, **parts), cpu, 3)
+
+            def work() -> None:
+                kernels.update(rule, state_format, weight=weight[:part], grad=grad[:part], states=states, pool=pool)
+
+            return part / _least_seconds(work, cpu, 3)
 
     alone, together = UPDATED * rate("exact", 1, numel // 8), UPDATED * rate("exact", threads, numel)
     plain = 2 * memory[0].nbytes / _least_seconds(lambda: memory[1].copy_(memory[0]), cpu)

@@ -97,10 +97,10 @@ class Phases:
         self._text = None
 
     @contextmanager
-    def during(self, text: str) -> Iterator[None]:
+    def during(self, text: str, detail: str = "") -> Iterator[None]:
         """Inside, what follows is `text`; after it, what was before."""
         before = self._text, self._detail, self._ticket
-        self.enter(text)
+        self.enter(text, detail)
         try:
             yield
         finally:
@@ -119,12 +119,14 @@ class Phases:
         self._issued += 1
         return ticket
 
-    def begin(self, text: str, detail: str = "") -> None:
-        """All ranks of the axis must call this. Enters a phase, and returns when every rank has."""
-        self.enter(text, detail)
-        ticket = self.ticket(text)
-        if ticket is not None:
-            ticket.wait()
+    @contextmanager
+    def together(self, text: str, detail: str = "") -> Iterator[None]:
+        """All ranks of the axis must enter this. Like `during`, but it begins only when every rank has come to it."""
+        with self.during(text, detail):
+            ticket = self.ticket(text)
+            if ticket is not None:
+                ticket.wait()
+            yield
 
     def confirm(self, alone: str) -> None:
         """All ranks of the axis must call this. Returns when every rank is about to do `alone`, in whatever phase."""

@@ -14,6 +14,7 @@ import torch
 
 from unbounded.errors import PlanError
 from unbounded.launcher import read_numbers
+from unbounded.native.disk.bindings import ALIGNMENT
 from unbounded.native.host_memory import available_bytes
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.plan import Plan
@@ -37,6 +38,8 @@ DEPTH, LEAST_DEPTH = 4, 2
 BOUNCE_BUFFERS = 4
 # Of a device's budget, for kernels that are loaded as training begins.
 KERNEL_BYTES = 256 * 2**20
+# Of the host, for the checksum of a page of the disk tier.
+SUM_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,19 @@ def size_buffers(host: int, num_arrays: int) -> LeasedBuffers:
 
 
 def set_aside(
-    sizes: tuple[int, int, int], plan: Plan, device: torch.device, *, ring: int, buffers: LeasedBuffers, wholes: int = 0
+    sizes: tuple[int, int, int],
+    plan: Plan,
+    device: torch.device,
+    *,
+    ring: int,
+    buffers: LeasedBuffers,
+    wholes: int = 0,
+    may_store: int = 0,
 ) -> Budget:
-    """The budget without what activations, gathered units (`ring`), updates of `wholes` and buffers need."""
+    """The budget without what activations, gathered units (`ring`), updates of `wholes` and buffers need.
+
+    Of states that may go to disk, `may_store` bytes at most, the host has the checksums.
+    """
     on_device, host, disk = sizes
     if device.type == "cuda":
         activations = min(int(on_device * ACTIVATION_PART), ACTIVATION_BYTES)
@@ -113,7 +126,8 @@ def set_aside(
     ring += wholes
     reserve = min(activations + gathered, on_device * 3 // 4)
     offloaded = int(host * HOST_ACTIVATION_PART) if plan.offloads_activations else 0
-    buffered = min(buffers.num_bytes, host)
+    sums = SUM_BYTES * -(-min(may_store, disk) // ALIGNMENT) if plan.disk_checksums else 0
+    buffered = min(buffers.num_bytes + sums, host)
     # Where states fit nowhere otherwise, activations get half of that, then an eighth, then none of the host.
     half = min(reserve, ring + reserve // 2)
     least = min(half, ring + half // 4)

@@ -14,10 +14,10 @@ launched in an order all ranks agree on, whatever their own passes do (see `orde
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ import torch
 from unbounded.errors import StateError
 from unbounded.observe import trace
 from unbounded.process import OwningProcess
-from unbounded.ranks.cut import join_cut
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
+from unbounded.zero.gradients.agreement import GradientAgreement
 from unbounded.zero.gradients.reduction import Reduction
-from unbounded.zero.parameters.snapshots import Snapshots
+from unbounded.zero.parameters.lending import Lending
 from unbounded.zero.parameters.views import takes_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
@@ -45,7 +45,10 @@ from unbounded.zero.unit import Unit, WeightState
 
 
 class Engine:
-    """Follows the passes: `gathering` brings weights, `reduction` takes the gradients from here."""
+    """Follows the passes: `gathering` brings weights, `reduction` takes the gradients from here.
+
+    `lending` hands out single parameters outside them, `gradients` is what the ranks agree on before a step.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,6 @@ class Engine:
         self._thawing, phases.standing = thawing, thawing.describe
         self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
-        self.snapshots = Snapshots()
         self.num_backwards = 0  # since the last step
         self.is_shown = False  # every parameter holds its full value
         self._defer_reduction = defer_reduction
@@ -84,11 +86,14 @@ class Engine:
         self._is_evaluating = False
         self._is_reducing = False
         self._no_sync = False
-        self._looked_at: Unit | None = None  # gathered for a look from outside, until another or a pass takes its place
-        self._norms: dict[Unit, tuple[int, torch.Tensor]] = {}  # of single parameters' gradients, while those last
+        self._ending: weakref.ref[Any] | None = None  # what the running backward calls in the end
         self._computing: AbstractContextManager[None] | None = None
+        orders = (self.forward.order, self.backward.order)
+        self.gradients = GradientAgreement(self.units, orders, axes, device, phases, reduction, failures)
+        own = weakref.proxy(self)
+        self.lending = Lending(own, gathering, writes, phases, num_ranks=axes.data.size, tensor=axes.tensor)
         for unit in self.units:
-            unit.engine = weakref.proxy(self)
+            unit.engine = own
 
     def check_process(self) -> None:
         """Raises in a forked child, which has the model's memory but nothing that runs it."""
@@ -104,8 +109,7 @@ class Engine:
             self.before_backward(site)
         else:
             self._saving.enter()
-            if self.backward.is_running:  # the last backward ended in an exception
-                self._abandon_backward()
+            self._drop_broken_backward()
             if index == 0:
                 self._begin_forward()
             self.forward.visit(site)
@@ -125,17 +129,10 @@ class Engine:
                 unit.views.end_forward(check=False)
                 unit.views.swap_out()
             return
-        written = {unit: self.writes.find(unit) for unit in site.units if unit.views.is_swapped}
-        for unit in site.units:
-            unit.views.swap_out()
-        self._saving.leave()
-        self._mark_compute(None)
-        if index == 0 and torch.is_grad_enabled():
-            hooks.announce(outputs, self._expect_backward)
-        if index == 0:
-            self.forward.end()
-            self.phases.leave()
         try:
+            written = self._end_site(site)
+            if index == 0 and torch.is_grad_enabled():
+                hooks.announce(outputs, self._expect_backward)
             for unit, slots in written.items():
                 if slots:
                     self.writes.keep_from_forward(unit, slots)
@@ -145,8 +142,26 @@ class Engine:
         if index == 0:
             self.raise_failures(alone=self._is_evaluating)
 
+    def _end_site(self, site: RunningSite) -> dict[Unit, list[int]]:
+        """Undoes what `before_forward` did, whatever fails; which slots of which units the forward has written to."""
+        try:
+            return {unit: self.writes.find(unit) for unit in site.units if unit.views.is_swapped}
+        finally:
+            for unit in site.units:
+                unit.views.swap_out()
+            self._saving.leave()
+            self._mark_compute(None)
+            if site.index == 0:
+                self._end_forward()
+
+    def _end_forward(self) -> None:
+        try:
+            self.forward.end()
+        finally:
+            self.phases.leave()
+
     def _begin_forward(self) -> None:
-        self.snapshots.settle()
+        self.lending.snapshots.settle()
         self.settle()
         self._is_evaluating = not torch.is_grad_enabled()
         self.phases.enter("a forward without gradients" if self._is_evaluating else "a forward with gradients")
@@ -168,8 +183,7 @@ class Engine:
     def before_backward(self, site: RunningSite) -> None:
         """The backward reaches a site, or its forward is recomputed there."""
         self.check_process()
-        if not self.backward.is_running:
-            self._begin_backward()
+        self._join_backward()
         if site.is_outer:  # around the others, and gathered until the backward ends
             self.backward.visit(site)
             return
@@ -185,8 +199,7 @@ class Engine:
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """One autograd node of `unit` has all its gradients: called once for every use in a forward."""
-        if not self.backward.is_running:
-            self._begin_backward()
+        self._join_backward()
         self._begin_reducing()
         with torch.no_grad():
             self.reduction.collect(unit, gradients, defer=self._is_deferring)
@@ -202,8 +215,25 @@ class Engine:
 
     def _expect_backward(self) -> None:
         """The gradient of what the model returned is there."""
+        self._drop_broken_backward()
         if not self.backward.is_running and hooks.in_backward():
             self.before_backward(self.sites[0])
+
+    def _join_backward(self) -> None:
+        """A backward is under way: begins one unless it has begun."""
+        self._drop_broken_backward()
+        if not self.backward.is_running:
+            self._begin_backward()
+
+    def _drop_broken_backward(self) -> None:
+        """Gives up a backward that ended in an exception: torch has let go of what it would have called in the end."""
+        if self.backward.is_running and (self._ending is None or self._ending() is None):
+            self._mark_compute(None)
+            self.backward.abandon()
+            self.reduction.abandon()
+            self.phases.leave()
+            if not self.forward.is_running:
+                self.settle()
 
     def _begin_backward(self) -> None:
         self.phases.enter("a backward")
@@ -211,7 +241,9 @@ class Engine:
         self._is_reducing = False
         if takes_gradients(self.units):
             self._begin_reducing()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        end = partial(self._end_backward)
+        self._ending = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _begin_reducing(self) -> None:
         """Not for `torch.autograd.grad`, which gives its gradients to whoever called it."""
@@ -227,71 +259,25 @@ class Engine:
     def _end_backward(self) -> None:
         self._mark_compute(None)
         last = self.backward.current
-        self.backward.end()
-        if self._is_reducing:
-            self.reduction.end(defer=self._is_deferring)
-        self.phases.leave()
+        try:
+            self.backward.end()
+            if self._is_reducing:
+                self.reduction.end(defer=self._is_deferring)
+        finally:
+            self.phases.leave()
+            if not self.forward.is_running:
+                self.settle()
+            elif last is not None:  # a backward inside a forward, which goes on
+                self.gathering.drop(last.units)
         if self.ranks.size == 1:
             self.forward.order.adopt(keep_all=False)
             self.backward.order.adopt(keep_all=False)
-        if not self.forward.is_running:
-            self.settle()
-        elif last is not None:  # a backward inside a forward, which goes on
-            self.gathering.drop(last.units)
-
-    def finish_gradients(self) -> None:
-        """All ranks of the axis must call this. Makes the ranks agree on which parameters have a gradient and reduces
-        what was deferred; where their passes went alike, they adopt the order of these.
-        """
-        trainable = [unit for unit in self.units if unit.trainable]
-        for unit, held in zip(trainable, self._agree(trainable), strict=True):
-            if held:
-                self.reduction.flush(unit, wide=held > 1)
-        self.reduction.forget()
-        for unit in trainable:
-            with self.failures.noting():
-                unit.gradient.order_stream()
-
-    def adopt_gradients(self) -> None:
-        """Takes over the gradients that parameters had before `shard`, as those of a backward that was not reduced."""
-        for unit in self.units:
-            found, unit.views.first_gradients = unit.views.first_gradients, []
-            if unit.trainable and any(gradient is not None for gradient in found):
-                self.reduction.collect(unit, found, defer=self.ranks.size > 1)
-
-    def _agree(self, units: Sequence[Unit]) -> list[int]:
-        """What any rank has yet to reduce of each unit: 0 is nothing, 1 a gradient, 2 a sum of several."""
-        locals_ = [unit.gradient.local for unit in units]
-        held = [0 if local is None else 1 + (local.dtype != u.dtype) for local, u in zip(locals_, units, strict=True)]
-        if self.ranks.size == 1:
-            return held
-        used = itertools.chain.from_iterable(unit.gradient.used for unit in units)
-        marks = [self.forward.order.mark, self.backward.order.mark]
-        votes = torch.tensor([*used, *held, *marks, *(-mark for mark in marks)], dtype=torch.int64)
-        agreed = iter(self.ranks.max(votes.to(self.device)).tolist())
-        for unit in units:
-            unit.gradient.used = bytearray(itertools.islice(agreed, len(unit.gradient.used)))
-        held = list(itertools.islice(agreed, len(units)))
-        forward, backward, least_forward, least_backward = agreed
-        if (forward, backward) == (-least_forward, -least_backward):
-            self.forward.order.adopt(keep_all=True)
-            self.backward.order.adopt(keep_all=True)
-        return held
-
-    def _abandon_backward(self) -> None:
-        self.backward.abandon()
-        self.reduction.abandon()
-        self.settle()
 
     def _reduction_order(self) -> list[int]:
         """Every site once, in the order in which backwards are expected to leave them: those around others last."""
         seen = dict.fromkeys(reversed([*self.backward.order.expected]))
         order = [*reversed(list(seen)), *(site.index for site in self.sites if site.index not in seen)]
         return sorted(order, key=lambda index: self.sites[index].is_outer)
-
-    def gradient_growth_bytes(self) -> int:
-        """What gradients on the device will grow by in the next backward."""
-        return sum(unit.gradient.growth_bytes for unit in self.units if unit.trainable)
 
     def forward_order(self) -> list[Unit]:
         """All units in the order in which the next forward is expected to need them."""
@@ -303,14 +289,15 @@ class Engine:
 
     def settle(self) -> None:
         """Releases whatever is still gathered."""
-        self._looked_at = None
+        self.lending.forget_look()
         for unit in self.units:
             unit.views.swap_out()
             self.gathering.release(unit)
 
     def recover(self) -> None:
-        """Gives modules their parameters back where a forward was broken off by what no hook sees, such as Ctrl-C."""
+        """Ends passes that were broken off: a backward by any exception, a forward by what no hook sees, as Ctrl-C."""
         self.check_process()
+        self._drop_broken_backward()
         if any(unit.views.is_swapped for unit in self.units) and not hooks.in_module_call():
             self.forward.abandon()
             self._saving.reset()
@@ -345,80 +332,11 @@ class Engine:
         finally:
             self._no_sync = before
 
-    # -- one parameter at a time -----------------------------------------------------------------------------------
-
-    def borrow_value(self, unit: Unit, index: int, *, from_all: bool = False) -> torch.Tensor:
-        """The value of one parameter for a computation outside its module's forward.
-
-        Inside the model's own code, and in a loss, every rank does the same; `from_all` says so of a copy of the model.
-        A look from outside may be one rank's, which must not wait for others. Outside a pass the value is a copy,
-        unless the unit is resident: nothing that lasts may alias bytes that go.
-        """
-        self.check_process()
-        in_pass = self._is_in_pass()
-        wants_graph = torch.is_grad_enabled() and unit.trainable and unit.views.parameters[index].requires_grad
-        if not (in_pass or wants_graph or from_all):
-            self._refuse_partitioned(unit, index)
-        self._gather_for_a_look(unit, until_settled=in_pass or wants_graph, is_agreed=from_all)
-        with torch.set_grad_enabled(wants_graph):
-            value = unit.views.lend()[unit.picks[index]]
-            if wants_graph:
-                return value if in_pass or unit.resident else value.clone()
-            is_lasting = unit.resident and not unit.has_master
-            return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
-
-    def snapshot(self, unit: Unit, index: int) -> torch.Tensor:
-        """All ranks of the axis must call this. A parameter's value for a state dict, on the host."""
-        self.recover()
-        with torch.no_grad(), self.phases.during("model.state_dict()"):
-            value = self.borrow_value(unit, index, from_all=True)
-            self.raise_failures()
-            cut = unit.layout.slots[index].cut
-            if cut is not None:  # a copy of the whole, which no write goes back from
-                return join_cut(cut, value, self.axes.tensor).cpu()
-        return self.snapshots.take(unit, index, value)
-
-    def keep_written(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
-        """Brings a new value of a parameter to its tier."""
-        self.check_process()
-        if not (from_all or self._is_in_pass()):
-            self._refuse_partitioned(unit, index)
-        self.writes.keep(unit, index, value)
-        if unit.state is WeightState.GATHERED:
-            unit.slot_views(unit.buffer)[index].copy_(value)
-
-    def slot_norms(self, unit: Unit) -> torch.Tensor:
-        """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
-        gradient = unit.gradient
-        if unit not in self._norms or self._norms[unit][0] != gradient.changes:
-            with self.phases.during("the norm of gradients"):
-                self.finish_gradients()
-            squares = [torch.as_tensor(square, dtype=torch.float64) for square in gradient.slot_squares()]
-            total = torch.stack([square.to(self.device) for square in squares])
-            if not unit.is_whole:
-                total = self.ranks.sum(total)
-            total = self._sum_over_model(unit, total)
-            self._norms[unit] = gradient.changes, total.sqrt().to(gradient.store.dtype)
-        return self._norms[unit][1]
-
-    def _sum_over_model(self, unit: Unit, squares: torch.Tensor) -> torch.Tensor:
-        """The squares of whole parameters, of which this rank of the tensor axis may have a part."""
-        if self.axes.pipeline.size > 1:
-            raise StateError(
-                "gradients of other pipeline stages are not here, so a norm over model.parameters() would leave them "
-                "out. Clip with optimizer.clip_grad_norm_(max_norm), which goes over all stages."
-            )
-        if self.axes.tensor.size == 1:
-            return squares
-        slots, is_first = unit.layout.slots, self.axes.tensor.rank == 0
-        counts = [is_first if slot.cut is None else slot.cut.is_first for slot in slots]
-        return self.axes.tensor.sum(squares * torch.tensor(counts, device=squares.device))
-
     def train(self, unit: Unit, index: int, *, is_trained: bool) -> None:
         """A parameter is to be trained from the next backward on, or no longer. All ranks must do the same."""
         self.check_process()
         if is_trained and not unit.trainable:
-            if self._is_in_pass():
+            if self.is_in_pass():
                 raise StateError(
                     f"the parameter {unit.layout.slots[index].name!r} was frozen when the model was sharded and cannot "
                     "be unfrozen inside a forward or a backward. Call requires_grad_() between passes."
@@ -426,28 +344,10 @@ class Engine:
             self._thawing.thaw(unit, self.units)
         self._thawing.note(unit, index, is_trained=is_trained)
 
-    def _is_in_pass(self) -> bool:
+    def is_in_pass(self) -> bool:
+        """Whether the model's own code, its loss or a backward is running."""
+        self._drop_broken_backward()
         return self.backward.is_running or self.forward.is_running or hooks.in_module_call()
-
-    def _refuse_partitioned(self, unit: Unit, index: int) -> None:
-        is_there = unit.state not in (WeightState.RELEASED, WeightState.STALE)
-        if not is_there and self.gathering.needs_peers(unit):
-            raise StateError(
-                f"the parameter {unit.layout.slots[index].name!r} is partitioned over {self.ranks.size} ranks and not "
-                "gathered outside a forward. Read or change it inside `with unbounded.full_params(model):` on every "
-                "rank."
-            )
-
-    def _gather_for_a_look(self, unit: Unit, *, until_settled: bool, is_agreed: bool) -> None:
-        """A loop over all parameters looks at one unit after the other: the one before goes."""
-        if until_settled or unit is not self._looked_at:
-            before = self._looked_at
-            (self.gathering.claim if is_agreed else self.gathering.claim_alone)([unit])
-            if not until_settled:
-                self._looked_at = unit
-                if before is not None:
-                    self.gathering.drop([before])
-        self.gathering.gather([unit])
 
     def _mark_compute(self, site: RunningSite | None) -> None:
         """Ends the compute lane's span and begins that of `site`. Innermost sites have one: they do not overlap."""

@@ -20,7 +20,7 @@ from unbounded.checkpoint.foreign.distributed import is_distributed, read_distri
 from unbounded.checkpoint.format.values import encode
 from unbounded.checkpoint.saving import save
 from unbounded.errors import CheckpointError, UnsavableError
-from unbounded.sharding import shard
+from unbounded.sharding.placing import shard
 
 
 def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Content:

@@ -33,9 +33,9 @@ from unbounded.checkpoint.save.snapshot import Snapshot, checksum
 from unbounded.checkpoint.save.writer import Writer
 from unbounded.errors import CheckpointError
 from unbounded.optim.formats import MASTER_STATES
-from unbounded.sharding import Sharded
 from unbounded.version import __version__
 from unbounded.weights.adapter_files import describe_adapters
+from unbounded.zero.setup.assembly import Sharded
 from unbounded.zero.sites import persistent_buffers
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unbounded.parallel.tensor.vocabulary import HeadPart
-from unbounded.sharding import cut_head
+from unbounded.sharding.running import cut_head
 from unbounded.train.data.tokenizer import IGNORED
 
 _TILE_LOGITS = 1 << 24  # logits turned to fp32 at once: 64 MiB

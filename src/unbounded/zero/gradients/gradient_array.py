@@ -60,8 +60,10 @@ class GradientArray:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         self.num_changes += 1
-        yield
-        self.num_changes += 1
+        try:
+            yield
+        finally:
+            self.num_changes += 1
 
     def store(self, part: torch.Tensor) -> None:
         with self._changing():
@@ -101,7 +103,9 @@ class GradientArray:
 
     def _add_arriving(self, part: torch.Tensor) -> None:
         """One stretch is added while the next arrives in the other half of a buffer."""
-        held, fresh, lease = self.array.direct, MemoryArray(part, "device"), self._bounce.lease()  # type: ignore[union-attr]
+        assert self.array is not None
+        assert self.array.direct is not None
+        held, fresh, lease = self.array.direct, MemoryArray(part, "device"), self._bounce.lease()
         try:
             step = self._bounce.buffer_bytes // 2 // part.element_size()
             halves = lease.tensor(part.dtype, 2 * step).view(2, step)

@@ -172,7 +172,7 @@ def _is_number(value: Any, equal: float | None = None) -> bool:
 
 def _norm(grad: ManagedGrad) -> torch.Tensor:
     """All ranks of the axis must call this where the gradient is partitioned."""
-    norms = grad._unit.engine.slot_norms(grad._unit)  # type: ignore[attr-defined]
+    norms = grad._unit.engine.gradients.slot_norms(grad._unit)  # type: ignore[attr-defined]
     return norms[grad._index]  # type: ignore[no-any-return]
 
 

@@ -46,12 +46,14 @@ class Reduction:
         self._is_deferred = False  # a backward has been deferred and not reduced yet
 
     def begin(self, order: Sequence[Unit]) -> None:
-        """A backward starts; its reductions will be launched in `order`."""
+        """A backward starts; its reductions will be launched in `order`. Nothing is left of one whose end failed."""
+        self.abandon()
         self._waiting = [unit for unit in order if unit.trainable] if self.ranks.size > 1 else []
         self._ready.clear()
 
     def defer(self) -> None:
         """A backward starts whose gradients are reduced later."""
+        self.abandon()
         self._is_deferred = True
 
     def collect(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, defer: bool) -> None:

@@ -55,7 +55,7 @@ class ManagedParameter(nn.Parameter):
             if name in _REFUSED or (name == "__set__" and func != _SET_REQUIRES_GRAD):
                 raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
             if name == "detach" and called_from(nn.Module.state_dict):
-                return owner._unit.engine.snapshot(owner._unit, owner._index)
+                return owner._unit.engine.lending.snapshot(owner._unit, owner._index)
             if name == "copy_":
                 return owner._overwrite(args[1])
             if name in _MOVES and _changes_nothing(func, owner, args, kwargs):
@@ -89,7 +89,7 @@ class ManagedParameter(nn.Parameter):
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         unit, source = self._unit, source.data if isinstance(source, ManagedParameter) else source
         value = torch.empty(self.shape, dtype=unit.dtype, device=unit.device).copy_(source)
-        unit.engine.keep_written(unit, self._index, value, from_all=called_from(nn.Module.load_state_dict))
+        unit.engine.lending.keep(unit, self._index, value, from_all=called_from(nn.Module.load_state_dict))
         return self
 
     @property
@@ -142,7 +142,7 @@ class ManagedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """All ranks of the axis must call this where the parameter is partitioned. A plain one with the value."""
         if id(self) not in memo:
-            value = self._unit.engine.borrow_value(self._unit, self._index, from_all=True)
+            value = self._unit.engine.lending.borrow(self._unit, self._index, from_all=True)
             memo[id(self)] = nn.Parameter(value.detach().clone(), requires_grad=self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
@@ -194,7 +194,7 @@ class KeptValue(torch.Tensor):
             result.setflags(write=False)  # a write to it could not be seen
         written = [kept for kept, version in lent if _version(kept) != version]
         for kept in written:
-            kept._parameter._unit.engine.keep_written(kept._parameter._unit, kept._parameter._index, kept._value)
+            kept._parameter._unit.engine.lending.keep(kept._parameter._unit, kept._parameter._index, kept._value)
         return _follow(result, [(kept._parameter, kept._value) for kept, _ in lent])
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -294,7 +294,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     def lend(parameter: ManagedParameter) -> torch.Tensor:
         if parameter not in lent:
-            value = parameter._unit.engine.borrow_value(parameter._unit, parameter._index)
+            value = parameter._unit.engine.lending.borrow(parameter._unit, parameter._index)
             lent[parameter] = (value, _version(value))
         return lent[parameter][0]
 
@@ -304,7 +304,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _version(value) != version:
             if torch.is_grad_enabled() and parameter.requires_grad:
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-            parameter._unit.engine.keep_written(parameter._unit, parameter._index, value)
+            parameter._unit.engine.lending.keep(parameter._unit, parameter._index, value)
             if result is value:
                 return parameter
     return _follow(result, [(parameter, value) for parameter, (value, _) in lent.items()])

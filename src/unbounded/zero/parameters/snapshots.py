@@ -58,4 +58,4 @@ class Snapshots:
                 "change would be lost. Clone a state dict before changing it, or write inside "
                 "`with unbounded.full_params(model):`."
             )
-        unit.engine.keep_written(unit, snapshot.index, tensor.to(unit.device))
+        unit.engine.lending.keep(unit, snapshot.index, tensor.to(unit.device))

@@ -108,7 +108,7 @@ class Assembly:
         thawing = Thawing(self.blueprint, [unit for unit, _, _ in entries], self.ranks, installer)
         engine = self._engine([unit for unit, _, _ in entries], thawing, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
-        engine.adopt_gradients()
+        engine.gradients.adopt()
         return Sharded(engine, tiers, bounce, plan, sharded_optimizer, self._attach(engine))
 
     def _entries(self) -> Entries:

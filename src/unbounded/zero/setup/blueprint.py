@@ -21,7 +21,16 @@ from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.step.streaming import carries_weights, choose_streamed, streamed_part
-from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_patterns, sum_bytes
+from unbounded.planner.unit_bytes import (
+    KINDS,
+    Budget,
+    UnitBytes,
+    UnitPlace,
+    check_patterns,
+    fixed_tiers,
+    sum_bytes,
+    use_of,
+)
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
 from unbounded.tiers import budget as budgets
@@ -247,7 +256,10 @@ def plan_units(
     buffers = budgets.size_buffers(host, arrays)
     largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
     wholes = largest * WHOLE_BYTES if device.type == "cuda" else 0
-    budget = budgets.set_aside((on_device, host, disk), plan, device, ring=ring, buffers=buffers, wholes=wholes)
+    may_store = sum(use_of(unit, dict.fromkeys(KINDS, "disk") | fixed_tiers(unit, plan))["disk"] for unit in sizes)
+    budget = budgets.set_aside(
+        (on_device, host, disk), plan, device, ring=ring, buffers=buffers, wholes=wholes, may_store=may_store
+    )
     solved = solve(sizes, budget, plan, machine)
     if isinstance(solved, Shortage):
         raise solved.error()

@@ -65,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.refuse_inside_full_params("optimizer.step")
-        self.engine.snapshots.settle()
+        self.engine.lending.snapshots.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)
         self.step_was_skipped = False
@@ -230,9 +230,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options = describe_groups(
             f"params={names!r}", [{key: value for key, value in group.items() if key != "params"}]
         )
-        with self.engine.phases.during("optimizer.add_param_group()"):
-            self.engine.phases.begin("optimizer.add_param_group()", options)
-        return places
+        with self.engine.phases.together("optimizer.add_param_group()", options):
+            return places
 
     def _check_states(self, units: Iterable[Unit]) -> None:
         """Raises where the options of the groups need states that the units do not keep."""
@@ -281,9 +280,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "parameters were added to, taken out of or moved between groups of a sharded optimizer, whose states "
                 "are laid out by group. Change the groups before `shard`; their options may change at any time."
             )
-        self.engine.phases.begin(call, describe_groups(self.kind, self.param_groups))
-        self.engine.finish_gradients()
-        self.engine.phases.leave()
+        with self.engine.phases.together(call, describe_groups(self.kind, self.param_groups)):
+            self.engine.gradients.finish()
         for unit in self.engine.units:
             with self.engine.failures.noting():
                 if unit.states_written is not None and unit.states_written.launched():

@@ -1,0 +1,206 @@
+"""The front door: a model, an optimizer and a plan become a running engine, and a plain model again.
+
+`shard` checks what it was given before it touches anything, resolves every open choice, and leaves the user's
+objects in place: the same module with removable hooks, the same Parameter objects, the same param groups.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from unbounded.activations.checkpointed import attached_to
+from unbounded.activations.tiled.heads import DeferredHeads
+from unbounded.errors import PlanError, StateError
+from unbounded.optim.book import RuleBook
+from unbounded.optim.joined import JoinedOptimizer
+from unbounded.optim.recognition import unwrap
+from unbounded.parallel.applied import Applied, take_parts
+from unbounded.planner.plan import Plan
+from unbounded.ranks.cut import Cut
+from unbounded.sharding import device_room, running
+from unbounded.sharding.block_policies import checkpoint_activations, close_activations, lifted_policies
+from unbounded.sharding.device_room import balance, keep_promise, may_balance, promise_budget
+from unbounded.sharding.running import enrol, is_sharded, pipeline, sharded
+from unbounded.weights.grafts import Grafts
+from unbounded.weights.pretrained import install_weights
+from unbounded.zero.parameters.parameter import unmanage
+from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
+from unbounded.zero.setup.admission import admit, common_precision
+from unbounded.zero.setup.assembly import Assembly, Entries, Fill
+from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units
+from unbounded.zero.setup.initial import Installer, install_model
+from unbounded.zero.setup.meta import ModuleFill
+from unbounded.zero.sites import find_sites
+from unbounded.zero.step.optimizer import ShardedOptimizer
+
+_expected: weakref.WeakKeyDictionary[nn.Module, os.PathLike[str]] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    plan: str | Plan | Mapping[str, Any] = "auto",
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> tuple[nn.Module, ShardedOptimizer]:
+    """All ranks must call this. Places the states of `model` and `optimizer` and returns them ready to train.
+
+    The model is changed in place and returned; the optimizer returned is a `torch.optim.Optimizer` over the same
+    param groups (None where none was given); several optimizers, Muon for matrices and AdamW for the rest, become one
+    that steps them all. `plan` is "auto", a `Plan`, or a dict of its fields. `weights` is a
+    folder of safetensors that is streamed into a model on the meta device. `mesh` gives the axes of the job (data,
+    tensor, pipeline), where the plan's sizes shall not make them. Where a launcher such as torchrun started this
+    process among others and there is no process group yet, one is made.
+    """
+    optimizer = unwrap(optimizer) if optimizer is not None else None
+    admitted = admit(model, optimizer, plan, mesh=mesh, is_known=is_sharded(model))
+    axes, device = admitted.axes, admitted.device
+    is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
+    if is_cut:
+        _refuse_tiles(model)
+    parts = take_parts(model, optimizer, admitted.plan, axes, device)
+    open_plan = close_activations(model, admitted.plan, device)
+    if weights is None:
+        weights = next((_expected[part] for part in model.modules() if part in _expected), None)
+    fill = _choose_fill(model, optimizer, weights, device, parts)
+    lowered = DTYPES[open_plan.precision] if open_plan.precision is not None else None
+    if not is_cut:
+        tile_to_fit(model, open_plan.device_bytes)
+    sites = find_sites(model, with_tiles=True)
+    holdings = Holdings(parts.cuts, parts.uncounted)
+    groups = {id(parts.replaced[key]) if key in parts.replaced else key: g for key, g in admitted.groups.items()}
+    book = RuleBook(optimizer, open_plan.optimizer_format) if optimizer is not None else None
+    specs = find_specs(sites, groups, axes.data.size, lowered, holdings, book)
+    promise = promise_budget(axes, device, open_plan.device_bytes)
+    resolved = replace(open_plan, precision=open_plan.precision or common_precision(model))
+    blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size)
+    cast_inputs = lowered if lowered != torch.float32 else None
+    hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
+    with lifted_policies(model):
+        state = Assembly(model, sites, blueprint, axes, device).build(optimizer, fill, cast_inputs)
+        enrol(model, state, parts)
+        if parts.hollow is not None:
+            parts.hollow.answer = lambda *call: pipeline(model).answer(*call)
+        if promise is not None:
+            keep_promise(model, state, promise)
+    if blueprint.plan.activations is not None:
+        checkpoint_activations(model, blueprint.plan.activations)
+    state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes, cut=parts.heads).remove)
+    for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer] if optimizer else []:
+        state.add_detach(member.register_step_pre_hook(_refuse_old_optimizer).remove)
+    if optimizer is not None and may_balance(admitted.plan, state):
+        state.add_detach(balance(model, state))
+    if optimizer is not None and not hasattr(model, "peft_config"):
+        state.add_detach(_refuse_late_adapters(model))
+    return model, state.optimizer  # type: ignore[return-value]
+
+
+def _refuse_tiles(model: nn.Module) -> None:
+    tile_to_fit(model, None)  # takes those off that a failed call made for a budget
+    if has_tiles(model):
+        raise PlanError(
+            "layers of the model are tiled, and the job has a tensor, pipeline or context axis, which cuts the model "
+            "too. Leave out unbounded.tile: a tensor axis makes large layers smaller."
+        )
+
+
+def _refuse_old_optimizer(*_: Any) -> None:
+    raise StateError(
+        "this optimizer was given to `shard`, which keeps its states now, so its own step would train nothing. Use the "
+        "optimizer that `shard` returned: model, optimizer = unbounded.shard(model, optimizer)."
+    )
+
+
+def _refuse_late_adapters(model: nn.Module) -> Callable[[], None]:
+    """Has the next forward refuse adapters that peft puts into a model whose optimizer does not know them."""
+
+    def check(module: nn.Module, _: Any) -> None:
+        if hasattr(module, "peft_config"):
+            raise StateError(
+                "adapters were put into this model after `shard`, so its optimizer does not train them. Call "
+                "get_peft_model first, then make the optimizer and call `shard` with both."
+            )
+
+    return model.register_forward_pre_hook(check).remove
+
+
+def expect_weights(model: nn.Module, folder: os.PathLike[str]) -> None:
+    """Has `shard` stream the safetensors in `folder` into this model, or into one that wraps it."""
+    _expected[model] = folder
+
+
+def _install_weights(
+    model: nn.Module,
+    weights: str | os.PathLike[str],
+    device: torch.device,
+    cuts: Mapping[int, Cut],
+    absent: Mapping[int, Mapping[str, torch.Tensor]],
+    entries: Entries,
+    installer: Installer,
+) -> None:
+    install_weights(model, entries, installer, weights, device, cuts=cuts, absent=absent)
+
+
+def _choose_fill(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    weights: str | os.PathLike[str] | None,
+    device: torch.device,
+    parts: Applied,
+) -> Fill:
+    """Where the first values come from: a folder of safetensors, the modules' own initialisation, or the model."""
+    absent = parts.hollow.absent() if parts.hollow is not None else {}
+    if weights is not None:
+        return partial(_install_weights, model, weights, device, parts.cuts, absent)
+    states = optimizer.state if optimizer is not None else {}
+    carried = (lambda parameter: states.pop(parameter, {})) if states else None
+    if any(parameter.is_meta for parameter in model.parameters()):
+        meta = ModuleFill(model, device, Grafts(model), cuts=parts.cuts, absent=absent, carried=carried)
+        meta.check()
+        return meta.install
+    return lambda entries, installer: install_model(entries, installer, carried)
+
+
+def unshard(model: nn.Module) -> nn.Module:
+    """All ranks must call this. Gives the model its whole parameters back as plain ones, and frees all that ran it.
+
+    The values come to the device that the model ran on. The sharded optimizer is of no use afterwards; save what it
+    knows first.
+    """
+    state = sharded(model)
+    engine = state.engine
+    engine.refuse_inside_full_params("unbounded.unshard")
+    if any(axis.size > 1 for axis in engine.axes.model) or has_tiles(model):
+        raise StateError(
+            "unshard joins what the data axis has partitioned, but this model is also cut by tiles or by the tensor or "
+            "pipeline axis. Use unbounded.export(folder, model) and load the folder into a new model."
+        )
+    if state.optimizer is not None:
+        state.optimizer.wait()
+    engine.settle()
+    values: dict[nn.Parameter, torch.Tensor] = {}
+    with torch.no_grad(), engine.phases.during("unbounded.unshard()"):
+        for unit in engine.units:
+            engine.gathering.gather([unit])
+            views = unit.slot_views(unit.buffer)
+            values |= {p: view.clone() for p, view in zip(unit.views.parameters, views, strict=True)}
+            engine.gathering.release(unit)
+    engine.raise_failures()
+    for block in attached_to(model):
+        block.detach()
+    state.detach()
+    for parameter, value in values.items():
+        unmanage(parameter, value)  # type: ignore[arg-type]
+    running.strike_off(model)
+    device_room.strike_off(model)
+    return model

@@ -1,0 +1,105 @@
+"""What the ranks settle about gradients before a step: who has one, what is left to reduce, and their norms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from unbounded.errors import StateError
+from unbounded.ranks.failures import Failures
+from unbounded.ranks.mesh import Axes
+from unbounded.ranks.phases import Phases
+from unbounded.zero.gradients.reduction import Reduction
+from unbounded.zero.passes.order import Order
+from unbounded.zero.unit import Unit
+
+
+class GradientAgreement:
+    """The gradients of all `units`, over the ranks of the data axis. `orders` are those of its passes."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        orders: Sequence[Order],
+        axes: Axes,
+        device: torch.device,
+        phases: Phases,
+        reduction: Reduction,
+        failures: Failures,
+    ) -> None:
+        self._units, self._orders = units, orders
+        self._axes, self._ranks, self._device = axes, axes.data, device
+        self._phases, self._reduction, self._failures = phases, reduction, failures
+        self._norms: dict[Unit, tuple[int, torch.Tensor]] = {}  # of single parameters' gradients, while those last
+
+    def adopt(self) -> None:
+        """Takes over the gradients that parameters had before `shard`, as those of a backward that was not reduced."""
+        for unit in self._units:
+            found, unit.views.first_gradients = unit.views.first_gradients, []
+            if unit.trainable and any(gradient is not None for gradient in found):
+                self._reduction.collect(unit, found, defer=self._ranks.size > 1)
+
+    def finish(self) -> None:
+        """All ranks of the axis must call this. Makes the ranks agree on which parameters have a gradient and reduces
+        what was deferred. If the passes of all ranks went alike, each adopts its order.
+        """
+        trainable = [unit for unit in self._units if unit.trainable]
+        for unit, held in zip(trainable, self._agree(trainable), strict=True):
+            if held:
+                self._reduction.flush(unit, wide=held > 1)
+        self._reduction.forget()
+        for unit in trainable:
+            with self._failures.noting():
+                unit.gradient.order_stream()
+
+    def growth_bytes(self) -> int:
+        """What gradients on the device will grow by in the next backward."""
+        return sum(unit.gradient.growth_bytes for unit in self._units if unit.trainable)
+
+    def slot_norms(self, unit: Unit) -> torch.Tensor:
+        """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
+        gradient = unit.gradient
+        if unit not in self._norms or self._norms[unit][0] != gradient.changes:
+            with self._phases.during("the norm of gradients"):
+                self.finish()
+            squares = [torch.as_tensor(square, dtype=torch.float64) for square in gradient.slot_squares()]
+            total = torch.stack([square.to(unit.device) for square in squares])
+            if not unit.is_whole:
+                total = self._ranks.sum(total)
+            total = self._sum_over_model(unit, total)
+            self._norms[unit] = gradient.changes, total.sqrt().to(gradient.store.dtype)
+        return self._norms[unit][1]
+
+    def _agree(self, units: Sequence[Unit]) -> list[int]:
+        """What any rank has yet to reduce of each unit: 0 is nothing, 1 a gradient, 2 a sum of several."""
+        locals_ = [unit.gradient.local for unit in units]
+        held = [0 if local is None else 1 + (local.dtype != u.dtype) for local, u in zip(locals_, units, strict=True)]
+        if self._ranks.size == 1:
+            return held
+        used = itertools.chain.from_iterable(unit.gradient.used for unit in units)
+        marks = [order.mark for order in self._orders]
+        votes = torch.tensor([*used, *held, *marks, *(-mark for mark in marks)], dtype=torch.int64)
+        agreed = iter(self._ranks.max(votes.to(self._device)).tolist())
+        for unit in units:
+            unit.gradient.used = bytearray(itertools.islice(agreed, len(unit.gradient.used)))
+        held = list(itertools.islice(agreed, len(units)))
+        greatest = list(itertools.islice(agreed, len(marks)))
+        if greatest == [-least for least in agreed]:
+            for order in self._orders:
+                order.adopt(keep_all=True)
+        return held
+
+    def _sum_over_model(self, unit: Unit, squares: torch.Tensor) -> torch.Tensor:
+        """The squares of whole parameters, of which this rank of the tensor axis may have a part."""
+        if self._axes.pipeline.size > 1:
+            raise StateError(
+                "gradients of other pipeline stages are not here, so a norm over model.parameters() would leave them "
+                "out. Clip with optimizer.clip_grad_norm_(max_norm), which goes over all stages."
+            )
+        if self._axes.tensor.size == 1:
+            return squares
+        slots, is_first = unit.layout.slots, self._axes.tensor.rank == 0
+        counts = [is_first if slot.cut is None else slot.cut.is_first for slot in slots]
+        return self._axes.tensor.sum(squares * torch.tensor(counts, device=squares.device))

@@ -1,0 +1,108 @@
+"""The values of single parameters, outside their module's forward: lent to read, copied for state dicts, written back.
+
+Inside a forward modules hold views of the gathered buffer (`views`); here is everything else that users do with one
+parameter at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from unbounded.errors import StateError
+from unbounded.ranks.axis import Axis
+from unbounded.ranks.cut import join_cut
+from unbounded.ranks.phases import Phases
+from unbounded.zero.parameters.snapshots import Snapshots
+from unbounded.zero.parameters.writes import Writes
+from unbounded.zero.passes.gathering import Gathering
+from unbounded.zero.unit import Unit, WeightState
+
+
+class Running(Protocol):
+    """The engine as lending sees it."""
+
+    def check_process(self) -> None: ...
+
+    def recover(self) -> None: ...
+
+    def is_in_pass(self) -> bool: ...
+
+    def raise_failures(self) -> None: ...
+
+
+class Lending:
+    """Lends values of the parameters of one model. `tensor` is the axis that may cut them."""
+
+    def __init__(
+        self, engine: Running, gathering: Gathering, writes: Writes, phases: Phases, *, num_ranks: int, tensor: Axis
+    ) -> None:
+        self.snapshots = Snapshots()
+        self._engine, self._gathering, self._writes, self._phases = engine, gathering, writes, phases
+        self._num_ranks, self._tensor = num_ranks, tensor
+        self._looked_at: Unit | None = None  # gathered for a look from outside, until another or a pass takes its place
+
+    def borrow(self, unit: Unit, index: int, *, from_all: bool = False) -> torch.Tensor:
+        """The value of one parameter for a computation outside its module's forward.
+
+        Inside the model's own code, and in a loss, every rank does the same; `from_all` says so of a copy of the model.
+        A look from outside may be one rank's, which must not wait for others. Outside a pass the value is a copy,
+        unless the unit is resident: nothing that lasts may alias bytes that go.
+        """
+        self._engine.check_process()
+        in_pass = self._engine.is_in_pass()
+        wants_graph = torch.is_grad_enabled() and unit.trainable and unit.views.parameters[index].requires_grad
+        if not (in_pass or wants_graph or from_all):
+            self._refuse_partitioned(unit, index)
+        self._gather(unit, until_settled=in_pass or wants_graph, is_agreed=from_all)
+        with torch.set_grad_enabled(wants_graph):
+            value = unit.views.lend()[unit.picks[index]]
+            if wants_graph:
+                return value if in_pass or unit.resident else value.clone()
+            is_lasting = unit.resident and not unit.has_master
+            return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
+
+    def snapshot(self, unit: Unit, index: int) -> torch.Tensor:
+        """All ranks of the axis must call this. A parameter's value for a state dict, on the host."""
+        self._engine.recover()
+        with torch.no_grad(), self._phases.during("model.state_dict()"):
+            value = self.borrow(unit, index, from_all=True)
+            self._engine.raise_failures()
+            cut = unit.layout.slots[index].cut
+            if cut is not None:  # a copy of the whole, which no write goes back from
+                return join_cut(cut, value, self._tensor).cpu()
+        return self.snapshots.take(unit, index, value)
+
+    def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
+        """Brings a new value of a parameter to its tier."""
+        self._engine.check_process()
+        if not (from_all or self._engine.is_in_pass()):
+            self._refuse_partitioned(unit, index)
+        self._writes.keep(unit, index, value)
+        if unit.state is WeightState.GATHERED:
+            unit.slot_views(unit.buffer)[index].copy_(value)
+
+    def forget_look(self) -> None:
+        """What was gathered for a look is released by whoever calls this."""
+        self._looked_at = None
+
+    def _refuse_partitioned(self, unit: Unit, index: int) -> None:
+        is_there = unit.state not in (WeightState.RELEASED, WeightState.STALE)
+        if not is_there and self._gathering.needs_peers(unit):
+            raise StateError(
+                f"the parameter {unit.layout.slots[index].name!r} is partitioned over {self._num_ranks} ranks and not "
+                "gathered outside a forward. Read or change it inside `with unbounded.full_params(model):` on every "
+                "rank."
+            )
+
+    def _gather(self, unit: Unit, *, until_settled: bool, is_agreed: bool) -> None:
+        """A loop over all parameters looks at one unit after the other: the one before goes."""
+        if until_settled or unit is not self._looked_at:
+            before = self._looked_at
+            (self._gathering.claim if is_agreed else self._gathering.claim_alone)([unit])
+            if not until_settled:
+                self._looked_at = unit
+                if before is not None:
+                    self._gathering.drop([before])
+        self._gathering.gather([unit])

@@ -1,0 +1,107 @@
+"""Exceptions in the middle of a pass, of a step and of the engine's own work: whatever was begun is ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unbounded
+from tests.semantics.programs import PLANS, WORLDS, adamw, compare, data, make, step, weights
+from unbounded.zero.gradients.agreement import GradientAgreement
+from unbounded.zero.gradients.gradient_array import GradientArray
+from unbounded.zero.parameters.writes import Writes
+
+
+class Breaking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def broken_backward(model: nn.Module, optimizer: Any) -> Any:
+    """A backward ends in an exception, and no forward follows: other backwards, looks and steps do."""
+    optimizer.zero_grad()
+    first = model(Breaking.apply(data().requires_grad_())).square().mean()
+    second = model(data(1)).square().mean()
+    with pytest.raises(ZeroDivisionError):
+        first.backward()
+    optimizer.zero_grad()
+    model.blocks[0].requires_grad_(True)  # refused inside a backward
+    model.blocks[0].requires_grad_(False)
+    second.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return weights(model), [step(model, optimizer, number) for number in range(3, 5)], weights(model)
+
+
+def half_frozen(model: nn.Module) -> torch.optim.Optimizer:
+    model.blocks[0].requires_grad_(False)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_backward_that_broke_off_is_over(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, broken_backward, optimizer=half_frozen)
+
+
+def broken_hook(model: nn.Module, optimizer: Any) -> Any:
+    """A user's hook on a gradient raises, of a parameter that is used and of the last one that is."""
+    for parameter in (model.blocks[1].up.weight, model.first.bias):
+        handle = parameter.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(data()).square().mean().backward()
+        handle.remove()
+        optimizer.zero_grad()
+    return [step(model, optimizer, number) for number in range(2)], weights(model)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_hook_that_raised_leaves_nothing_behind(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, broken_hook)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    plain = getattr(owner, name)
+
+    def fail(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(owner, name, plain)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+def test_a_forward_whose_end_failed_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make()
+    model, optimizer = unbounded.shard(make(), None, PLANS["host"])
+    for _ in range(2):  # of the root, and of a block
+        fail_once(monkeypatch, Writes, "find")
+        with pytest.raises(ZeroDivisionError):
+            model(data())
+        assert optimizer is None
+        assert all(type(p).__name__ == "ManagedParameter" for p in model.parameters())
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.equal(model(data()), plain(data()))
+
+
+def test_a_step_that_failed_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS["host"])
+    model(data()).square().mean().backward()
+    fail_once(monkeypatch, GradientAgreement, "finish")
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert optimizer.engine.phases._text is None  # what follows belongs to no phase
+    optimizer.step()
+    optimizer.zero_grad()
+    fail_once(monkeypatch, GradientArray, "_store")
+    model(data()).square().mean().backward()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert all(unit.gradient.store.num_changes % 2 == 0 for unit in optimizer.engine.units)
