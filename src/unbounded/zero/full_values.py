@@ -72,6 +72,7 @@ def _close(engine: Engine, unit: Unit, before: torch.Tensor) -> None:
                 view.copy_(cut.take(parameter.data))
                 parameter.data = view
         unit.views.hide()
+        unit.gradient.end_lending()
         engine.writes.store(unit, unit.owned_part(), before)
     unit.views.place_data()
     unit.note_change()

@@ -56,10 +56,12 @@ class UnitLending(Protocol):
     def snapshot(self, unit: Unit, index: int) -> torch.Tensor: ...
 
 
-class UnitNorms(Protocol):
-    """Who knows the norms of single gradients (`GradientAgreement`)."""
+class UnitGradients(Protocol):
+    """Who knows the norms of single gradients, and can make them whole (`GradientAgreement`)."""
 
     def slot_norms(self, unit: Unit) -> torch.Tensor: ...
+
+    def lend(self, unit: Unit) -> None: ...
 
 
 class UnitEngine(Protocol):
@@ -69,7 +71,9 @@ class UnitEngine(Protocol):
     def lending(self) -> UnitLending: ...
 
     @property
-    def gradients(self) -> UnitNorms: ...
+    def gradients(self) -> UnitGradients: ...
+
+    is_shown: bool
 
     def before_reading(self, unit: Unit) -> None: ...
 

@@ -20,6 +20,8 @@ from unbounded.checkpoint.foreign.distributed import is_distributed, read_distri
 from unbounded.checkpoint.format.values import encode
 from unbounded.checkpoint.saving import save
 from unbounded.errors import CheckpointError, UnsavableError
+from unbounded.ranks import launch
+from unbounded.ranks.mesh import world_axis
 from unbounded.sharding.placing import shard
 
 
@@ -27,15 +29,28 @@ def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[
     """All ranks must call this. Writes the DeepSpeed ZeRO-3 or torch distributed checkpoint in `source` to `folder`.
 
     Weights, moments, step counts, param groups and buffers come along; `unbounded.load` then reads it like any other
-    checkpoint, under any plan. Pickled objects are refused. Returns what was found.
+    checkpoint, under any plan. Pickled objects are refused. Returns what was found. What one rank cannot read is every
+    rank's error; a rank that does not call this at all is named by the watchdog.
     """
-    path = Path(source).expanduser()
-    content = _read(path)
+    launch.join(launch.spare_device())
+    content = _read_alike(Path(source).expanduser())
     skeleton = build_skeleton(content)
     optimizers = _build_optimizers(skeleton, content)
     plan = {"stage": 3, "disk_path": str(Path(folder).expanduser().absolute().parent)}
     model, sharded = shard(skeleton, optimizers[0] if len(optimizers) == 1 else optimizers or None, plan)
     save(folder, model, sharded, **_plain(content.extra))
+    return content
+
+
+def _read_alike(path: Path) -> Content:
+    """All ranks must call this. What is in the folder, where every rank can read it."""
+    content, error = None, None
+    try:
+        content = _read(path)
+    except Exception as caught:
+        error = caught
+    world_axis().agree(error, what="unbounded.import_checkpoint()")
+    assert content is not None
     return content
 
 

@@ -153,6 +153,16 @@ class GradientArray:
             value[position : position + part.numel()].copy_(part)
         return value
 
+    @property
+    def widens(self) -> bool:
+        """Whether the next addition takes other memory on the device."""
+        return self.tier == "device" and not self.is_wide and self.sum_dtype != self.wire
+
+    def leave(self) -> None:
+        """Leaves its memory on the device to who else holds it, and goes on in a copy."""
+        assert self.array is not None
+        self.array = MemoryArray(self.array.direct.clone(), "device")  # type: ignore[union-attr]
+
     def _within(self, start: int, stop: int) -> Iterator[torch.Tensor]:
         """[start, stop) to change in place, in parts that go back to their tier."""
         if self.array is None or start == stop:

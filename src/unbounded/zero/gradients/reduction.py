@@ -93,7 +93,7 @@ class Reduction:
             unit.gradient.local = None
             self._submit(unit, full)
         else:
-            unit.gradient.local, unit.gradient.is_new = full, True
+            unit.gradient.hold_local(full)
 
     def end(self, *, defer: bool) -> None:
         """The backward is over: whatever was not launched is, with zeros where this rank has nothing."""

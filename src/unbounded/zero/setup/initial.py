@@ -93,8 +93,7 @@ class Installer:
         store: ExtentStore | None = None,
     ) -> dict[str, Array]:
         """The arrays that `rule` keeps for `numel` weights, with the values of `given`; none where one fails."""
-        states: dict[str, Array] = {}
-        try:
+        with self.tiers.all_or_none() as states:
             for spec in rule.specs:
                 tier = places["remainder"] if spec.name == "remainder" else places["optimizer"]
                 # States that only the host's kernel touches need no pinning.
@@ -104,10 +103,6 @@ class Installer:
                 value = given.get(spec.name)
                 if value is not None and bool(value.any()):
                     array.evict(value.contiguous()).wait()
-        except BaseException:
-            for array in states.values():
-                self.tiers.free(array)
-            raise
         return states
 
 
