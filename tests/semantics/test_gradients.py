@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import unbounded
 from tests.semantics.programs import ALONE, WORLDS, Net, adamw, compare, data, step, weights
 
 pytestmark = pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -120,12 +124,73 @@ def scaler(model: nn.Module, optimizer: Any) -> Any:
     return losses, scaler.get_scale(), weights(model)
 
 
+def norms_of_a_list(model: nn.Module, optimizer: Any) -> Any:
+    """The gradients in a list of the user's own, which outlives their clearing."""
+    norms = []
+    for number in range(3):
+        backward(model, number)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norms.append(torch.nn.utils.get_total_norm(gradients))
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norms[-1])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+    return norms, weights(model)
+
+
 @pytest.mark.parametrize(
     "program",
     [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing, clip_then_add, clip_part,
-     own_scaling, scaler],
+     own_scaling, scaler, norms_of_a_list],
 )  # fmt: skip
 def test_gradients_after_a_step_are_the_users(ranks: Any, world: tuple[int, str, int], program: Any) -> None:
+    compare(ranks, world, program)
+
+
+def cleared_between_backwards(model: nn.Module, optimizer: Any) -> Any:
+    """What is cleared is all that backwards have made so far, also where adding the last one up takes its time."""
+    _add_late(optimizer)
+    for number in range(2):
+        backward(model, number)
+        model.first.bias.grad = None
+        backward(model, number + 10)
+        model.blocks[0].up.bias.grad.zero_()
+        backward(model, number + 20)
+        model.blocks[1].up.bias.grad.mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def norms_between_backwards(model: nn.Module, optimizer: Any) -> Any:
+    """Norms are those of all backwards so far, in the same way."""
+    _add_late(optimizer)
+    seen = []
+    for number in range(2):
+        for part in range(3):
+            backward(model, 10 * number + part)
+            seen.append(model.last.weight.grad.norm())
+            seen.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, weights(model)
+
+
+def _add_late(optimizer: Any) -> None:
+    """Has every addition to a gradient of a sharded model wait a little first."""
+
+    def add(add: Any, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02)
+        add(*args, **kwargs)
+
+    for unit in optimizer.engine.units if hasattr(optimizer, "engine") else ():
+        unit.gradient.add = partial(add, unit.gradient.add)
+
+
+@pytest.mark.parametrize("program", [cleared_between_backwards, norms_between_backwards])
+def test_whatever_is_done_to_gradients_waits_for_what_is_added(
+    ranks: Any, world: tuple[int, str, int], program: Any
+) -> None:
     compare(ranks, world, program)
 
 
@@ -186,6 +251,70 @@ def test_gradients_that_are_held_together_keep_what_is_written_to_each(ranks: An
         compare(ranks, world, several_at_once)
 
 
+def held_memory(model: nn.Module, optimizer: Any) -> Any:
+    """Tensors over the memory of gradients, kept and written to across clipping, backwards, steps and clearing."""
+    backward(model, 0)
+    held = [parameter.grad.data for parameter in model.parameters()]
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append([value.clone() for value in held])
+        seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+
+    seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    look()
+    for value in held:
+        value.mul_(3)
+    seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    model.last.weight.grad.mul_(0.5)
+    look()
+    row = model.blocks[0].up.weight.grad[0]
+    backward(model, 1)
+    row.add_(1.0)
+    look()
+    optimizer.step()
+    for value in held:
+        value.add_(0.01)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    held[3].add_(0.5)
+    look()
+    backward(model, 2)
+    look()
+    model.first.bias.grad = None
+    model.last.bias.grad = torch.ones(3)
+    look()
+    optimizer.step()
+    optimizer.zero_grad()
+    look()
+    return seen, weights(model)
+
+
+def given_memory(model: nn.Module, optimizer: Any) -> Any:
+    """A tensor that was made the gradient is the gradient, for whoever still holds it."""
+    given = [torch.full_like(parameter, 0.01) for parameter in model.parameters()]
+    for parameter, value in zip(model.parameters(), given, strict=True):
+        parameter.grad = value
+    given[0].mul_(2.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    given[1].mul_(3.0)
+    backward(model)
+    optimizer.step()
+    kept = [value.clone() for value in given]
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.step()
+    return norm, kept, given, weights(model)
+
+
+@pytest.mark.parametrize("program", [held_memory, given_memory])
+def test_memory_of_gradients_that_is_held_stays_that_of_the_gradients(
+    ranks: Any, world: tuple[int, str, int], program: Any
+) -> None:
+    if world in ALONE or world[2] == 0:
+        compare(ranks, world, program)
+
+
 def test_a_gradient_that_is_kept_is_not_overwritten(ranks: Any, world: tuple[int, str, int]) -> None:
     if world in ALONE:
         compare(ranks, world, own_gradients)
@@ -204,3 +333,31 @@ def with_gradients() -> nn.Module:
 
 def test_gradients_from_before_shard_are_added_to(ranks: Any, world: tuple[int, str, int]) -> None:
     compare(ranks, world, before_shard, with_gradients, adamw)
+
+
+def inside_full_params(model: nn.Module, optimizer: Any) -> Any:
+    """Gradients that ranks have parts of are whole where parameters are: read, changed in place, replaced, cleared."""
+    seen: list[Any] = []
+    for number in range(3):
+        backward(model, number)
+        if number == 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with unbounded.full_params(model) if hasattr(optimizer, "engine") else contextlib.nullcontext():
+            seen.append([parameter.grad.clone() for parameter in model.parameters()])
+            for parameter in model.blocks.parameters():
+                if parameter.dim() > 1:
+                    parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
+            model.blocks[0].up.weight.grad.data[0].add_(0.1)
+            model.last.bias.grad = torch.full((3,), 0.5)
+            model.first.bias.grad = None
+            model.blocks[1].norm.weight.grad.mul_(2.0)
+        backward(model, number + 10)
+        optimizer.step()
+        with unbounded.full_params(model) if hasattr(optimizer, "engine") else contextlib.nullcontext():
+            seen.append(model.last.weight.grad.clone())  # what the step has used is still there
+        optimizer.zero_grad()
+    return seen, weights(model)
+
+
+def test_inside_full_params_gradients_are_whole(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, inside_full_params)

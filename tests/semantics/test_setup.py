@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -56,6 +57,31 @@ def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:
         unbounded.shard(torch.jit.script(nn.Linear(3, 3)), None)
 
 
+def test_states_of_the_optimizer_are_read_and_reset_nowhere() -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model))
+    step(model, optimizer)
+
+    def begin_anew() -> None:
+        optimizer.state = defaultdict(dict)
+
+    for use in (lambda: optimizer.state[model.last.weight]["exp_avg"], lambda: optimizer.state.clear(), begin_anew):
+        with pytest.raises(StateError, match=r"optimizer\.state is empty.*unbounded\.save"):
+            use()
+    assert len(optimizer.state) == 0
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(model, optimizer)
+
+
+def test_a_sharded_model_is_not_traced_and_trains_on() -> None:
+    plain, model = make(), make()
+    model, optimizer = unbounded.shard(model, adamw(model))
+    for trace in (lambda: torch.jit.trace(model, data()), lambda: torch.export.export(model, (data(),))):
+        with pytest.raises(StateError, match=r"cannot be traced or exported.*copy\.deepcopy"):
+            trace()
+    assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +103,56 @@ def test_statistics_of_batch_norms_follow_the_precision_as_model_to_has_it(plan:
     assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
         name: buffer.dtype for name, buffer in plain.named_buffers()
     }
+
+
+class Tabled(nn.Module):
+    """A buffer in fp32 that is meant to be so, as rotary embeddings have it, and one that is mixed with activations."""
+
+    def __init__(self, mixed: str) -> None:
+        super().__init__()
+        self.mixed = mixed
+        self.up, self.norm = nn.Linear(7, 7), nn.LayerNorm(7)
+        self.register_buffer("table", torch.linspace(0, 3, 7))
+        self.register_buffer("seen", torch.zeros(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = (torch.arange(len(x))[:, None].float() * self.table.float()).sin().to(x.dtype)
+        self.seen.lerp_(x.detach().float().mean(0), 0.1)
+        if self.mixed == "promoted":
+            return self.up(x + angles) + self.table
+        return self.up(x + self.table) if self.mixed == "refused" else self.up(self.norm(x + angles))
+
+
+def tabled(compiled: str, mixed: str) -> nn.Module:
+    torch.manual_seed(3)
+    block: Any = Tabled(mixed)
+    if compiled == "in place":
+        block.compile(backend="aot_eager")
+    else:
+        block = torch.compile(block, backend="aot_eager")
+    return nn.Sequential(nn.Linear(5, 7), block)
+
+
+@pytest.mark.parametrize(("plan", "compiled"), [("device", "in place"), ("disk", "wrapped")])
+def test_buffers_in_compiled_code_are_those_of_a_model_whose_parameters_are_in_the_precision(
+    plan: str, compiled: str
+) -> None:
+    for mixed in ("cast", "promoted", "refused"):
+        torch._dynamo.reset()
+        plain, model = tabled(compiled, mixed), tabled(compiled, mixed)
+        for parameter in plain.parameters():
+            parameter.data = parameter.data.bfloat16()
+        model, _ = unbounded.shard(model, None, {**PLANS[plan], "precision": "bf16"})
+        if mixed == "refused":
+            for net in (plain, model):
+                with pytest.raises(RuntimeError, match="dtype"):
+                    net(data().bfloat16())
+            continue
+        for number in range(3):
+            torch.testing.assert_close(model(data(number)), plain(data(number).bfloat16()))
+        for (name, found), (_, expected) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+            torch.testing.assert_close(found, expected, msg=lambda m, name=name: f"{name}: {m}")
+    torch._dynamo.reset()
 
 
 class Averages(nn.Module):

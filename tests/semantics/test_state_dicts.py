@@ -70,9 +70,26 @@ def loaded(model: nn.Module, optimizer: Any) -> Any:
     return [step(model, optimizer, number) for number in range(2)], weights(model)
 
 
+def assigned(model: nn.Module, optimizer: Any) -> Any:
+    """A load that would put others in place of the parameters, of the whole and of parts: refused, nothing changed."""
+    before = weights(model)
+    values = {name: value * 0.5 for name, value in before.items()}
+    for part, prefix in ((model, ""), (model.blocks, "blocks."), (model.blocks[1].up, "blocks.1.up.")):
+        own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+        if hasattr(optimizer, "engine"):
+            with pytest.raises(StateError, match="Leave `assign` out"):
+                part.load_state_dict(own, assign=True)
+    unchanged = all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    model.load_state_dict(values)
+    return unchanged, step(model, optimizer), weights(model)
+
+
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_loading_keeps_what_it_loads_and_survives_what_raises(ranks: Any, world: tuple[int, str, int]) -> None:
-    compare(ranks, world, loaded)
+@pytest.mark.parametrize("program", [loaded, assigned])
+def test_loading_keeps_what_it_loads_and_survives_what_raises(
+    ranks: Any, world: tuple[int, str, int], program: Any
+) -> None:
+    compare(ranks, world, program)
 
 
 def changed(model: nn.Module, optimizer: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, compare, data, make, step, weights
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
 from unbounded.errors import StateError
 
 
@@ -77,6 +77,29 @@ def test_a_write_between_passes_is_kept(ranks: Any, world: tuple[int, str, int],
 @pytest.mark.parametrize("how", HOWS)
 def test_a_write_inside_full_params_is_kept(ranks: Any, world: tuple[int, str, int], how: str) -> None:
     compare(ranks, world, Write(how, inside=True))
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_write_that_autograd_refuses_changes_nothing(plan: str) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    weight, before = model.last.weight, weights(model)
+    for write in (
+        lambda: weight.mul_(2.0),
+        lambda: weight.__setitem__(0, 1.0),
+        lambda: torch.mul(weight, 2.0, out=weight),
+        lambda: torch._foreach_add_([weight, model.last.bias], 1.0),
+        lambda: nn.functional.relu_(weight),
+        lambda: weight.view(-1)[2:4].zero_(),
+        lambda: weight.copy_(torch.zeros(3, 7)),
+    ):
+        with pytest.raises(RuntimeError, match=r"in-place operation|modified inplace|out=\.\.\."):
+            write()
+        assert_same(weights(model), before)
+    with pytest.raises(RuntimeError, match="Cannot swap"):
+        torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(3, 7)))
+    plain = make()
+    assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import unbounded
 from tests.zero.training import Batch, Task, assert_parity, shard, train_both
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils", "peft")
@@ -118,8 +120,11 @@ def test_adapters_can_be_read_with_pefts_own_function(ranks: Any) -> None:
         assert moved
 
 
-def adapt_ranks(plan: dict[str, str] | None) -> list[float]:
-    """AdaLoRA: between steps peft reads gradients, prunes singular values and has the model's ranks shrink."""
+def adapt_ranks(rank: int, world_size: int, plan: dict[str, Any] | None) -> list[float]:
+    """AdaLoRA: between steps peft reads gradients, prunes singular values and has the model's ranks shrink.
+
+    Several processes have weights and gradients whole inside full_params.
+    """
     import peft
     import transformers
 
@@ -140,13 +145,29 @@ def adapt_ranks(plan: dict[str, str] | None) -> list[float]:
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
-        model.base_model.update_and_allocate(step)
+        with unbounded.full_params(model) if world_size > 1 else contextlib.nullcontext():
+            model.base_model.update_and_allocate(step)
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
 
-def test_adapters_whose_ranks_shrink_while_they_train_do_so_as_in_plain_pytorch() -> None:
-    plain = adapt_ranks(None)
-    for tier in ("device", "host", "disk"):
-        assert adapt_ranks(dict.fromkeys(("weights", "gradients", "optimizer"), tier)) == pytest.approx(plain, rel=1e-6)
+TIERS = {tier: dict.fromkeys(("weights", "gradients", "optimizer"), tier) for tier in ("device", "host", "disk")}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "plan"),
+    [
+        *((1, plan) for plan in TIERS.values()),
+        (2, {"stage": 0}),
+        (2, {"stage": 1}),
+        (2, {"stage": 2, "gradients": "host", "optimizer": "host"}),
+        (2, {"stage": 3, **TIERS["disk"]}),
+    ],
+    ids=str,
+)
+def test_adapters_whose_ranks_shrink_while_they_train_do_so_as_in_plain_pytorch(
+    ranks: Any, world_size: int, plan: dict[str, Any]
+) -> None:
+    for losses in ranks(world_size, adapt_ranks, plan):
+        assert losses == pytest.approx(adapt_ranks(0, 1, None), rel=1e-5)

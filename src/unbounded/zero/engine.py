@@ -104,6 +104,11 @@ class Engine:
     def before_forward(self, index: int) -> None:
         """A site's forward begins, or is recomputed inside a backward."""
         self.check_process()
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():  # compiled code does not come here
+            raise StateError(
+                "a sharded model cannot be traced or exported: its weights come and go. Do it with a plain copy: "
+                "copy.deepcopy(model), or unbounded.unshard(model)."
+            )
         site = self.sites[index]
         if hooks.in_backward():
             self.before_backward(site)
@@ -263,6 +268,8 @@ class Engine:
             self.backward.end()
             if self._is_reducing:
                 self.reduction.end(defer=self._is_deferring)
+                for unit in self.units:
+                    unit.gradient.settle_lent()
         finally:
             self.phases.leave()
             if not self.forward.is_running:
@@ -306,7 +313,7 @@ class Engine:
             self.settle()
 
     def refuse_inside_full_params(self, what: str) -> None:
-        """Raises where parameters are shown whole: what is written to them reaches the tiers at the end of it."""
+        """Raises while parameters are shown whole: what is written to them reaches the tiers only afterwards."""
         if self.is_shown:
             raise StateError(
                 f"{what} was called inside `with unbounded.full_params(model):`, where what is written to parameters "

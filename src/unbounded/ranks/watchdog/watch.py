@@ -215,12 +215,34 @@ def watch_job() -> Watch | None:
     if group is None or dist.get_backend(group) == "fake":
         return None
     if group not in _watches:
-        run: list[Any] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(run, src=0)
         store = dist.distributed_c10d._get_default_store()
-        notices = Notices(store, run[0], dist.get_rank(), dist.get_world_size())
+        notices = Notices(store, _name_run(group), dist.get_rank(), dist.get_world_size())
         _watches[group] = Watch(Heartbeat(group, notices))
     return _watches[group]
+
+
+def _name_run(group: dist.ProcessGroup) -> str:
+    """All ranks must call this. A name that only this job has.
+
+    Nobody watches yet, and a rank may prepare data for long before it comes: the others wait as long as torch lets
+    them, and say so.
+    """
+    config = str(dist.get_backend_config(group))
+    device = "cuda" if "nccl" in config and "gloo" not in config else "cpu"
+    name = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=device)
+    work, begun, is_told = dist.broadcast(name, src=0, async_op=True), time.monotonic(), False
+    assert work is not None
+    while not work.is_completed():
+        time.sleep(0.001)
+        if not is_told and time.monotonic() - begun > LIMIT_SECONDS:
+            is_told = True
+            print(
+                f"unbounded: rank {dist.get_rank()} has waited {LIMIT_SECONDS:.0f} s for the other ranks to come to "
+                "their first call of unbounded. Every rank must make it.",
+                file=sys.stderr,
+            )
+    work.wait()
+    return bytes(name.tolist()).hex()
 
 
 def _keep_for_ever(*parts: object) -> None:

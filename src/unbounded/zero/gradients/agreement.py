@@ -1,4 +1,4 @@
-"""What the ranks settle about gradients before a step: who has one, what is left to reduce, and their norms."""
+"""What the ranks settle about gradients before a step: who has one, what is left to reduce, their norms, whole ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class GradientAgreement:
     def slot_norms(self, unit: Unit) -> torch.Tensor:
         """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
         gradient = unit.gradient
-        if unit not in self._norms or self._norms[unit][0] != gradient.changes:
+        gradient.order_stream()  # what is on its way counts
+        if unit not in self._norms or self._norms[unit][0] != gradient.changes or gradient.is_lent:
             with self._phases.during("the norm of gradients"):
                 self.finish()
             squares = [torch.as_tensor(square, dtype=torch.float64) for square in gradient.slot_squares()]
@@ -71,6 +72,19 @@ class GradientAgreement:
             total = self._sum_over_model(unit, total)
             self._norms[unit] = gradient.changes, total.sqrt().to(gradient.store.dtype)
         return self._norms[unit][1]
+
+    def lend(self, unit: Unit) -> None:
+        """All ranks of the axis must call this, inside full_params. Lets the user have the gradient of `unit` whole."""
+        gradient, text = unit.gradient, f"the gradient of unit {unit.name!r}, used inside unbounded.full_params()"
+        with self._phases.together(text):
+            self.finish()
+            if gradient.is_whole or not gradient.is_present:
+                return
+            gradient.write_out()
+            own = gradient.store.copy(0, gradient.store.numel).to(self._device)
+            whole = torch.empty(unit.layout.numel, dtype=own.dtype, device=self._device)
+            self._ranks.gather(whole, own, unit.name)
+            gradient.lend_whole(whole)
 
     def _agree(self, units: Sequence[Unit]) -> list[int]:
         """What any rank has yet to reduce of each unit: 0 is nothing, 1 a gradient, 2 a sum of several."""

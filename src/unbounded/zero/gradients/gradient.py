@@ -10,6 +10,9 @@ unscaling only change the factor, and the update multiplies as it reads.
 An update that runs in the background still reads the array when `step` has returned (`reading`). Whatever is done to
 the gradient then is only noted (a drop, a factor, a slot that is cleared), and carried out by whoever next needs the
 array, which waits for that update first. So `zero_grad`, `p.grad = None` and `model.zero_grad()` cost no wait.
+
+Memory that users hold of it is always up to date (`lent`): then nothing is only noted. On the device that is memory of
+the array itself.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from enum import Enum
 
 import torch
 
+from unbounded.errors import StateError
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradients.gradient_array import Factor, GradientArray
+from unbounded.zero.gradients.lent import Lent, is_held
 from unbounded.zero.layout import Layout, clip_range
 
 
@@ -44,7 +49,8 @@ class Gradient:
         self.reading: Handle | None = None  # the update in flight that reads the array
         self.is_new = False  # a backward has added to it since the last step
         self.changes = 0  # so that what was computed from it is known to be old
-        self._aside: dict[int, torch.Tensor] = {}  # slots that a user works on, in memory of their own
+        self._lent = Lent()  # slots that a user works on, in memory of their own
+        self._is_open = False  # a user was given memory of the array
         self._cleared: set[int] = set()  # slots whose bytes are to be zeroed
         self._slot_factors: dict[int, Factor] = {}  # what single slots were scaled by
         self._squares: torch.Tensor | float | None = None
@@ -66,7 +72,7 @@ class Gradient:
 
     @property
     def growth_bytes(self) -> int:
-        """What the device will hold more of once another backward was added: the first is kept as it came."""
+        """How many more bytes the device will hold once another backward is added: the first is kept as it came."""
         if self.tier != "device" or self.state is not GradientState.HELD or self.store.is_wide:
             return 0
         return self.store.numel * (self.store.sum_dtype.itemsize - self.store.wire.itemsize)
@@ -80,10 +86,12 @@ class Gradient:
         """Adds `part` (reduced, this rank's, on the device). Runs in the reduce lane."""
         self._touch()
         self._finish_reading()
-        if self.state is GradientState.HELD:
+        if self.state is GradientState.HELD or self._lent:
             self.apply_changes()
             self.apply_factor()
+            self._refuse_widening()
             self.store.accumulate(part)
+            self._show_lent()
         else:
             self._forget_changes()
             self.store.store(part)
@@ -91,12 +99,16 @@ class Gradient:
                 self._squares = self._counted_squares()
         self.state, self.is_new = GradientState.HELD, True
 
+    def hold_local(self, full: torch.Tensor) -> None:
+        """Keeps this rank's own gradient until it is reduced."""
+        self._touch()
+        self.local, self.is_new = full, True
+
     # -- all of it -------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
         """Forgets the gradient; memory on the device goes back at once."""
-        if self.adding is not None:
-            self.adding.settle()  # what is under way must not land afterwards
+        self._settle_adding()
         self.state, self.adding, self.local, self.is_new = GradientState.EMPTY, None, None, False
         self.used = bytearray(len(self.used))
         self._forget_changes()
@@ -104,10 +116,19 @@ class Gradient:
 
     def zero(self) -> None:
         """Lets those parameters that have a gradient have zeros."""
-        used = self.used
+        used, lent, array = self.used, self._lent, self.store.array if self._holds_array() else None
+        self._lent = Lent()
         self.drop()
+        lent.drop_unheld()
         if any(used):
             self.used, self.state = used, GradientState.ZERO
+        if array is not None:
+            self._finish_reading()
+            self.store.array, self.state, self._is_open = array, GradientState.HELD, True
+            self.store.multiply(0, self.store.numel, 0.0)
+        self._lent = lent
+        for _, value in lent:
+            value.zero_()
 
     def spend(self) -> None:
         """Frees the gradient's memory on the device after an update that is final, before `drop` is called."""
@@ -116,12 +137,16 @@ class Gradient:
 
     def scale(self, factor: Factor) -> None:
         self._touch()
+        if self.is_lent:
+            self.apply_changes()
         self.factor = _times(self.factor, factor)
+        if self.is_lent:
+            self.apply_factor()
 
     def squares(self) -> torch.Tensor | float:
         """The sum of squares of this rank's part: a float, or a scalar tensor where the device has it."""
         self.apply_changes()
-        if self._squares is None:
+        if self._squares is None or self.is_lent:
             self._squares = self._counted_squares() if self.state is GradientState.HELD else 0.0
         return self._scaled(self._squares)
 
@@ -129,30 +154,39 @@ class Gradient:
 
     def drop_slot(self, index: int) -> None:
         """One parameter has no gradient any more; the unit's goes with the last one."""
+        self._settle_adding()
         if self.used[index]:
+            self._leave_memory(index)
             self.zero_slot(index)
             self.used[index] = False
         if not any(self.used):
             self.drop()
 
     def zero_slot(self, index: int) -> None:
+        self._settle_adding()
         self._touch()
-        self._aside.pop(index, None)
-        self._slot_factors.pop(index, None)
-        self._cleared.add(index)
+        if index in self._lent:
+            self._lent.get(index).zero_()
+        else:
+            self._slot_factors.pop(index, None)
+            self._cleared.add(index)
         if self.local is not None:
             slot = self.layout.slots[index]
             self.local[slot.start : slot.stop].zero_()
+        if self.is_lent:
+            self._apply_notes()
 
     def scale_slot(self, index: int, factor: Factor) -> None:
         self._touch()
         if self.local is not None:
             slot = self.layout.slots[index]
             self.local[slot.start : slot.stop].mul_(factor)
-        if index in self._aside:
-            self._aside[index].mul_(factor)
+        if index in self._lent:
+            self._lent.get(index).mul_(factor)
         elif self.state is GradientState.HELD:
             self._slot_factors[index] = _times(self._slot_factors.get(index, 1.0), factor)
+        if self.is_lent:
+            self._apply_notes()
 
     def slot_squares(self) -> list[torch.Tensor | float]:
         """The sum of squares of what this rank holds of each parameter's."""
@@ -161,52 +195,91 @@ class Gradient:
         ranges = [self._range(index) for index in range(len(self.used))]
         return [self._scaled(self.store.squares(*stretch)) if held else 0.0 for stretch in ranges]
 
+    def is_open(self, index: int) -> bool:
+        """Whether `open_slot` can be called: this rank holds all of it, or was lent it."""
+        return self.local is None and self.state is not GradientState.SPENT and (self.is_whole or index in self._lent)
+
     def open_slot(self, index: int) -> torch.Tensor:
-        """A parameter's gradient to read and to change, where this rank holds all of it.
+        """A parameter's gradient to read and to change, where that is possible.
 
         Off the device it is memory of its own, which stays the user's when the gradient is dropped.
         """
         self._touch()
-        if index not in self._aside:
+        if index not in self._lent:
             self._apply_notes()
             self.apply_factor()
             slot = self.layout.slots[index]
             if self.store.tier == "device":
+                self._is_open = True
                 return self.store.array.direct[slot.start : slot.stop].view(slot.shape)  # type: ignore[union-attr,index]
-            self._aside[index] = self.store.copy(slot.start, slot.stop).view(slot.shape)
-        return self._aside[index]
+            self._lent.put(index, self.store.copy(slot.start, slot.stop).view(slot.shape))
+        return self._lent.get(index)
 
-    def leave_aside(self, index: int) -> None:
-        """What `open_slot` gave of one parameter is the user's alone from now on."""
-        self._aside.pop(index, None)
+    def take_slot(self, index: int) -> torch.Tensor:
+        """The same for a gradient that goes: memory that is the user's alone from now on."""
+        value = self.open_slot(index)
+        value = value if index in self._lent else value.clone()
+        self._lent.pop(index)
+        return value
 
     def put_slot(self, index: int, value: torch.Tensor) -> None:
-        """One parameter gets `value` as its gradient, where this rank holds all of it."""
+        """One parameter gets `value` as its gradient, where this rank holds all of it: what its memory is from now on.
+
+        In another dtype it is a copy.
+        """
         if self.state not in (GradientState.HELD, GradientState.ZERO):
             self.drop()
             self.state = GradientState.ZERO
+        self._touch()
+        self._leave_memory(index)
+        self._apply_notes()
+        self.apply_factor()
         self.used[index] = True
-        self.open_slot(index).copy_(value)
+        self._lent.put(index, value.to(self.store.dtype))
 
     # -- what was noted --------------------------------------------------------------------------------------------
 
     def apply_changes(self) -> None:
         """Carries out what was noted of single slots."""
-        if not (self._cleared or self._aside or self._slot_factors):
+        if not (self._cleared or self._lent or self._slot_factors):
             return
-        if not self._cleared and not self._aside and (common := self._common(self._slot_factors)) is not None:
+        if not self._cleared and not self._lent and (common := self._common(self._slot_factors)) is not None:
             self.factor, self._slot_factors, self._squares = _times(self.factor, common), {}, None
             return
         self._apply_notes()
-        aside, self._aside = self._aside, {}
-        if aside:
+        if self._lent:
             self._squares = None
             self.apply_factor()
-        for index, value in aside.items():
-            self.store.write(self._range(index)[0], value.detach().reshape(-1))
+        for index, value in self._lent:
+            self._write_back(index, value)
+        self._lent.drop_unheld()
+
+    def lend_whole(self, flat: torch.Tensor) -> None:
+        """Lends every parameter's gradient out of `flat`, of which this rank keeps a part, until `end_lending`."""
+        for index, slot in enumerate(self.layout.slots):
+            if self.used[index] and index not in self._lent:
+                self._lent.put(index, flat[slot.start : slot.stop].view(slot.shape))
+
+    def end_lending(self) -> None:
+        """Takes what was written to it over; what users still hold of a part that others own is a copy from now on."""
+        self.apply_changes()
+        if not self.is_whole:
+            self._lent.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank keeps all of it."""
+        return self.owned == (0, self.layout.numel)
+
+    def settle_lent(self) -> None:
+        """Returns when memory of it that a user holds may be written to."""
+        if self.is_lent:
+            if self.adding is not None:
+                self.adding.finish()
+            self._finish_reading()
 
     def _apply_notes(self) -> None:
-        """Clears and scales single slots. Those that a user works on stay aside: what is held of them still counts."""
+        """Clears and scales single slots. Those that a user works on have no notes."""
         cleared, factors = self._cleared, self._slot_factors
         self._cleared, self._slot_factors = set(), {}
         if cleared or factors:
@@ -235,8 +308,51 @@ class Gradient:
             factor, self.factor = self.factor, 1.0
             self.store.multiply(0, self.store.numel, factor)
             self._squares = None
+            for _, value in self._lent:
+                value.mul_(factor)
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether users may hold memory of it: then what is done to the gradient must be seen there at once."""
+        return bool(self._lent) or self._holds_array()
+
+    def _holds_array(self) -> bool:
+        if self._is_open:
+            self._is_open = self.store.array is not None and is_held(self.store.array.direct)  # type: ignore[arg-type]
+        return self._is_open
+
+    def _leave_memory(self, index: int) -> None:
+        """What users hold of one parameter's gradient is theirs alone from now on."""
+        self._lent.pop(index)
+        if self._holds_array():
+            self.store.leave()
+            self._is_open = False
+
+    def _write_back(self, index: int, value: torch.Tensor) -> None:
+        start, stop = self._range(index)
+        first = self.layout.slots[index].start - self.owned[0]
+        part = value.reshape(-1)[start - first : stop - first] if start < stop else value.new_empty(0)
+        if part.dtype != self.store.dtype:  # the sum has become wider since: what was not written to keeps its bits
+            held = self.store.copy(start, stop)
+            part = part.to(held.device)
+            part = torch.where(part == held.to(part.dtype), held, part.to(held.dtype))
+        self.store.write(start, part)
+
+    def _show_lent(self) -> None:
+        """Lets memory that users hold have the values of the array, where it has all of them."""
+        if not self.is_whole:
+            self._lent.clear()
+        for index, value in self._lent:
+            value.copy_(self.store.copy(*self._range(index)).view(value.shape))
+
+    def _refuse_widening(self) -> None:
+        if self.store.widens and self._holds_array():
+            raise StateError(
+                f"a view of a gradient ({self.layout.slots[0].name!r} or another of its unit) is still held, but this "
+                f"backward adds up in {self.store.sum_dtype}, in other memory. Clone what is kept of gradients."
+            )
 
     def _counted_squares(self) -> torch.Tensor | float:
         """The squares of what this rank counts: other ranks count what several hold."""
@@ -268,7 +384,13 @@ class Gradient:
     def _forget_changes(self) -> None:
         self._touch()
         self.factor = 1.0
-        self._cleared, self._aside, self._slot_factors = set(), {}, {}
+        self._cleared, self._slot_factors, self._is_open = set(), {}, False
+        self._lent.clear()
+
+    def _settle_adding(self) -> None:
+        """What is under way must not land after something else was done."""
+        if self.adding is not None:
+            self.adding.settle()
 
     def _finish_reading(self) -> None:
         if self.reading is not None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
-from unbounded.zero.gradients.gradient import Gradient, GradientState
+from unbounded.zero.gradients.gradient import Gradient
 
 _Tensor = torch.Tensor
 
@@ -27,6 +27,7 @@ class Owner(Protocol):
     name: str
     device: torch.device
     gradient: Gradient
+    engine: Any
 
     @property
     def is_whole(self) -> bool: ...
@@ -37,7 +38,8 @@ class ManagedGrad(torch.Tensor):
 
     _unit: Owner
     _index: int
-    _own: torch.Tensor | None  # its values, once the engine has let go of them
+    _is_kept: bool = True  # by the engine, which has not let go of it yet
+    _own: torch.Tensor | None = None  # its values afterwards, where this rank had them
 
     @classmethod
     def __torch_function__(
@@ -51,7 +53,7 @@ class ManagedGrad(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, ManagedGrad) and name in ("requires_grad_", "detach_"):
             return first  # it never has a graph
-        if isinstance(first, ManagedGrad) and first._own is None and (answer := _answer(name, first, args, kwargs)):
+        if isinstance(first, ManagedGrad) and first._is_kept and (answer := _answer(name, first, args, kwargs)):
             return answer[0]
         if isinstance(first, (list, tuple)) and name in _LISTS:
             return _LISTS[name](*args, **kwargs)
@@ -73,20 +75,23 @@ class ManagedGrad(torch.Tensor):
             return self._own
         gradient = self._unit.gradient
         gradient.order_stream()
-        if not self._unit.is_whole or gradient.local is not None or gradient.state is GradientState.SPENT:
+        if self._is_kept and not gradient.is_open(self._index) and self._unit.engine.is_shown:
+            self._unit.engine.gradients.lend(self._unit)
+        if not self._is_kept or not gradient.is_open(self._index):
             raise StateError(
                 f"the gradient of {gradient.layout.slots[self._index].name!r} is not held whole by this rank "
-                f"(partitioned, kept on {gradient.tier}, not reduced yet, or already used), so it cannot be read "
-                "here. Use optimizer.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip and "
-                "optimizer.zero_grad to clear."
+                f"(partitioned, kept on {gradient.tier}, not reduced yet, already used or cleared), so it cannot be "
+                "read here. Read and change it inside `with unbounded.full_params(model):` on every rank; clip with "
+                "torch.nn.utils.clip_grad_norm_ and clear with optimizer.zero_grad."
             )
         return gradient.open_slot(self._index)
 
     def let_go(self) -> None:
-        """The engine drops the gradient: this keeps the values that it had."""
-        value = self.open()
-        self._own = value.clone() if self._unit.gradient.tier == "device" else value
-        self._unit.gradient.leave_aside(self._index)
+        """The engine drops the gradient: this keeps the values that it had, where this rank has them."""
+        gradient = self._unit.gradient
+        gradient.order_stream()
+        self._own = gradient.take_slot(self._index) if gradient.is_open(self._index) else None
+        self._is_kept = False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.open()) if self._own is not None or self._unit.is_whole else f"<gradient of {self._unit.name}>"
@@ -99,6 +104,7 @@ class ManagedGrad(torch.Tensor):
 
 
 _alive: weakref.WeakKeyDictionary[Gradient, dict[int, weakref.ref[ManagedGrad]]] = weakref.WeakKeyDictionary()
+_blanks: weakref.WeakKeyDictionary[Gradient, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def grad_of(unit: Any, index: int) -> ManagedGrad | None:
@@ -110,12 +116,21 @@ def grad_of(unit: Any, index: int) -> ManagedGrad | None:
     reference = alive.get(index)
     grad = reference() if reference is not None else None
     dtype = gradient.store.dtype
-    if grad is None or grad._own is not None or grad.dtype != dtype:
-        shape = gradient.layout.slots[index].shape
-        grad = torch.Tensor._make_subclass(ManagedGrad, torch.zeros((), dtype=dtype, device=unit.device).expand(shape))
-        grad._unit, grad._index, grad._own = unit, index, None
+    if grad is None or not grad._is_kept or grad.dtype != dtype:
+        grad = torch.Tensor._make_subclass(ManagedGrad, _blank(unit, index, dtype))
+        grad._unit, grad._index = unit, index
         alive[index] = weakref.ref(grad)
     return grad
+
+
+def _blank(unit: Any, index: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a handle holds in the place of values. Kept: frameworks ask for every gradient to clear it, step by step."""
+    blanks = _blanks.setdefault(unit.gradient, {})
+    blank = blanks.get(index)
+    if blank is None or blank.dtype != dtype:
+        shape = unit.gradient.layout.slots[index].shape
+        blank = blanks[index] = torch.zeros((), dtype=dtype, device=unit.device).expand(shape)
+    return blank
 
 
 def keep_alive(gradient: Gradient, indices: Iterable[int] | None = None) -> None:
@@ -124,7 +139,7 @@ def keep_alive(gradient: Gradient, indices: Iterable[int] | None = None) -> None
     for index in list(alive) if indices is None else indices:
         reference = alive.pop(index, None)
         grad = reference() if reference is not None else None
-        if grad is not None and grad._own is None and gradient.used[index]:
+        if grad is not None and grad._is_kept and gradient.used[index]:
             grad.let_go()
 
 
@@ -148,7 +163,8 @@ def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[st
 
 def _norm_order(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """The order of a norm over the whole tensor, or None where it is another one."""
-    if name not in ("norm", "vector_norm", "linalg_vector_norm") or set(kwargs) - {"p", "ord", "dtype"}:
+    said = {key for key, value in kwargs.items() if value is not None and value is not False}  # dim=None, keepdim=False
+    if name not in ("norm", "vector_norm", "linalg_vector_norm") or said - {"p", "ord", "dtype"}:
         return None
     order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
     return float(order) if len(args) <= 2 and isinstance(order, (int, float)) else 2.0 if order == "fro" else None
@@ -162,7 +178,7 @@ def _is_number(value: Any, equal: float | None = None) -> bool:
 
 def _norm(grad: ManagedGrad) -> torch.Tensor:
     """All ranks of the axis must call this where the gradient is partitioned."""
-    norms = grad._unit.engine.gradients.slot_norms(grad._unit)  # type: ignore[attr-defined]
+    norms = grad._unit.engine.gradients.slot_norms(grad._unit)
     return norms[grad._index]  # type: ignore[no-any-return]
 
 
@@ -214,10 +230,10 @@ def _getters(*names: str) -> set[Any]:
 METADATA = _getters(
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta",
     "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "itemsize", "nbytes", "names",
-    "_backward_hooks", "_version", "output_nr", "retains_grad", "is_sparse_csr",
+    "_backward_hooks", "_version", "output_nr", "retains_grad", "is_sparse_csr", "grad_dtype",
 ) | {
     _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.element_size,
     _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.__len__, _Tensor.__hash__,
-    _Tensor.get_device, _Tensor.is_contiguous, _Tensor.is_inference, torch.is_floating_point,
+    _Tensor.get_device, _Tensor.is_contiguous, _Tensor.is_inference, _Tensor._is_view, torch.is_floating_point,
     torch.is_complex, torch.numel, torch.is_tensor, _Tensor.is_same_size,
 }  # fmt: skip

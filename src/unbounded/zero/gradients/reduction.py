@@ -93,7 +93,7 @@ class Reduction:
             unit.gradient.local = None
             self._submit(unit, full)
         else:
-            unit.gradient.local, unit.gradient.is_new = full, True
+            unit.gradient.hold_local(full)
 
     def end(self, *, defer: bool) -> None:
         """The backward is over: whatever was not launched is, with zeros where this rank has nothing."""
@@ -111,7 +111,7 @@ class Reduction:
         self._fresh.clear()
 
     def flush(self, unit: Unit, *, wide: bool) -> None:
-        """All ranks of the axis must call this, alike. Reduces what was collected; zeros where this rank has nothing.
+        """All ranks of the axis must call this alike. Reduces what was collected, or zeros if this rank has nothing.
 
         `wide` says whether any rank may have a sum of several backwards; uses in one are rounded once, like one.
         """

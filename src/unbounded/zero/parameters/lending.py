@@ -59,7 +59,7 @@ class Lending:
         with torch.set_grad_enabled(wants_graph):
             value = unit.views.lend()[unit.picks[index]]
             if wants_graph:
-                return value if in_pass or unit.resident else value.clone()
+                return _refusing_writes(value if in_pass or unit.resident else value.clone())
             is_lasting = unit.resident and not unit.has_master
             return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
 
@@ -77,6 +77,7 @@ class Lending:
     def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
         """Brings a new value of a parameter to its tier."""
         self._engine.check_process()
+        value = value.data
         if not (from_all or self._engine.is_in_pass()):
             self._refuse_partitioned(unit, index)
         self._writes.keep(unit, index, value)
@@ -106,3 +107,8 @@ class Lending:
                 if before is not None:
                     self._gathering.drop([before])
         self._gathering.gather([unit])
+
+
+def _refusing_writes(value: torch.Tensor) -> torch.Tensor:
+    """The same tensor as one of several views, which autograd lets nobody write to in place: it stands for a leaf."""
+    return value.unsqueeze(0).unbind(0)[0]

@@ -276,11 +276,13 @@ def put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:
         gradient.drop_slot(index)
         return
     slot = gradient.layout.slots[index]
-    if not unit.trainable or not unit.is_whole or gradient.local is not None:
+    if unit.engine.is_shown and (not gradient.is_whole or gradient.local is not None):
+        unit.engine.gradients.lend(unit)
+    if not unit.trainable or gradient.local is not None or not (gradient.is_whole or unit.engine.is_shown):
         raise StateError(
             f"the gradient of {slot.name!r} is not held whole by this rank (partitioned, frozen, or not reduced yet), "
-            "so it cannot be replaced here. Scale the loss, register a hook on the parameter, or clip with "
-            "`optimizer.clip_grad_norm_(max_norm)`."
+            "so it cannot be replaced here. Do it inside `with unbounded.full_params(model):` on every rank, or "
+            "register a hook on the parameter."
         )
     if tuple(value.shape) != slot.shape:
         raise RuntimeError(f"the gradient of {slot.name!r} must be {slot.shape}, but has shape {tuple(value.shape)}.")
@@ -299,11 +301,15 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return lent[parameter][0]
 
     args, kwargs = pytree.tree_map_only(ManagedParameter, lend, (args, kwargs))
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if lent and "modified inplace" in str(error):  # of what the engine has lent: plain PyTorch's own words for it
+            message = "a leaf Variable that requires grad is being used in an in-place operation."
+            raise RuntimeError(message) from error
+        raise
     for parameter, (value, version) in lent.items():
         if _version(value) != version:
-            if torch.is_grad_enabled() and parameter.requires_grad:
-                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             parameter._unit.engine.lending.keep(parameter._unit, parameter._index, value)
             if result is value:
                 return parameter

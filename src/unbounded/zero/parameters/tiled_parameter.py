@@ -170,8 +170,12 @@ class TiledGrad(ManagedGrad):
     def of(shape: torch.Size, parts: list[torch.Tensor]) -> TiledGrad:
         filler = torch.zeros((), dtype=parts[0].dtype, device=parts[0].device).expand(shape)
         grad = torch.Tensor._make_subclass(TiledGrad, filler)
-        grad._parts, grad._own = parts, None
+        grad._parts = parts
         return grad
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self
 
     @classmethod
     def __torch_function__(

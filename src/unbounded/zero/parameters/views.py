@@ -51,6 +51,7 @@ class ModuleViews:
         places = [(m._parameters, attribute, i) for i, member in enumerate(ordered) for m, attribute in member.holders]
         self.first_gradients = [member.parameter.grad for member in ordered]  # from before `shard`
         self.parameters = [manage(member.parameter, unit, i) for i, member in enumerate(ordered)]
+        self._pins = [weakref.ref(parameter) for parameter in self.parameters]  # swap_tensors refuses what has one
         self._dicts = [place[0] for place in places]
         self._attributes = [place[1] for place in places]
         self._pick = [unit.picks[place[2]] for place in places]

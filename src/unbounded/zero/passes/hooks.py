@@ -1,6 +1,7 @@
 """When things happen: the hooks on sites that tell the engine where a forward is.
 
-Two hooks a site are all that the engine attaches to modules. A block compiled with `module.compile()` before `shard`
+Two hooks a site are all that the engine attaches for passes; every module has one that refuses a load which would put
+new parameters in place of those that are trained. A block compiled with `module.compile()` before `shard`
 gets its two calls around the compiled code instead of inside it, where each would break the graph. Copies of a module
 come without them: a hook that is copied does nothing.
 """
@@ -79,6 +80,25 @@ def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> 
             handle.remove()
 
     return detach
+
+
+def guard_loads(model: nn.Module) -> Callable[[], None]:
+    """Has `load_state_dict(assign=True)`, of any module, raise before it changes anything; the function undoes it."""
+    handles = [module.register_load_state_dict_pre_hook(_Hook(_refuse_assignment)) for module in model.modules()]
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return detach
+
+
+def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise StateError(
+            "load_state_dict(assign=True) would put new parameters in place of those that are sharded, which the "
+            "optimizer trains. Leave `assign` out: the values are copied to where the plan keeps them."
+        )
 
 
 def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> Callable[[], None]:

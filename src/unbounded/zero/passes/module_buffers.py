@@ -5,6 +5,9 @@ would turn activations into fp32 wherever they meet, which the next layer refuse
 their buffers as `ComputingBuffer`, over the same memory: with tensors of the lowered dtype it computes in that, and
 what is written to it is written in fp32. A buffer that a forward replaces comes back in the dtype that it had.
 
+Code that was compiled before `shard` was made for plain tensors and has them: there buffers are fp32 beside weights in
+16 bits, as in a model that was loaded in that dtype, and torch promotes or refuses what mixes them.
+
 The statistics of torch's own norms are not among them: their kernels want the dtype of the weights.
 """
 

@@ -205,6 +205,7 @@ class Assembly:
 
     def _attach(self, engine: Engine) -> Callable[[], None]:
         detaches = [hooks.attach(site.module, i, engine, is_root=i == 0) for i, site in enumerate(self.sites)]
+        detaches.append(hooks.guard_loads(self.model))
 
         def detach() -> None:
             for remove in detaches:

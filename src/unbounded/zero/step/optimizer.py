@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -33,6 +34,19 @@ from unbounded.zero.step.updates import Updates
 from unbounded.zero.unit import Unit
 
 
+class _NoStates(defaultdict[Any, Any]):
+    """`optimizer.state`: empty, since the states are where the plan put them; reading or resetting them says so."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise StateError(
+            "optimizer.state is empty: the states of a sharded optimizer are arrays of whole units, where the plan put "
+            "them. unbounded.save writes them, and a new `shard` of the model begins with new ones."
+        )
+
+    def clear(self) -> None:
+        self.__missing__(None)
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Drives the updates of one sharded model. All methods but `scale` and `memory` must be called on all ranks."""
 
@@ -40,10 +54,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, optimizer: torch.optim.Optimizer, engine: Engine, updates: Updates, tiers: Tiers, plan: Plan
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups
+        self.param_groups, self.state = optimizer.param_groups, _NoStates()
         self.engine, self.updates, self.tiers, self.plan = engine, updates, tiers, plan
         for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
-            member._opt_called = True  # type: ignore[attr-defined]  # schedulers made before ask whether a step was
+            member._opt_called = True  # type: ignore[attr-defined]  # schedulers made before `shard` ask
         self.kind, self._given = kind_of(optimizer), optimizer
         self.loss_scale = LossScale.of_plan(plan)
         self.skipped_steps = 0
@@ -86,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.updates.drafts.outlook.num_backwards, self.engine.num_backwards = self.engine.num_backwards, 0
         for unit in self.engine.units:
             unit.gradient.is_new = False
+            unit.gradient.settle_lent()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -96,11 +111,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 continue
             if 0 in unit.is_grouped:  # what the optimizer does not have keeps its gradient
                 for index in map(int, np.flatnonzero(unit.is_grouped)):
-                    keep_alive(unit.gradient, [index])
+                    if set_to_none:
+                        keep_alive(unit.gradient, [index])
                     (unit.gradient.drop_slot if set_to_none else unit.gradient.zero_slot)(index)
                 continue
-            keep_alive(unit.gradient)
             if set_to_none:
+                keep_alive(unit.gradient)
                 unit.gradient.drop()
             else:
                 unit.gradient.zero()
@@ -252,6 +268,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning and Fabric wrap an optimizer in a subclass of its class: what is set there is meant for it."""
+        if name == "state" and isinstance(self.__dict__.get("state"), _NoStates):
+            self.state.clear()  # `optimizer.state = defaultdict(dict)` is meant to begin anew
         inner = self.__dict__.get("_optimizer")
         if isinstance(inner, ShardedOptimizer) and name in vars(inner):
             setattr(inner, name, value)
