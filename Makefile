@@ -14,11 +14,11 @@ train: $(STAMP)
 	@$(BIN)/unbounded train
 
 # Ends with one line that says what held; anything that did not ends it with another exit code than 0.
-# One more process than there are cores: tests of several ranks wait for one another, or for a watchdog.
+# Two processes a core: tests of several ranks mostly wait, for one another and for a watchdog.
 test:
 	@$(MAKE) --no-print-directory -j2 checks
 	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
-	@$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal
+	@$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 4 --dist worksteal
 
 # All that comes before the tests, two at a time: the sanitizers are built while the rest is installed.
 checks: lint types native-test sanitize
