@@ -186,7 +186,7 @@ def run_lightning(options: argparse.Namespace, folder: str) -> Turns:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = make_model(options).train()  # in memory: inside another module none of it initialises itself
+            self.inner = make(options)
 
         def forward(self, **batch: Any) -> Any:
             return self.inner(**batch)

@@ -303,8 +303,16 @@ def _train_rows(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -
     return losses
 
 
+def import_apart(rank: int, world_size: int, folder: str) -> str:
+    """One rank has another folder, where there is nothing."""
+    with pytest.raises(unbounded.CheckpointError) as caught:
+        unbounded.import_checkpoint(Path(folder) / ("theirs", "nowhere")[rank], Path(folder) / "apart")
+    return str(caught.value)
+
+
 def test_what_fsdp2_saved_on_two_ranks_goes_on_here(ranks: Any, tmp_path: Path) -> None:
     theirs = ranks(2, train_fsdp, str(tmp_path))
+    assert all("nowhere is not a folder" in told for told in ranks(2, import_apart, str(tmp_path)))
     unbounded.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     for rank, losses in enumerate(ranks(2, go_on, str(tmp_path))):
         assert losses == pytest.approx(theirs[rank][3:], rel=1e-5)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from torch import nn
 
 import tests.ranks
+import unbounded
 from tests.parallel import models
-from tests.parallel.comparing import check, compare
+from tests.parallel.comparing import MAX_NORM, check, compare, optimizer_of, without_dropout, worst_error
 from tests.parallel.meshes import DEALT, EIGHT, FAMILIES, FOUR, SCHEDULES, TWO, fits
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
@@ -24,17 +27,51 @@ def test_two_ranks_train_as_one_with_dropout_on(ranks: Any, family: str) -> None
 
 @pytest.mark.parametrize("family", [family for family in models.FAMILIES if family not in FAMILIES])
 def test_other_families_are_cut_over_a_tensor_axis(ranks: Any, family: str) -> None:
-    check(ranks(2, compare, family, [TWO["tensor"], TWO["tensor, sequence"]], {}, 3))
+    check(ranks(2, compare, family, [TWO["tensor"], TWO["tensor, sequence"]], {}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks_train_as_one(ranks: Any, family: str) -> None:
-    check(ranks(4, compare, family, [FOUR[name] for name in DEALT[family]], {}, 3))
+    check(ranks(4, compare, family, [FOUR[name] for name in DEALT[family]], {}))
+
+
+def accumulate(model: Any, optimizer: Any, run: Any) -> list[float]:
+    """Three steps of two batches each, clipped."""
+    numbers = []
+    for step in range(3):
+        for number in range(2):
+            loss = run(**models.batch("gpt2", step, number))
+            if loss.requires_grad:
+                loss.backward()
+            numbers.append(float(loss))
+        clip = getattr(optimizer, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, list(model.parameters())))
+        numbers.append(float(clip(MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers
+
+
+def accumulate_over(rank: int, size: int, plans: list[dict[str, Any]]) -> list[Any]:
+    plain = without_dropout(models.build("gpt2"))
+    expected = accumulate(plain, optimizer_of(plain), lambda **batch: plain(**batch).loss)
+    results = []
+    for plan in plans:
+        model = without_dropout(models.build("gpt2"))
+        model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+        run = unbounded.pipeline(model) if "pipeline" in plan else lambda **batch: model(**batch).loss  # noqa: B023
+        found = accumulate(model, optimizer, run)
+        results.append((expected, found, worst_error(model.state_dict(), plain.state_dict())))
+    return results
+
+
+def test_gradients_add_up_over_batches_on_every_axis(ranks: Any) -> None:
+    plans = [TWO["tensor, sequence"], TWO["context"], {"pipeline": 2, "microbatches": 2, "gradients": "disk"}]
+    check(ranks(2, accumulate_over, plans))
 
 
 def test_data_tensor_and_pipeline_over_eight_ranks(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tests.ranks, "MAX_RANKS", 8)
-    check(ranks(8, compare, "llama", [EIGHT["data, tensor, pipeline"]], {}, 2))
+    check(ranks(8, compare, "llama", [EIGHT["data, tensor, pipeline"]], {}))
 
 
 def test_every_mesh_is_some_familys() -> None:

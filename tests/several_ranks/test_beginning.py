@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import unbounded
+from unbounded.ranks.watchdog import watch
 
 
 class Counted(nn.Module):
@@ -162,3 +164,28 @@ def new_heartbeats(rank: int, world_size: int) -> int:
 def test_a_job_has_one_heartbeat_and_one_rank_none(ranks: Any) -> None:
     assert ranks(1, new_heartbeats) == [0]
     assert ranks(2, new_heartbeats) == [1, 1]
+
+
+def come_late(rank: int, world_size: int) -> tuple[str, str]:
+    """The first rank comes to its first call only when the other has said that it waits."""
+    store, told = dist.distributed_c10d._get_default_store(), []
+
+    def tell(text: str, **_: Any) -> None:
+        told.append(text)
+        store.set("told", "yes")
+
+    limit = watch.LIMIT_SECONDS
+    watch.LIMIT_SECONDS, watch.print = 0.01, tell  # type: ignore[attr-defined]
+    try:
+        if rank == 0:
+            store.wait(["told"])
+        return watch._name_run(dist.group.WORLD), "".join(told)  # type: ignore[arg-type]
+    finally:
+        watch.LIMIT_SECONDS = limit
+        del watch.print  # type: ignore[attr-defined]
+
+
+def test_ranks_that_wait_for_anothers_first_call_say_so(ranks: Any) -> None:
+    (name, _), (other, told) = ranks(2, come_late)
+    assert name == other
+    assert "rank 1 has waited" in told

@@ -134,7 +134,7 @@ def _write(state: Sharded, peers: Peers, writer: ShardWriter, names: Names, loos
 
 
 def _write_units(state: Sharded, writer: ShardWriter | None, names: Names) -> Exception | None:
-    """Every rank takes part in every gather, also after the writing one has failed; its error is given back."""
+    """Every rank takes part in every gather, even after the writing one has failed; returns that error."""
     error, written = None, set()
     units = [unit for unit in state.engine.units if any(slot.name in names for slot in unit.layout.slots)]
     for values in whole_values(state.engine, units):

@@ -148,7 +148,7 @@ class _Unflushable:
     """Takes the place of stderr in a program that must not exit with 0.
 
     A program's status is settled when handlers of `atexit` run, with one exception: Python exits with 120 where a
-    standard stream cannot be flushed at the very end, after all handlers. Others' calls to `flush` work as ever.
+    standard stream cannot be flushed at the very end, after all handlers. Others' calls of `flush` work as always.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -6,6 +6,7 @@ file: one addition a span. Times are `time.perf_counter_ns`, which is the monoto
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from unbounded.process import module_lock
@@ -47,14 +48,12 @@ class Totals:
 
     def __init__(self) -> None:
         self._lock = module_lock()
-        self._lanes: dict[str, list[int]] = {}
+        self._lanes: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])  # busy, bytes, count, last end
 
     def add(self, lane: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
         """Count one finished span."""
         with self._lock:
-            entry = self._lanes.get(lane)
-            if entry is None:
-                entry = self._lanes[lane] = [0, 0, 0, 0]
+            entry = self._lanes[lane]
             busy_until = entry[3]
             if end_ns > busy_until:
                 entry[0] += end_ns - max(start_ns, busy_until)
@@ -64,7 +63,10 @@ class Totals:
 
     def count(self, lane: str, num_bytes: int) -> None:
         """Count a span whose time is not measured."""
-        self.add(lane, 0, 0, num_bytes)
+        with self._lock:
+            entry = self._lanes[lane]
+            entry[1] += num_bytes
+            entry[2] += 1
 
     def read(self) -> dict[str, LaneTotal]:
         """The totals now, one entry for each known lane and for any other that was used."""

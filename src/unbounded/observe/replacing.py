@@ -1,4 +1,4 @@
-"""Files that the user names for us to write: made anew, or put in the place of an older one of ours.
+"""Files that the user names for us to write: newly made, or put in the place of an older one of ours.
 
 Anything else that is found there (a device, a FIFO, a folder, a file of another kind or of another user) stays as
 it is, and is an error before any work is done.

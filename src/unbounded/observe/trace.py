@@ -104,25 +104,39 @@ class _DeviceSpan(AbstractContextManager[None]):
 
 
 class _Untimed(AbstractContextManager[None]):
-    def __exit__(self, *_: object) -> None:
-        return None
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 _UNTIMED = _Untimed()
+_has_device = False
 
 
 def device_span(lane: str, name: str, stream: Any = None, bytes: int = 0) -> AbstractContextManager[None]:
     """Mark work that is put on `stream` (the current CUDA stream if None) inside the `with`; on CPU, as `span`."""
-    if stream is None:
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            return span(lane, name, bytes)
-        if _recorder is not None or _times_device:
-            stream = torch.cuda.current_stream()
+    if stream is None and not (_has_device or _find_device()):
+        return span(lane, name, bytes)
     if _recorder is None and not _times_device:
         _totals.count(lane, bytes)
         return _UNTIMED
-    return _DeviceSpan(lane, name, stream, bytes)
+    return _DeviceSpan(lane, name, stream if stream is not None else sys.modules["torch"].cuda.current_stream(), bytes)
+
+
+def _find_device() -> bool:
+    """Whether CUDA is in use: once it is, it stays so in this process, and is not asked again on the hot path."""
+    global _has_device
+    torch = sys.modules.get("torch")
+    _has_device = torch is not None and torch.cuda.is_initialized()
+    return _has_device
+
+
+def _forget_device() -> None:
+    global _has_device
+    _has_device = False
+
+
+os.register_at_fork(after_in_child=_forget_device)
 
 
 def mark(kind: str, name: str) -> AbstractContextManager[None]:

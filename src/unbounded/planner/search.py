@@ -1,7 +1,7 @@
 """The best way to train a model on a machine: axes, stage, micro-batch, format, the tiers of units, policies of blocks.
 
-What is discrete and few (axes, stage, format, micro-batch) is gone through in the order of what it can reach at
-best; for each the integer program of `solve` chooses placements and activation policies together. Deterministic.
+What is discrete and few (axes, stage, format, micro-batch) is tried in the order of the best that each can reach;
+for each the integer program of `solve` chooses placements and activation policies together. Deterministic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unbounded.planner.step.peaks import activation_moments, moment_bytes, worki
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planner.unit_bytes import UnitBytes, UnitPlace, read_placement
 
-# Of what a machine has, what a job may plan with: a driver's context and the allocator's gaps, the system, the disk's.
+# The part of each tier that a job may plan with. The rest is the driver's, the allocator's gaps, the system's.
 USABLE = {"device": 0.9, "host": 0.9, "disk": 0.95}
 POLICIES = ("keep", "recompute", "host")
 # Nodes of a program: few to rank ways by, many for the one that is taken.

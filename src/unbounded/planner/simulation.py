@@ -1,4 +1,4 @@
-"""A given way of training on a given machine: what a step takes and where it needs how many bytes. Pure arithmetic.
+"""A given way of training on a given machine: a step's time, and its bytes on each tier. Pure arithmetic.
 
 The simulator follows what it is told: one tier for each kind of state, one policy for all blocks. `search` chooses.
 """

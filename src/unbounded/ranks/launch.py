@@ -39,6 +39,11 @@ def local_device(kind: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def spare_device() -> torch.device:
+    """What picks the backend where a model is on no device yet: this rank's own GPU if there is a group to be made."""
+    return local_device("cuda" if torch.cuda.is_available() else "cpu") if is_due() else torch.device("cpu")
+
+
 def join(device: torch.device) -> bool:
     """All ranks must call this. Makes the process group where a launcher started several ranks and nobody has made it.
 

@@ -19,7 +19,7 @@ from unbounded.parallel.pipeline.stages import cut_model
 from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.ranks.wire import Wire
 from unbounded.zero.full_values import full_values
-from unbounded.zero.gradients.copies import sum_copies
+from unbounded.zero.gradients.copies import leave_to_first, sum_copies
 from unbounded.zero.setup.assembly import Sharded
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
@@ -104,7 +104,12 @@ def pipeline(
     axes, parts = state.engine.axes, model.__dict__[_PARTS]
     wire = Wire(axes.pipeline)
 
-    def add_up() -> None:
+    @contextmanager
+    def summed() -> Iterator[None]:
+        for ranks, parameters in parts.copies:
+            if axes.pipeline.rank != ranks[0]:
+                leave_to_first(parameters)
+        yield
         for ranks, parameters in parts.copies:
             sum_copies(parameters, lambda tensor: sum_among(tensor, ranks, wire))  # noqa: B023
 
@@ -117,7 +122,7 @@ def pipeline(
         schedule=state.plan.schedule or "1f1b",
         num_micros=state.plan.microbatches if axes.pipeline.size > 1 else 1,
         trainer=state.optimizer,
-        sum_copies=add_up,
+        summed=summed,
         loss=loss,
         targets=targets,
         reduction=reduction,

@@ -179,6 +179,17 @@ class Tiers:
             raise
         self.planned_host_bytes += min(0, num_bytes)
 
+    @contextmanager
+    def all_or_none(self) -> Iterator[dict[str, Array]]:
+        """Gives a dict to put new arrays into. Where the block raises, those that are in it are freed again."""
+        made: dict[str, Array] = {}
+        try:
+            yield made
+        except BaseException:
+            for array in made.values():
+                self.free(array)
+            raise
+
     def free(self, array: Array) -> None:
         """Gives back an array of `allocate`."""
         num_bytes = array.numel * array.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What `unbounded train` does: `run(Config(...))` does from Python what the command does.
+"""The job of `unbounded train`: `run(Config(...))` does from Python what the command does.
 
 from unbounded.train import Config, run
 summary = run(Config(model="folder", data=("data.jsonl",), output="runs/mine"))

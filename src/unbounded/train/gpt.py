@@ -34,7 +34,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw the weights again."""
         nn.init.normal_(self.weight, std=0.02 * self.gain)
 
 
@@ -42,7 +42,7 @@ class Embedding(nn.Embedding):
     """An embedding whose rows begin as narrow normal noise."""
 
     def reset_parameters(self) -> None:
-        """Draw the rows anew."""
+        """Draw the rows again."""
         nn.init.normal_(self.weight, std=0.02)
 
 

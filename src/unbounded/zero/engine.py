@@ -313,7 +313,7 @@ class Engine:
             self.settle()
 
     def refuse_inside_full_params(self, what: str) -> None:
-        """Raises where parameters are shown whole: what is written to them reaches the tiers at the end of it."""
+        """Raises while parameters are shown whole: what is written to them reaches the tiers only afterwards."""
         if self.is_shown:
             raise StateError(
                 f"{what} was called inside `with unbounded.full_params(model):`, where what is written to parameters "

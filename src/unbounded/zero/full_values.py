@@ -49,7 +49,7 @@ def full_values(engine: Engine) -> Iterator[None]:
 
 
 def _open(unit: Unit, tensor: Axis, before: dict[Unit, torch.Tensor]) -> None:
-    """Shows a gathered unit's values in its parameters, whole; `before` gets a copy of the owned ones once they are."""
+    """Shows a gathered unit's values in its parameters, whole; `before` then gets a copy of the owned ones."""
     owned = unit.owned_part().clone()  # first: without memory for it nothing is shown
     unit.views.show()
     before[unit] = owned

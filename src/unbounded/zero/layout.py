@@ -105,7 +105,7 @@ def lay_out(
 
 
 def deal_slots(layout: Layout, first: int) -> tuple[int, ...]:
-    """The rank that makes each parameter whole where an update needs that: the largest first, to who has least so far.
+    """The rank that makes each parameter whole for an update that needs it: the largest first, to who has the least.
 
     `first` varies who comes first, from unit to unit.
     """

@@ -128,13 +128,13 @@ class Unit:
         self._templates, self.picks = _templates(layout)
         self._take_storage()
 
-        # Where it lives; set when the model is built, and anew where a frozen unit is trained (`thawing`).
+        # Where it lives; set when the model is built, and again when a frozen unit is first trained (`thawing`).
         self.owned = (0, layout.numel)
         self.resident = False
         self.streamed = False  # states on the host, updated by the GPU
         self.weights: Array
         self.rule: UpdateRule | None = None  # what updates it, from `states`; None: nothing does
-        self.rule_if_trained: UpdateRule | None = None  # what will, where it is frozen yet
+        self.rule_if_trained: UpdateRule | None = None  # what would update it if it were trained
         self.states: dict[str, Array] = {}
         self.homes: tuple[int, ...] = ()  # who makes each parameter whole, where an update needs that
         self.rank = 0
@@ -241,7 +241,7 @@ class Unit:
         return list(map(_unflatten(flat, self._templates).__getitem__, self.picks))
 
     def cut(self) -> list[torch.Tensor]:
-        """Fresh views of the gathered buffer for every slot and every padding between them.
+        """Fresh views of the gathered buffer, one for every slot and for the padding between slots.
 
         Each has a version counter of its own: a change of one parameter in place is not one of all the others.
         """
@@ -254,7 +254,7 @@ class Unit:
         if self._lasting is None:
             self._lasting = self.cut()
             self._num_owners += len(self._lasting)
-            for view in self._lasting:  # what registers them anew inside a forward must take them for parameters
+            for view in self._lasting:  # code that registers them again inside a forward must take them for parameters
                 view._is_param = True  # type: ignore[attr-defined]
         return self._lasting
 
@@ -265,7 +265,7 @@ class Unit:
             self._lasting = None
 
     def note_change(self) -> None:
-        """The weights become others than a graph has seen."""
+        """The weights change: graphs that were built before have seen other ones."""
         self.generation += 1
         self.views.note_change()
 

@@ -20,6 +20,8 @@ from unbounded.checkpoint.foreign.distributed import is_distributed, read_distri
 from unbounded.checkpoint.format.values import encode
 from unbounded.checkpoint.saving import save
 from unbounded.errors import CheckpointError, UnsavableError
+from unbounded.ranks import launch
+from unbounded.ranks.mesh import world_axis
 from unbounded.sharding.placing import shard
 
 
@@ -27,15 +29,28 @@ def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[
     """All ranks must call this. Writes the DeepSpeed ZeRO-3 or torch distributed checkpoint in `source` to `folder`.
 
     Weights, moments, step counts, param groups and buffers come along; `unbounded.load` then reads it like any other
-    checkpoint, under any plan. Pickled objects are refused. Returns what was found.
+    checkpoint, under any plan. Pickled objects are refused. Returns what was found. What one rank cannot read is every
+    rank's error. Ranks that wait for one that never calls this say so after a minute.
     """
-    path = Path(source).expanduser()
-    content = _read(path)
+    launch.join(launch.spare_device())
+    content = _read_alike(Path(source).expanduser())
     skeleton = build_skeleton(content)
     optimizers = _build_optimizers(skeleton, content)
     plan = {"stage": 3, "disk_path": str(Path(folder).expanduser().absolute().parent)}
     model, sharded = shard(skeleton, optimizers[0] if len(optimizers) == 1 else optimizers or None, plan)
     save(folder, model, sharded, **_plain(content.extra))
+    return content
+
+
+def _read_alike(path: Path) -> Content:
+    """All ranks must call this. What is in the folder, where every rank can read it."""
+    content, error = None, None
+    try:
+        content = _read(path)
+    except Exception as caught:
+        error = caught
+    world_axis().agree(error, what="unbounded.import_checkpoint()")
+    assert content is not None
     return content
 
 
@@ -120,7 +135,7 @@ class _StoredStates(dict):  # type: ignore[type-arg]
         if stored is None or not stored.moments:
             return default
         held: dict[str, torch.Tensor] = {name: read().float() for name, read in stored.moments.items()}
-        # Some keep no count: that there are states says then that the next update is not the first.
+        # Some optimizers keep no count. That there are states then says that the next update is not the first.
         return {**({"step": torch.tensor(float(stored.steps))} if stored.steps else {}), **held}
 
 
@@ -148,7 +163,7 @@ _FACTORS = frozenset({"row_var", "col_var", "variance"})
 
 
 def _build_optimizers(model: nn.Module, content: Content) -> list[torch.optim.Optimizer]:
-    """The optimizer that the states are of; several where groups have states of different ones, as Muon and AdamW."""
+    """The optimizer whose states these are; several if groups have those of different ones, such as Muon and AdamW."""
     runs: list[tuple[tuple[Any, dict[str, Any]], list[StoredGroup]]] = []
     for group in content.groups:
         kind = _kind_of(group, content)
@@ -168,7 +183,7 @@ def _build_optimizers(model: nn.Module, content: Content) -> list[torch.optim.Op
 
 
 def _kind_of(group: StoredGroup, content: Content) -> tuple[Any, dict[str, Any]]:
-    """What keeps the states of a group; one that has none yet is taken for all groups' optimizer."""
+    """The optimizer of a group, by its states; a group without states is taken to have that of the others."""
     everything = [stored.moments for stored in content.parameters.values()]
     own = [content.parameters[name].moments for name in group.names if name in content.parameters]
     names: frozenset[str] = frozenset().union(*own) or frozenset().union(*everything)
@@ -191,7 +206,7 @@ def _known(group: StoredGroup, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the values that came along a checkpoint of ours can hold."""
+    """Those of the values that came along that a checkpoint of ours can hold."""
     found = {}
     for key, value in extra.items():
         try:

@@ -32,7 +32,7 @@ NICENESS = 10
 
 
 def disk_engine(*, in_background: bool = False) -> DiskEngine:
-    """The process's engine for checkpoints, kept: it finds out while working how much a disk likes in flight.
+    """The process's engine for checkpoints, kept: it learns as it works how many transfers suit a disk.
 
     The one for work in the background has threads that give way to those of the training.
     """

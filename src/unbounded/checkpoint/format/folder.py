@@ -32,7 +32,7 @@ _EXCHANGE = 2
 _AT_FDCWD = -100
 # How often a folder is looked for that another job may be replacing at the same time.
 LOOKS = 5
-# How often one is read. Each time but the first is begun only where it was replaced during the one before.
+# How often a checkpoint is read: again only if it was replaced during the read before.
 ATTEMPTS = 20
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def find(folder: str | os.PathLike[str]) -> Path:
 
 
 def read_whole(folder: str | os.PathLike[str], work: Callable[[Path], T]) -> T:
-    """What `work` gives for the checkpoint in `folder`. Where another replaces it meanwhile, it is asked again."""
+    """What `work` returns for the checkpoint in `folder`; it is called again if another replaces that meanwhile."""
     for attempt in range(1, ATTEMPTS + 1):
         path = find(folder)
         before = identify(path)
@@ -73,7 +73,7 @@ def read_whole(folder: str | os.PathLike[str], work: Callable[[Path], T]) -> T:
 
 
 def identify(folder: Path) -> tuple[int, ...] | None:
-    """What is different after the checkpoint in `folder` was replaced by another; None where there is none."""
+    """A value that changes when the checkpoint in `folder` is replaced by another; None if there is none."""
     try:
         held = os.stat(folder / FILE_NAME)
     except OSError:

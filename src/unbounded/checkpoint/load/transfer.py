@@ -254,7 +254,7 @@ def _slots(job: Conversion) -> Iterator[tuple[Slot, int, int]]:
 
 
 def _whole_target(copies: Sequence[Copy], blocks: Sequence[BlockRange]) -> torch.Tensor | None:
-    """The memory of an array that takes exactly what is read, where there is such a one."""
+    """The memory of an array that takes exactly what is read, if there is one."""
     if len(copies) != 1 or len(blocks) != 1:
         return None
     return direct_target(copies[0], blocks[0].start, blocks[0].stop)

@@ -65,7 +65,7 @@ class Pipeline:
         schedule: str,
         num_micros: int | None,
         trainer: PipelineOptimizer | None,
-        sum_copies: Callable[[], None],
+        summed: Callable[[], AbstractContextManager[None]],
         loss: Loss | None = None,
         targets: Sequence[str] = (),
         reduction: str = "mean",
@@ -73,7 +73,7 @@ class Pipeline:
         self.model, self.hollow, self.axis, self.device = model, hollow, axis, device
         self.schedule, self.num_micros, self.loss = schedule, num_micros, loss
         self.targets, self.reduction = frozenset(targets), reduction
-        self.trainer, self.sum_copies = trainer, sum_copies
+        self.trainer, self.summed = trainer, summed  # around the passes of a batch: adds up what several stages hold
         self.chunks, self.num_stages = hollow.cutting.chunks, axis.size * hollow.cutting.chunks
         self.exchange = StageExchange(axis, device) if axis.size > 1 else None
         self._base = unwrap(model)
@@ -99,11 +99,9 @@ class Pipeline:
         self._passes: dict[tuple[int, int], _MicroState] = {}
         self._prepare_draws(micros)
         deferring = self.trainer.no_sync() if self.trainer is not None and trains else nullcontext()
-        with deferring:
+        with deferring, self.summed() if trains else nullcontext():
             for action in order:
                 self._do(action, micros[action.micro])
-            if trains:
-                self.sum_copies()
         if self.exchange is not None:
             self.exchange.finish()
         self._draws.finish()

@@ -1,8 +1,8 @@
 """The choice behind a plan as an integer program: which option for how many of each group of equal things.
 
 A step is phases one after the other, and a phase takes as long as its slowest lane. Each option adds seconds to lanes
-and bytes to tiers, so the time of a step is a sum of maxima of linear functions of the counts: dropping that counts
-are whole makes it a linear program, whose value no placement can beat. Branching on counts that are not whole closes
+and bytes to tiers, so the time of a step is a sum of maxima of linear functions of the counts: if counts need not
+be whole, it is a linear program, whose value no placement can beat. Branching on counts that are not whole closes
 the gap (`solve_program`), exactly among few things; among many it ends within a thousandth of the bound, or after
 `MAX_NODES`.
 """

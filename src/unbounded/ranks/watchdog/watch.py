@@ -168,9 +168,9 @@ class Watch:
 
     def _find_reason(self, error: RuntimeError, post: Post) -> str:
         """Why a connection broke: mostly because a rank at its other end failed or was killed."""
-        what, deadline = post.what, time.monotonic() + max(FAREWELL_SECONDS, 6 * self.beat)
+        what, began = post.what, time.monotonic()
         with self.heartbeat.looking():
-            while time.monotonic() < deadline:
+            while time.monotonic() - began < max(FAREWELL_SECONDS, 2 * self._silence_limit()):
                 reason = self._reason or self._told(what) or self._missing(what)
                 if reason is not None:
                     return reason
@@ -179,10 +179,13 @@ class Watch:
 
     def _missing(self, what: str) -> str | None:
         for seen in self.heartbeat.seen().values():
-            if seen.rank != self.rank and (seen.has_left or seen.silent_seconds >= max(3 * self.beat, 1.0)):
+            if seen.rank != self.rank and (seen.has_left or seen.silent_seconds >= self._silence_limit()):
                 why = f"which has ended. {seen.last()}." if seen.has_left else verdict.describe_silence(seen)
                 return f"rank {self.rank} was in {what} with rank {seen.rank}, {why}"
         return None
+
+    def _silence_limit(self) -> float:
+        return verdict.silence_limit(self.beat, self.heartbeat.gaps)
 
     def _watch_device(self) -> None:
         """A thread that waits for the device cannot be raised in: where the device waits in vain, the process ends."""
@@ -212,12 +215,34 @@ def watch_job() -> Watch | None:
     if group is None or dist.get_backend(group) == "fake":
         return None
     if group not in _watches:
-        run: list[Any] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(run, src=0)
         store = dist.distributed_c10d._get_default_store()
-        notices = Notices(store, run[0], dist.get_rank(), dist.get_world_size())
+        notices = Notices(store, _name_run(group), dist.get_rank(), dist.get_world_size())
         _watches[group] = Watch(Heartbeat(group, notices))
     return _watches[group]
+
+
+def _name_run(group: dist.ProcessGroup) -> str:
+    """All ranks must call this. A name that only this job has.
+
+    Nobody watches yet, and a rank may prepare data for long before it comes: the others wait as long as torch lets
+    them, and say so.
+    """
+    config = str(dist.get_backend_config(group))
+    device = "cuda" if "nccl" in config and "gloo" not in config else "cpu"
+    name = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=device)
+    work, begun, is_told = dist.broadcast(name, src=0, async_op=True), time.monotonic(), False
+    assert work is not None
+    while not work.is_completed():
+        time.sleep(0.001)
+        if not is_told and time.monotonic() - begun > LIMIT_SECONDS:
+            is_told = True
+            print(
+                f"unbounded: rank {dist.get_rank()} has waited {LIMIT_SECONDS:.0f} s for the other ranks to come to "
+                "their first call of unbounded. Every rank must make it.",
+                file=sys.stderr,
+            )
+    work.wait()
+    return bytes(name.tolist()).hex()
 
 
 def _keep_for_ever(*parts: object) -> None:

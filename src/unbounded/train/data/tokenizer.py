@@ -192,7 +192,7 @@ def _bytes(text: str) -> Ids:
 
 
 def _first(tokenizer: Any, *names: str) -> int | None:
-    """The first of these special tokens that a tokenizer has: BERT's kind name theirs otherwise."""
+    """The first of these special tokens that a tokenizer has: BERT and its relatives name theirs differently."""
     ids = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
     return next((token for token in ids if token is not None), None)
 

@@ -2,7 +2,7 @@
 
 A field left None is open; `settings` closes it for the machine and model at hand. Kept free of torch, so that
 `unbounded train --help` is quick. The bounds of a number are `above` and `below` (excluded), `least` and `most`
-(included): beyond them it cannot be meant, or would never end.
+(included): a value beyond them cannot be meant, or would never end.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from unbounded.train.options.settings import Settings
 from unbounded.train.run.output import RunFolder
 from unbounded.train.step.loop import Outcome, Trainer, find_culprit
 
-_MAX_SKIPPED = 10  # in a row: what does not pass is no accident
+_MAX_SKIPPED = 10  # in a row: what does not go away is no accident
 
 
 class Guard:

@@ -1,11 +1,11 @@
-"""The output folder of a run: what the run is of, and its checkpoints, one folder a step, the last few of them kept.
+"""The output folder of a run: what it trains, and its checkpoints, one folder a step, the last few of them kept.
 
     run.json             what the run trains: a start that trains something else is told so
     metrics.jsonl        see `unbounded.observe.metrics`
     step-00000100/       a checkpoint
-    replaced-00000100/   one of an earlier run that was begun anew; it goes once this run has a checkpoint of its own
+    replaced-00000100/   one of an earlier run that was started over; removed once this run has its own
 
-A run that begins anew renames the old checkpoints before its first step, so that no later start takes them for its
+A run that starts over renames the old checkpoints before its first step, so that no later start takes them for its
 own, however this one ends.
 """
 

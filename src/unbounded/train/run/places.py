@@ -1,4 +1,4 @@
-"""Where a run will write, checked before anything is built; and what the run is of, as its folder remembers it."""
+"""Where a run will write, checked before anything is built; and what the run trains, as its folder records it."""
 
 from __future__ import annotations
 

@@ -29,6 +29,16 @@ def sum_copies(parameters: Sequence[torch.nn.Parameter], add_up: Callable[[torch
         position += view.numel()
 
 
+def leave_to_first(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Every rank but the first that holds copies must call this before a batch.
+
+    What `sum_copies` added up in the batches before, and was not reduced since, all of them have. It is counted once.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, ManagedParameter) and parameter._unit.gradient.local is not None:
+            _local(parameter).zero_()
+
+
 def _local(parameter: ManagedParameter) -> torch.Tensor:
     """This rank's gradient of a parameter that waits for its reduction, to be written to."""
     unit, gradient = parameter._unit, parameter._unit.gradient

@@ -72,7 +72,7 @@ class Gradient:
 
     @property
     def growth_bytes(self) -> int:
-        """What the device will hold more of once another backward was added: the first is kept as it came."""
+        """How many more bytes the device will hold once another backward is added: the first is kept as it came."""
         if self.tier != "device" or self.state is not GradientState.HELD or self.store.is_wide:
             return 0
         return self.store.numel * (self.store.sum_dtype.itemsize - self.store.wire.itemsize)

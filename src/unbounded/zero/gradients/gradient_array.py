@@ -34,7 +34,7 @@ class GradientArray:
         self.sum_dtype = torch.promote_types(sum_dtype, wire) if sum_dtype != wire else wire
         self.array: Array | None = None
         self.is_wide = tier == "disk"  # there a second copy, to widen from, has no room
-        self.num_changes = 0  # counted before and after each, so that who reads meanwhile can tell
+        self.num_changes = 0  # counted before and after each, so that whoever reads meanwhile can tell
         self._allocate_on: Allocate
         self._bounce: BufferPool
 
@@ -159,7 +159,7 @@ class GradientArray:
         return self.tier == "device" and not self.is_wide and self.sum_dtype != self.wire
 
     def leave(self) -> None:
-        """Leaves its memory on the device to who else holds it, and goes on in a copy."""
+        """Leaves its memory on the device to whoever else holds it, and goes on in a copy."""
         assert self.array is not None
         self.array = MemoryArray(self.array.direct.clone(), "device")  # type: ignore[union-attr]
 

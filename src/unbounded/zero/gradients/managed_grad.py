@@ -104,6 +104,7 @@ class ManagedGrad(torch.Tensor):
 
 
 _alive: weakref.WeakKeyDictionary[Gradient, dict[int, weakref.ref[ManagedGrad]]] = weakref.WeakKeyDictionary()
+_blanks: weakref.WeakKeyDictionary[Gradient, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def grad_of(unit: Any, index: int) -> ManagedGrad | None:
@@ -116,11 +117,20 @@ def grad_of(unit: Any, index: int) -> ManagedGrad | None:
     grad = reference() if reference is not None else None
     dtype = gradient.store.dtype
     if grad is None or not grad._is_kept or grad.dtype != dtype:
-        shape = gradient.layout.slots[index].shape
-        grad = torch.Tensor._make_subclass(ManagedGrad, torch.zeros((), dtype=dtype, device=unit.device).expand(shape))
+        grad = torch.Tensor._make_subclass(ManagedGrad, _blank(unit, index, dtype))
         grad._unit, grad._index = unit, index
         alive[index] = weakref.ref(grad)
     return grad
+
+
+def _blank(unit: Any, index: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a handle holds in the place of values. Kept: frameworks ask for every gradient to clear it, step by step."""
+    blanks = _blanks.setdefault(unit.gradient, {})
+    blank = blanks.get(index)
+    if blank is None or blank.dtype != dtype:
+        shape = unit.gradient.layout.slots[index].shape
+        blank = blanks[index] = torch.zeros((), dtype=dtype, device=unit.device).expand(shape)
+    return blank
 
 
 def keep_alive(gradient: Gradient, indices: Iterable[int] | None = None) -> None:

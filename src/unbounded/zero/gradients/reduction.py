@@ -111,7 +111,7 @@ class Reduction:
         self._fresh.clear()
 
     def flush(self, unit: Unit, *, wide: bool) -> None:
-        """All ranks of the axis must call this, alike. Reduces what was collected; zeros where this rank has nothing.
+        """All ranks of the axis must call this alike. Reduces what was collected, or zeros if this rank has nothing.
 
         `wide` says whether any rank may have a sum of several backwards; uses in one are rounded once, like one.
         """

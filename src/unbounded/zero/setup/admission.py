@@ -28,12 +28,10 @@ from unbounded.zero.setup.blueprint import DTYPES
 from unbounded.zero.sites import Member, find_members
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class Admitted:
-    """What `shard` was given, checked and the same on every rank. `groups` is every trained parameter's, by its id."""
+    """What `shard` was given, checked and the same on every rank. `groups` are by the parameter's id."""
 
     members: list[Member]
     plan: Plan
@@ -77,11 +75,11 @@ def admit(
 
 
 def _own_device(model: nn.Module) -> torch.device:
-    """Where this rank will run, as far as that picks the backend: its own GPU where the model has no place yet."""
+    """What picks this rank's backend: the model's GPU, or the rank's own where the model is on none yet."""
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     if first is not None and first.device.type == "cuda":
         return first.device
-    return launch.local_device("cuda" if torch.cuda.is_available() else "cpu") if launch.is_due() else _CPU
+    return launch.spare_device()
 
 
 def _mark_model(model: nn.Module, members: list[Member]) -> int:
@@ -117,7 +115,7 @@ def _own_paths(plan: Plan, rank: int) -> Plan:
 
 
 def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
-    """The parameters of a model that can be sharded. One that `is_known` to be sharded cannot."""
+    """The parameters of a model; raises if it cannot be sharded, or is sharded already (`is_known`)."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"shard was given a {type(model).__name__} as the model. Give an nn.Module.")
     if isinstance(model, torch.jit.ScriptModule):

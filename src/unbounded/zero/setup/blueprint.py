@@ -48,7 +48,7 @@ WHOLE_BYTES = 48
 
 @dataclass(eq=False, kw_only=True)
 class UnitShape:
-    """What the bytes of a unit follow from."""
+    """What determines the bytes of a unit."""
 
     name: str
     dtype: torch.dtype
@@ -251,7 +251,7 @@ def plan_units(
     own = budgets.measure(plan, device, budgets.local_size(world_size))
     everyone = ranks.objects((own, budgets.this_machine(plan, device, world_size)))
     on_device, host, disk = (min(column) for column in zip(*(sizes for sizes, _ in everyone), strict=True))
-    machine = everyone[0][1]  # all ranks decide by one
+    machine = everyone[0][1]  # so that all ranks decide alike
     arrays = 2 + max((len(spec.rule_if_trained.specs) for spec in specs if spec.rule_if_trained is not None), default=0)
     buffers = budgets.size_buffers(host, arrays)
     largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
@@ -353,7 +353,7 @@ def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
 
 
 def _check_gathered(specs: Sequence[UnitSpec], places: Sequence[UnitPlace], plan: Plan, device_bytes: int) -> None:
-    """What runs must be on the device, whole, for as long as it runs."""
+    """Raises unless the device has room for each unit, whole, while it runs."""
     rows = [
         (spec.layout.numel * spec.dtype.itemsize, spec.name)
         for spec, where in zip(specs, places, strict=True)

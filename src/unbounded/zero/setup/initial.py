@@ -93,8 +93,7 @@ class Installer:
         store: ExtentStore | None = None,
     ) -> dict[str, Array]:
         """The arrays that `rule` keeps for `numel` weights, with the values of `given`; none where one fails."""
-        states: dict[str, Array] = {}
-        try:
+        with self.tiers.all_or_none() as states:
             for spec in rule.specs:
                 tier = places["remainder"] if spec.name == "remainder" else places["optimizer"]
                 # States that only the host's kernel touches need no pinning.
@@ -104,10 +103,6 @@ class Installer:
                 value = given.get(spec.name)
                 if value is not None and bool(value.any()):
                     array.evict(value.contiguous()).wait()
-        except BaseException:
-            for array in states.values():
-                self.tiers.free(array)
-            raise
         return states
 
 
@@ -134,13 +129,13 @@ def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
     names = {spec.name for spec in unit.rule.specs} if unit.rule is not None else set()
     for index, parameter in enumerate(unit.views.parameters if carried is not None and unit.trainable else ()):
         assert carried is not None
-        # Some keep their counts and running numbers as such.
+        # Some optimizers keep counts and running values as plain numbers.
         tensors = {
             name: torch.as_tensor(value)
             for name, value in carried(parameter).items()
             if isinstance(value, torch.Tensor | int | float)
         }
-        # States on meta are what an optimizer is made with, as Adagrad's first sums: the rule fills them itself.
+        # States on the meta device are first ones, such as Adagrad's sums: the rule fills them in itself.
         held = {name: value for name, value in tensors.items() if not value.is_meta}
         # SGD, Muon and Lion keep no count. Once there are states the next update is not the first, which begins them.
         unit.steps[index] = int(held.pop("step", bool(held)))

@@ -219,7 +219,7 @@ class ModuleFill:
                 self.given.read(prefix + key, tensor, is_buffer=is_buffer, rows=rows_of(module), cut=cut)
 
     def _check_filled(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What nobody has written to would be taken for values: a rotary table that only `__init__` computes."""
+        """Refuses what nobody has written to and would pass for values: a rotary table that only `__init__` makes."""
         lost = [n for n, tensor in tensors.items() if _is_blank(tensor) and not self._comes_from_elsewhere(n)]
         if lost:
             owners = ", ".join(sorted({type(self._owner(name)).__name__ for name in lost}))

@@ -1,6 +1,6 @@
 """Training what was frozen at `shard`: a unit gets its gradient and its optimizer states when it is first unfrozen.
 
-A frozen unit has weights alone, whole on every rank below stage 3. To thaw it is this rank's own work, since each has
+A frozen unit has weights alone, whole on every rank below stage 3. Each rank thaws it by itself, since it has
 the values it needs: no rank waits for another here. What ranks have unfrozen and frozen is compared before their next
 collective instead (`describe`, which goes with whatever they announce).
 """
@@ -101,7 +101,7 @@ class Thawing:
         self._described = ""
 
     def describe(self) -> str:
-        """What is trained and what is frozen otherwise than at `shard`."""
+        """Which parameters were unfrozen and frozen since `shard`."""
         if not self._described:
             parts = []
             for text, is_trained in (("unfrozen since shard", True), ("frozen since shard", False)):

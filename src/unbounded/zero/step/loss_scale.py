@@ -11,8 +11,8 @@ from unbounded.planner.plan import Plan
 class LossScale:
     """The scale and how long it has held. It halves on overflow and doubles after `growth_interval` good steps.
 
-    With a `hysteresis` of 2 the first overflow only skips its step; once the scale has doubled again, so does the next
-    one's first. A `growth_interval` of 0 keeps the scale as it is.
+    With a `hysteresis` of 2 the first overflow only skips its step, and so does the first one after the scale has
+    doubled again. A `growth_interval` of 0 keeps the scale as it is.
     """
 
     value: float = 2.0**16

@@ -57,7 +57,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = optimizer.param_groups, _NoStates()
         self.engine, self.updates, self.tiers, self.plan = engine, updates, tiers, plan
         for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
-            member._opt_called = True  # type: ignore[attr-defined]  # schedulers made before ask whether a step was
+            member._opt_called = True  # type: ignore[attr-defined]  # schedulers made before `shard` ask
         self.kind, self._given = kind_of(optimizer), optimizer
         self.loss_scale = LossScale.of_plan(plan)
         self.skipped_steps = 0

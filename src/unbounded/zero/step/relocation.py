@@ -46,16 +46,11 @@ class Relocation:
         unit.streamed = unit.device.type == "cuda" and is_carried
 
     def _copy(self, unit: Unit, tier: str) -> dict[str, Array]:
-        states: dict[str, Array] = {}
-        try:
+        with self._tiers.all_or_none() as states:
             for name, array in unit.states.items():
                 assert array.direct is not None
                 states[name] = self._tiers.allocate(tier, array.dtype, array.numel, self._bounce, pin=False)
                 states[name].evict(array.direct).wait()
-        except BaseException:
-            for array in states.values():
-                self._tiers.free(array)
-            raise
         return states
 
 

@@ -111,7 +111,7 @@ class UpdatePass:
         self._every = {spec.name: spec.every for spec in rule.specs}
 
     def run(self, pieces: Iterable[Piece], *, on_home: Notify, on_written: Notify) -> None:
-        """Updates the pieces in order. Says of each unit when its new weights are home, and when all its states are.
+        """Updates the pieces in order. Tells when each unit's new weights are home, and when all its states are.
 
         Reads of the next unit and writes of the last go on meanwhile: the disk never waits for a unit to be over.
         """

@@ -42,7 +42,7 @@ from unbounded.zero.step.update_pass import (
 )
 from unbounded.zero.unit import Unit
 
-# Through a GPU go pieces that many times as large, so many at a time: each takes Python's time from launching kernels.
+# Pieces through a GPU: how much larger, and how many at a time. Each takes time that Python needs to launch kernels.
 STREAMED_TIMES, STREAMED_DEPTH = 2, 2
 
 
@@ -82,9 +82,9 @@ class Lanes:
         return [self.whole, self.buffered, *self.streams, self.direct]
 
     def lane_for(self, unit: Unit, num_streamed: int) -> Lane:
-        """Everything that takes buffers is in one lane: two that wait for each other's would wait for ever.
+        """Everything that takes buffers is in one lane: two that waited for each other's buffers would deadlock.
 
-        So is everything that ranks exchange whole parameters for: they meet by the order alone.
+        So is everything for which ranks exchange whole parameters: they meet by the order alone.
         """
         if unit.needs_wholes:
             return self.whole
@@ -174,7 +174,7 @@ class Updates:
                 unit.weights_ready, unit.states_written = work.home, work.written
                 unit.gradient.reading = work.written
                 self.engine.gathering.invalidate(unit)
-            elif not unit.is_whole:  # all that is used of it is a peer's, which will gather it anew
+            elif not unit.is_whole:  # all that is used of it is a peer's, and will be gathered again
                 self.engine.gathering.invalidate(unit)
 
     def _run_now(self, unit: Unit, pieces: list[Piece]) -> None:
@@ -227,7 +227,7 @@ class Updates:
 
 
 def _read_factors(work: Iterable[UnitUpdate]) -> None:
-    """Factors that the device has computed become numbers, each waited for once: mostly one is everybody's."""
+    """Turns factors that the device has computed into numbers, waiting once for each: usually all units share one."""
     numbers: dict[int, float] = {}
     for piece in (piece for part in work for piece in part.pieces):
         if isinstance(piece.factor, torch.Tensor):
