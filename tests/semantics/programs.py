@@ -131,3 +131,14 @@ def compare(
     expected = run_plain(program, build, optimizer)
     for found in ranks(world_size, run_sharded, program, plan, stage, build, optimizer, extra):
         assert_same(found, expected)
+
+
+def compare_in(
+    precision: str, ranks: Any, world: tuple[int, str, int], program: Program, build: Any = Net, optimizer: Any = adamw
+) -> None:
+    """`program` in 16 bits under the plan of `world` against the same on one rank, with everything on the device."""
+    world_size, plan, stage = world
+    extra = {"precision": precision, "loss_scale": 1, "loss_scale_window": 0}
+    expected = run_sharded(0, 1, program, "device", 3, build, optimizer, extra)
+    for found in ranks(world_size, run_sharded, program, plan, stage, build, optimizer, extra):
+        assert_same(found, expected)

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,8 +130,11 @@ def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: 
         gc.enable()
 
 
-def what_is_left(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Threads and file descriptors after each of several models that came and went; groups wait for the next one."""
+def what_is_left(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[str]]:
+    """Threads and file descriptors after each of several models that came and went; groups wait for the next one.
+
+    And what the threads are called that are there at the end.
+    """
     left: list[tuple[int, int]] = []
     for plan in 4 * ("disk", "host"):
         model = make()
@@ -146,12 +150,12 @@ def what_is_left(rank: int, world_size: int) -> list[tuple[int, int]]:
                 break
             time.sleep(0.01)
         left.append(held)
-    return left
+    return left, sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def test_models_that_come_and_go_leave_no_threads_and_no_descriptors(ranks: Any) -> None:
-    for left in ranks(2, what_is_left):
+    for left, names in ranks(2, what_is_left):
         # The first two make the groups that the others use.
         for before, after in zip(left[2:], left[4:], strict=False):
-            assert after[0] <= before[0], left
+            assert after[0] <= before[0], (left, names)
             assert after[1] <= before[1], left

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.semantics.programs import ALONE, WORLDS, Net, adamw, compare, data, step, weights
+from tests.semantics.programs import ALONE, WORLDS, Net, adamw, compare, compare_in, data, step, weights
 
 pytestmark = pytest.mark.parametrize("world", WORLDS, ids=str)
 
@@ -122,6 +122,19 @@ def scaler(model: nn.Module, optimizer: Any) -> Any:
         scaler.update()
         optimizer.zero_grad()
     return losses, scaler.get_scale(), weights(model)
+
+
+def all_of_these(model: nn.Module, optimizer: Any) -> Any:
+    """One after the other, with what is exact in 16 bits too."""
+    programs = [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing]
+    return [program(model, optimizer) for program in programs]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_16_bits_every_plan_gives_what_one_device_gives(
+    ranks: Any, world: tuple[int, str, int], precision: str
+) -> None:
+    compare_in(precision, ranks, world, all_of_these)
 
 
 def norms_of_a_list(model: nn.Module, optimizer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from typing import Any
 
@@ -10,37 +11,82 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.semantics.programs import PLANS, Net, adamw, data, make, step
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, compare, data, make, step, weights
 from unbounded.errors import PlanError, StateError
 
 
-def test_changes_of_group_membership_are_refused() -> None:
-    model = make()
-    groups = [
-        {"params": list(model.first.parameters())},
-        {"params": [*model.last.parameters(), *model.blocks.parameters()]},
-    ]
-    model, optimizer = unbounded.shard(model, torch.optim.AdamW(groups, lr=1e-2))
-    step(model, optimizer)
-    moved = optimizer.param_groups[1]["params"].pop(0)
-    optimizer.param_groups[0]["params"].append(moved)
-    model(data()).sum().backward()
+def regrouped(model: nn.Module, optimizer: Any) -> None:
+    """Parameters that change their group."""
+    groups = optimizer.param_groups
+    groups[0]["params"].append(moved := groups[1]["params"].pop(0))
     with pytest.raises(StateError, match="between groups"):
         optimizer.step()
-    optimizer.param_groups[0]["params"].pop()
-    optimizer.param_groups[1]["params"].insert(0, moved)
-    optimizer.step()
+    groups[0]["params"].pop()
+    groups[1]["params"].insert(0, moved)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-def test_the_optimizer_from_before_shard_is_refused(foreach: bool) -> None:
-    model = make()
-    old = torch.optim.AdamW(model.parameters(), foreach=foreach)
-    model, optimizer = unbounded.shard(model, old)
-    model(data()).sum().backward()
-    with pytest.raises(StateError, match=r"optimizer that `shard` returned"):
-        old.step()
-    optimizer.step()
+def old_optimizer(model: nn.Module, optimizer: Any) -> None:
+    for foreach in (True, False):
+        optimizer._given.param_groups[0]["foreach"] = foreach
+        with pytest.raises(StateError, match=r"optimizer that `shard` returned"):
+            optimizer._given.step()
+
+
+def states(model: nn.Module, optimizer: Any) -> None:
+    """States that are read, and a beginning anew."""
+
+    def begin_anew() -> None:
+        optimizer.state = defaultdict(dict)
+
+    for use in (lambda: optimizer.state[model.last.weight]["exp_avg"], lambda: optimizer.state.clear(), begin_anew):
+        with pytest.raises(StateError, match=r"optimizer\.state is empty.*unbounded\.save"):
+            use()
+    assert len(optimizer.state) == 0
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def traced(model: nn.Module, optimizer: Any) -> None:
+    for trace in (lambda: torch.jit.trace(model, data()), lambda: torch.export.export(model, (data(),))):
+        with pytest.raises(StateError, match=r"cannot be traced or exported.*copy\.deepcopy"):
+            trace()
+
+
+def late_hook(model: nn.Module, optimizer: Any) -> None:
+    with pytest.raises(StateError, match=r"last\.weight.*post-accumulate-grad hook"):
+        model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def pickled(model: nn.Module, optimizer: Any) -> None:
+    for what in (model, model.last.weight):
+        with pytest.raises(StateError, match=r"unbounded\.save"):
+            pickle.dumps(what)
+
+
+def all_refused(model: nn.Module, optimizer: Any) -> Any:
+    """What would go wrong raises where it is done, and training goes on as if nothing had been."""
+    losses = []
+    for number, use in enumerate((regrouped, old_optimizer, states, traced, late_hook, pickled)):
+        is_sharded = hasattr(optimizer, "engine")
+        if is_sharded and use is traced:  # export reads gradients that are there
+            use(model, optimizer)
+        loss = model(data(number)).square().mean()
+        loss.backward()
+        if is_sharded and use is not traced:
+            use(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, weights(model)
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    others = [*model.last.parameters(), *model.blocks.parameters()]
+    return torch.optim.AdamW([{"params": list(model.first.parameters())}, {"params": others}], lr=1e-2, eps=1e-3)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_what_would_go_wrong_is_refused_and_changes_nothing(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, all_refused, Net, in_groups)
 
 
 def test_two_parameters_over_one_memory_are_refused() -> None:
@@ -57,31 +103,6 @@ def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:
         unbounded.shard(torch.jit.script(nn.Linear(3, 3)), None)
 
 
-def test_states_of_the_optimizer_are_read_and_reset_nowhere() -> None:
-    model = make()
-    model, optimizer = unbounded.shard(model, adamw(model))
-    step(model, optimizer)
-
-    def begin_anew() -> None:
-        optimizer.state = defaultdict(dict)
-
-    for use in (lambda: optimizer.state[model.last.weight]["exp_avg"], lambda: optimizer.state.clear(), begin_anew):
-        with pytest.raises(StateError, match=r"optimizer\.state is empty.*unbounded\.save"):
-            use()
-    assert len(optimizer.state) == 0
-    optimizer.load_state_dict(optimizer.state_dict())
-    step(model, optimizer)
-
-
-def test_a_sharded_model_is_not_traced_and_trains_on() -> None:
-    plain, model = make(), make()
-    model, optimizer = unbounded.shard(model, adamw(model))
-    for trace in (lambda: torch.jit.trace(model, data()), lambda: torch.export.export(model, (data(),))):
-        with pytest.raises(StateError, match=r"cannot be traced or exported.*copy\.deepcopy"):
-            trace()
-    assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -91,18 +112,24 @@ class Normed(nn.Module):
         return self.last(self.norm(self.net(x)))
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+def normed_outputs(rank: int, world_size: int, plan: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    model, _ = unbounded.shard(make(Normed), None, {**plan, "loss_scale": 1, "loss_scale_window": 0})
+    outputs = [model(data(number)).detach() for number in range(2)]
+    return outputs, {name: buffer.dtype for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("world", [*ALONE, (2, "device", 1), (2, "disk", 3)], ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_statistics_of_batch_norms_follow_the_precision_as_model_to_has_it(plan: str, precision: str) -> None:
+def test_statistics_of_batch_norms_follow_the_precision_as_model_to_has_it(
+    ranks: Any, world: tuple[int, str, int], precision: str
+) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     plain = make(Normed).to(dtype)
-    options: dict[str, Any] = {**PLANS[plan], "precision": precision, "loss_scale": 1, "loss_scale_window": 0}
-    model, _ = unbounded.shard(make(Normed), None, options)
-    for number in range(2):
-        torch.testing.assert_close(model(data(number)), plain(data(number).to(dtype)))
-    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
-        name: buffer.dtype for name, buffer in plain.named_buffers()
-    }
+    expected = [plain(data(number).to(dtype)).detach() for number in range(2)]
+    plan = {**PLANS[world[1]], "stage": world[2], "precision": precision}
+    for outputs, dtypes in ranks(world[0], normed_outputs, plan):
+        torch.testing.assert_close(outputs, expected)
+        assert dtypes == {name: buffer.dtype for name, buffer in plain.named_buffers()}
 
 
 class Tabled(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unbounded.ranks.watchdog.post import Post
-from unbounded.ranks.watchdog.verdict import Place, Seen, Wait, judge
+from unbounded.ranks.watchdog.verdict import LATEST_BEAT, Place, Seen, Wait, judge, silence_limit
 from unbounded.ranks.watchdog.watch import Watch
 
 LIMIT, BEAT = 60.0, 1.0
@@ -117,3 +117,10 @@ def test_a_collective_that_ends_just_after_a_slice_has_not_failed() -> None:
     watch.wait(work, None, post, limit=1.0)
     assert work.num_waits == 2
     assert not post.place().is_inside
+
+
+def test_a_rank_is_missing_after_three_beats_at_the_pace_of_this_ones_own() -> None:
+    assert silence_limit(1.0, []) == silence_limit(1.0, [0.25, 1.0]) == 3.0
+    assert silence_limit(0.1, [0.1]) == 1.0  # never sooner
+    assert silence_limit(1.0, [1.0, 4.0, 1.0]) == 12.0  # a machine on which this rank's own beats come late
+    assert silence_limit(1.0, [60.0]) == 3 * LATEST_BEAT

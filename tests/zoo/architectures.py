@@ -248,3 +248,47 @@ ARCHITECTURES = {
         {"vocab_size": VOCABULARY, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2},
     ),
 }
+
+
+def pixels(generator: torch.Generator) -> dict[str, Any]:
+    image = torch.randn(ROWS, 3, 32, 32, generator=generator)
+    return {"pixel_values": image, "labels": torch.randint(3, (ROWS, 32, 32), generator=generator)}
+
+
+def classes(generator: torch.Generator) -> dict[str, Any]:
+    return {**pixels(generator), "labels": torch.tensor([0, 2])}
+
+
+def series(generator: torch.Generator) -> dict[str, Any]:
+    values = torch.randn(ROWS, 20, 2, generator=generator)
+    return {"past_values": values[:, :16], "future_values": values[:, 16:]}
+
+
+# Models with statistics of norms and other float buffers, for 16 bits.
+BUFFERED: dict[str, Architecture] = {
+    "segformer": Architecture(
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        pixels,
+        {
+            "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 8],
+            "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+            "decoder_hidden_size": 8, "num_labels": 3,
+        },
+    ),
+    "mobilenet_v2": Architecture(
+        "MobileNetV2ForImageClassification",
+        "MobileNetV2Config",
+        classes,
+        {"num_labels": 3, "depth_multiplier": 0.1, "image_size": 32},
+    ),
+    "patchtst": Architecture(
+        "PatchTSTForPrediction",
+        "PatchTSTConfig",
+        series,
+        {
+            "num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4,
+            "prediction_length": 4, "d_model": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 8,
+        },
+    ),
+}  # fmt: skip

@@ -20,7 +20,7 @@ from torch import nn
 
 import unbounded
 from tests.zero.training import relative_error, small_units
-from tests.zoo.architectures import ARCHITECTURES, Architecture
+from tests.zoo.architectures import ARCHITECTURES, BUFFERED, Architecture
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 STEPS = 5
@@ -92,6 +92,39 @@ def test_an_architecture_trains_as_in_plain_pytorch(ranks: Any, name: str, world
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_state_that_is_updated_in_place_trains_off_the_device(ranks: Any, tier: str) -> None:
     check(ranks(1, functools.partial(compare, weights=tier, gradients=tier, optimizer=tier), "rwkv"))
+
+
+def in_16_bits(rank: int, world_size: int, name: str, plan: dict[str, Any]) -> list[float]:
+    """The losses of a model in bf16, and first that of the plain one cast to it."""
+    torch.manual_seed(5)
+    architecture = BUFFERED[name]
+    model = architecture.build()
+    cast = copy.deepcopy(model).to(torch.bfloat16)
+    inputs = batch(architecture, 0, 0)
+    inputs = {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
+    losses = [cast(**inputs).loss.item()]
+    model, optimizer = unbounded.shard(model, optimizer_of(model), {"precision": "bf16", **plan})
+    for step in range(3):
+        loss = model(**batch(architecture, step, 0)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("world_size", "plan"),
+    [(1, {}), (2, {"stage": 3, "weights": "disk", "gradients": "disk", "optimizer": "disk"})],
+    ids=["device", "disk of two ranks"],
+)
+@pytest.mark.parametrize("name", BUFFERED)
+def test_statistics_and_other_float_buffers_go_with_16_bits(
+    ranks: Any, name: str, world_size: int, plan: dict[str, Any]
+) -> None:
+    for expected, first, *rest in ranks(world_size, in_16_bits, name, plan):
+        assert first == pytest.approx(expected, rel=0.01)
+        assert all(0.0 < loss < 10.0 for loss in rest)
 
 
 def check(results: list[dict[str, Any]]) -> None:

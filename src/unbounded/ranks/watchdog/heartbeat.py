@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ class Heartbeat:
         self.seconds = BEAT_SECONDS
         self.failure: tuple[int, str] | None = None  # what the job has failed of, and where
         self.contact = time.monotonic()
+        self.gaps: deque[float] = deque(maxlen=16)  # seconds that the last beats took, waiting for their time included
         self._group = weakref.ref(group, self._wake)
         self._notices = notices
         self._others = [rank for rank in range(self.size) if rank != self.rank]
@@ -129,12 +131,14 @@ class Heartbeat:
         due = 0.0
         while not self._has_ended:
             try:
+                began = time.monotonic()
                 request = self._next_request()
                 if request is not None:
                     request()
                 if time.monotonic() >= due or self._has_ended:
                     self._pulse()
                     due = time.monotonic() + self.seconds
+                    self.gaps.append(time.monotonic() - began)
             except Exception:  # the store is gone: whoever waits will say so
                 time.sleep(min(self.seconds, 0.25))
                 self._has_ended = self._has_ended or not self._is_current()

@@ -13,11 +13,13 @@ communicator, whether it works in this library, waits in a collective, or runs t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 # What the slowest link worth using carries: a collective of many bytes may take that long.
 LEAST_BYTES_PER_SECOND = 10e6
+# A beat that takes longer waits for the job's store, not for its turn on a busy machine.
+LATEST_BEAT = 5.0
 ADVICE = (
     "Every rank must make the same calls in the same order: forward, backward, clip_grad_norm_, step, save, load, "
     "state_dict and full_params, equally often."
@@ -92,6 +94,14 @@ def judge(wait: Wait, seen: Mapping[int, Seen], limit: float, beat: float) -> st
     if not all(other.has_beaten and other.silent_seconds <= 3 * beat for other in peers):
         return None  # until it is heard from again, or has been silent for long enough
     return _judge_patience(wait, seen, absent, limit)
+
+
+def silence_limit(beat: float, gaps: Iterable[float]) -> float:
+    """After how long a silent rank is taken to be gone: three beats, at the pace of this rank's own heart.
+
+    Where the machine is so busy that this rank beats late, the others may as well.
+    """
+    return max(3 * max((beat, *(min(gap, LATEST_BEAT) for gap in gaps))), 1.0)
 
 
 def describe_silence(other: Seen) -> str:

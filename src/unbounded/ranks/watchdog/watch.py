@@ -168,9 +168,9 @@ class Watch:
 
     def _find_reason(self, error: RuntimeError, post: Post) -> str:
         """Why a connection broke: mostly because a rank at its other end failed or was killed."""
-        what, deadline = post.what, time.monotonic() + max(FAREWELL_SECONDS, 6 * self.beat)
+        what, began = post.what, time.monotonic()
         with self.heartbeat.looking():
-            while time.monotonic() < deadline:
+            while time.monotonic() - began < max(FAREWELL_SECONDS, 2 * self._silence_limit()):
                 reason = self._reason or self._told(what) or self._missing(what)
                 if reason is not None:
                     return reason
@@ -179,10 +179,13 @@ class Watch:
 
     def _missing(self, what: str) -> str | None:
         for seen in self.heartbeat.seen().values():
-            if seen.rank != self.rank and (seen.has_left or seen.silent_seconds >= max(3 * self.beat, 1.0)):
+            if seen.rank != self.rank and (seen.has_left or seen.silent_seconds >= self._silence_limit()):
                 why = f"which has ended. {seen.last()}." if seen.has_left else verdict.describe_silence(seen)
                 return f"rank {self.rank} was in {what} with rank {seen.rank}, {why}"
         return None
+
+    def _silence_limit(self) -> float:
+        return verdict.silence_limit(self.beat, self.heartbeat.gaps)
 
     def _watch_device(self) -> None:
         """A thread that waits for the device cannot be raised in: where the device waits in vain, the process ends."""
