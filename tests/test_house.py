@@ -38,6 +38,29 @@ def test_no_two_classes_of_the_package_have_the_same_name() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
+# Who may set an attribute of a unit, beside the unit itself: one place each.
+OWNERS = {
+    "zero/passes/gathering.py": {"state", "fetching", "claims"},
+    "zero/step/updates.py": {"weights_ready", "states_written", "steps"},
+    "zero/parameters/writes.py": {"num_writes"},
+    "zero/engine.py": {"engine"},
+    "zero/setup/initial.py": {"weights", "states"},
+    "zero/setup/assembly.py": {
+        *("views", "gradient", "owned", "resident", "streamed", "homes", "rank", "factors", "rule", "rule_if_trained")
+    },
+}
+
+
+def test_every_attribute_of_a_unit_has_one_owner() -> None:
+    found = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if is_set and ast.unparse(node.value).split(".")[-1] in ("unit", "_unit"):
+                found[str(path.relative_to(PACKAGE))].add(node.attr)
+    assert found == OWNERS
+
+
 def test_the_numbers_of_ranks_are_read_in_one_place() -> None:
     named = re.compile(r"[\"'](?:LOCAL_)?(?:RANK|WORLD_SIZE)[\"']")
     owners = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named.search(path.read_text())}

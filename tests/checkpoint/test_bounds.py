@@ -185,7 +185,7 @@ def test_states_are_copied_aside_before_the_step_comes_to_them(
     gate.clear()
     before = arena.used_bytes
     handle = unbounded.save(tmp_path / "background", model, optimizer, wait=False)
-    readers = [unit.reader for unit in sharded(model).engine.units]
+    readers = [unit._reader for unit in sharded(model).engine.units]
     for reader in readers:
         reader._launched.wait(60)
     assert [reader.launched() for reader in readers] == [True] * 4

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+import unbounded
+from tests.parallel import models
+from tests.parallel.comparing import optimizer_of, without_dropout
 from tests.train.corpora import write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
 from unbounded.errors import InputError
 from unbounded.observe.metrics import read_metrics
 from unbounded.parallel import collectives
+from unbounded.train.data.tokenizer import IGNORED
 from unbounded.train.options.flags import make_config
 from unbounded.train.options.settings import close_settings
+from unbounded.train.step.objective import MicroBatch, summed_loss
 
 PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding.placing"]
 
@@ -67,6 +72,34 @@ def train_and_count(rank: int, world_size: int, config: Any) -> tuple[int, bool]
 
 def sample_on_rank(rank: int, world_size: int, config: Any) -> str:
     return train(config).sample
+
+
+def losses_of_transformers(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """Loss and norm of a model with a head that ranks share; BERT's runs on the hidden tokens alone."""
+    found = []
+    for family in ("llama", "bert"):
+        model = without_dropout(models.build(family))
+        batch = models.batch(family, 0)
+        places = (batch["labels"].flatten() != IGNORED).nonzero().flatten() if family == "bert" else None
+        part = MicroBatch(batch["input_ids"], batch["labels"], places=places)
+        plain = summed_loss(model, part)
+        plain.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        model = without_dropout(models.build(family))
+        model, optimizer = unbounded.shard(model, optimizer_of(model), {"tensor": 2})
+        head = model.get_output_embeddings()
+        widths: list[int] = []
+        head.register_forward_hook(lambda module, args, output: widths.append(output.shape[-1]))  # noqa: B023
+        loss = summed_loss(model, part)
+        loss.backward()
+        assert widths == [(18, 17)[rank]]  # of 35 classes
+        found += [(float(loss), float(plain)), (float(optimizer.clip_grad_norm_(1e9)), float(norm))]
+    return found
+
+
+def test_heads_of_transformers_models_give_each_rank_its_part_of_the_logits(ranks: Callable[..., list[Any]]) -> None:
+    for found in ranks(2, losses_of_transformers):
+        assert [one for one, _ in found] == pytest.approx([wanted for _, wanted in found], rel=1e-5)
 
 
 def test_flags_say_how_a_batch_goes_through_a_pipeline() -> None:

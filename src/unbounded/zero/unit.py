@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from unbounded.native.thread_pool import Pool
 from unbounded.optim.formats import MASTER_STATES
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
-from unbounded.tiers.array import Array
+from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.reader import Reader
 from unbounded.zero.factors import Factors
@@ -153,7 +154,7 @@ class Unit:
         self.weights_ready: Handle | None = None  # the update in flight: done when the new weights are home
         self.states_written: Handle | None = None  # and when the new states are
         self.num_writes = 0  # changes of weights and states that no update made, counted before and after each
-        self.reader: Reader | None = None  # a save that still reads the owned states: updates wait for it
+        self._reader: Reader | None = None  # a save that still reads the owned states: updates wait for it
         self.steps = np.zeros(len(layout.slots), dtype=np.int64)  # updates each parameter has had
         self.scalars: list[dict[str, float]] = [{} for _ in layout.slots]
 
@@ -188,6 +189,54 @@ class Unit:
     def num_bytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
 
+    def begin_training(
+        self,
+        gradient: Gradient,
+        owned: tuple[int, int],
+        rule: UpdateRule | None,
+        states: dict[str, Array],
+        *,
+        streamed: bool,
+    ) -> None:
+        """From now on it is trained: of a frozen unit, what the ranks owned of it may have been more."""
+        self.gradient, self.owned, self.rule, self.states = gradient, owned, rule, states
+        self.trainable, self.streamed = True, streamed
+        if self.resident:
+            self.weights = MemoryArray(self.owned_part(), "device")
+
+    def move_states(self, states: dict[str, Array], *, streamed: bool) -> dict[str, Array]:
+        """Keeps its states in other arrays; returns those that it had."""
+        before, self.states, self.streamed = self.states, states, streamed
+        return before
+
+    def swap_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Keeps its weights ("weight") and these states in other arrays; returns all that it had."""
+        before = self.arrays()
+        self.weights = arrays["weight"]
+        self.states.update({name: array for name, array in arrays.items() if name != "weight"})
+        return before
+
+    def arrays(self) -> dict[str, Array]:
+        """The owned weights, as "weight", and the states."""
+        return {"weight": self.weights, **self.states}
+
+    # -- a save that reads it ------------------------------------------------------------------------------------
+
+    def be_read_by(self, reader: Reader) -> None:
+        """A save reads the owned weights and states from now on: whoever changes them calls `make_way` first."""
+        self._reader = reader
+
+    def make_way(self, pool: Pool | None = None) -> None:
+        """Returns when no save reads the owned weights and states any more; `pool` copies what it still needs."""
+        if self._reader is not None:
+            self._reader.make_way(pool)
+            self._reader = None
+
+    def hand_over_reader(self) -> Reader | None:
+        """Leaves the save that reads the arrays, if there is one, to whoever has these arrays from now on."""
+        reader, self._reader = self._reader, None
+        return reader
+
     def regroup(self, groups: Mapping[int, int]) -> None:
         """Puts the slots at these indices into other groups of the optimizer. They stay where they lie."""
         slots = tuple(replace(s, group=groups.get(index, s.group)) for index, s in enumerate(self.layout.slots))
@@ -215,6 +264,11 @@ class Unit:
     def allocate(self) -> None:
         if self.storage.nbytes() != self.num_bytes:
             self.storage.resize_(self.num_bytes)
+
+    def hold_whole(self) -> None:
+        """Takes memory for the weights of a resident unit, before any pass: what is put there counts as gathered."""
+        self.allocate()
+        self.state = WeightState.GATHERED
 
     def deallocate(self) -> None:
         """Frees the bytes, or leaves them to whoever else still holds a tensor over them."""

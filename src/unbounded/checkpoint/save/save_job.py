@@ -142,10 +142,11 @@ class SaveJob:
         copy = self.copy and self._has_room_to_copy()
         for unit in self.state.engine.forward_order() if writes else ():
             kinds = [kind for kind in unit.states if self.with_optimizer or kind in MASTER_STATES]
-            unit.reader = self.readers.new(may_copy=self.copy)
-            self.snapshot.add_unit(unit, numbers[id(unit)], kinds, unit.reader, copy=copy)
+            reader = self.readers.new(may_copy=self.copy)
+            unit.be_read_by(reader)
+            self.snapshot.add_unit(unit, numbers[id(unit)], kinds, reader, copy=copy)
             if self.with_optimizer:
-                self.snapshot.add_factors(unit, numbers[id(unit)], unit.reader, copy=copy)
+                self.snapshot.add_factors(unit, numbers[id(unit)], reader, copy=copy)
         self.readers.watch(self.snapshot.segments)
         if self.state.engine.device.type == "cuda":
             self.ready = torch.cuda.Event()

@@ -107,9 +107,7 @@ class Writes:
         changed = (_bits(now) != _bits(before)).view(now.numel(), -1).any(dim=1)
         if not bool(changed.any()):
             return
-        if unit.reader is not None:
-            unit.reader.make_way()
-            unit.reader = None
+        unit.make_way()
         unit.num_writes += 1
         try:
             self._store(unit, now, changed, start)

@@ -20,7 +20,7 @@ from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.pool import BufferPool
 from unbounded.tiers.tiers import Tiers
 from unbounded.zero.sites import Member
-from unbounded.zero.unit import Unit, WeightState
+from unbounded.zero.unit import Unit
 
 Places = Mapping[str, str]  # "weights", "optimizer", "remainder" -> tier
 Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
@@ -55,14 +55,13 @@ class Installer:
             else {"weight": owned}
         )
         if unit.resident:
-            unit.allocate()
+            unit.hold_whole()
             self.tiers.count("device", unit.num_bytes)
             unit.buffer.copy_(values)
             unit.owned_part().copy_(arrays["weight"])
             if narrowed and not unit.is_whole:
                 self.ranks.gather(unit.buffer, unit.owned_part().clone(), unit.name)
             unit.weights = MemoryArray(unit.owned_part(), "device")
-            unit.state = WeightState.GATHERED
         else:
             unit.weights = self.tiers.allocate(places["weights"], unit.dtype, high - low, self.bounce)
             unit.weights.evict(arrays["weight"].contiguous()).wait()

@@ -23,7 +23,7 @@ from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.step.streaming import carries_weights
 from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, use_of
 from unbounded.ranks.axis import Axis
-from unbounded.tiers.array import MemoryArray
+from unbounded.tiers.array import Array
 from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.layout import counted_ranges
@@ -74,22 +74,19 @@ class Thawing:
         taken = use_of(sizes, {"gradients": where.gradients, "optimizer": where.optimizer, "weights": where.weights})
         disk_bytes = trained.disk_bytes(where, sizes, plan.stage)
         store = self.tiers.extend(host_bytes=taken["host"], disk_bytes=disk_bytes)
+        states: dict[str, Array] = {}
         try:
             if rule is not None:
                 places = {"optimizer": where.optimizer, "remainder": where.remainder}
                 given = _complete(unit, owned, rule)
-                unit.states = self._installer.make_states(
-                    rule, owned[1] - owned[0], places, given, pin=False, store=store
-                )
+                states = self._installer.make_states(rule, owned[1] - owned[0], places, given, pin=False, store=store)
         except BaseException:
             self.tiers.shrink(host_bytes=taken["host"], store=store)
             raise
         self.connect(gradient, store)
-        unit.gradient, unit.owned, unit.rule, unit.trainable = gradient, owned, rule, True
         is_carried = carries_weights(states=where.optimizer, weights=where.weights)
-        unit.streamed = unit.device.type == "cuda" and is_carried and isinstance(rule, NativeRule)
-        if unit.resident:
-            unit.weights = MemoryArray(unit.owned_part(), "device")
+        streamed = unit.device.type == "cuda" and is_carried and isinstance(rule, NativeRule)
+        unit.begin_training(gradient, owned, rule, states, streamed=streamed)
 
     def note(self, unit: Unit, index: int, *, is_trained: bool) -> None:
         """A parameter was unfrozen or frozen."""

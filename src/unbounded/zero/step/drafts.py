@@ -85,7 +85,7 @@ class Draft:
         self._asked = None
         basis = basis_of(self.unit, jobs, factor)
         gradient = self.unit.gradient.store.array
-        old = _arrays_of(self.unit)
+        old = self.unit.arrays()
         if not self._arrays:
             self._arrays = {  # weights go to the device from where they are
                 name: self._allocate(array, pin=name == "weight") for name, array in old.items()
@@ -129,11 +129,8 @@ class Draft:
         written, self._basis = self._basis, None
         if written != basis:
             return False
-        unit, new = self.unit, self._arrays
-        self._arrays = _arrays_of(unit)
-        unit.weights = new["weight"]
-        unit.states.update({name: array for name, array in new.items() if name != "weight"})
-        self._reader, unit.reader = unit.reader, None
+        self._arrays = self.unit.swap_arrays(self._arrays)
+        self._reader = self.unit.hand_over_reader()
         return True
 
     @property
@@ -142,11 +139,7 @@ class Draft:
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.numel * array.dtype.itemsize for array in _arrays_of(self.unit).values())
-
-
-def _arrays_of(unit: Unit) -> dict[str, Array]:
-    return {"weight": unit.weights, **unit.states}
+        return sum(array.numel * array.dtype.itemsize for array in self.unit.arrays().values())
 
 
 class Outlook:

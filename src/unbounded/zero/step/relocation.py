@@ -33,17 +33,13 @@ class Relocation:
         for handle in (unit.weights_ready, unit.states_written):
             if handle is not None:
                 handle.wait()
-        if unit.reader is not None:  # a save that still reads them
-            unit.reader.make_way()
-            unit.reader = None
+        unit.make_way()
         with self._tiers.planned_on_host(states_bytes(unit) * (1 if tier == "host" else -1)):
             states = self._copy(unit, tier)
-        before, unit.states = unit.states, states
-        for array in before.values():
+        is_carried = carries_weights(states=tier, weights=unit.weights.tier)
+        for array in unit.move_states(states, streamed=unit.device.type == "cuda" and is_carried).values():
             self._tiers.free(array)
         unit.gradient.store.move(tier, partial(self._tiers.allocate, tier, bounce=self._bounce))
-        is_carried = carries_weights(states=tier, weights=unit.weights.tier)
-        unit.streamed = unit.device.type == "cuda" and is_carried
 
     def _copy(self, unit: Unit, tier: str) -> dict[str, Array]:
         with self._tiers.all_or_none() as states:

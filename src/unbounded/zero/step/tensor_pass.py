@@ -90,7 +90,7 @@ class TensorPass(UpdatePass):
     def _read(self, piece: Piece) -> None:
         if self._error is None:
             try:
-                self._make_way(piece.unit)  # factors are updated also where nothing else is this rank's
+                piece.unit.make_way(self.pool)  # factors are updated also where nothing else is this rank's
                 if piece.start < piece.stop:
                     super()._read(piece)
             except Exception as error:

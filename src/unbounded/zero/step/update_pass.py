@@ -129,7 +129,7 @@ class UpdatePass:
 
     def _read(self, piece: Piece) -> None:
         """Addresses what the kernel can reach; starts bringing the rest into buffers."""
-        self._make_way(piece.unit)
+        piece.unit.make_way(self.pool)
         device = self._device(piece.unit)
         for name, (array, start, stop) in self._arrays(piece).items():
             if array.direct is not None and array.direct.device == device:
@@ -139,12 +139,6 @@ class UpdatePass:
             piece.waits.append(array.fetch(buffer, start))
             if name != "grad":
                 piece.borrowed.append(name)
-
-    def _make_way(self, unit: Unit) -> None:
-        """Returns when no save reads the unit's states any more."""
-        if unit.reader is not None:
-            unit.reader.make_way(self.pool)
-            unit.reader = None
 
     def _device(self, unit: Unit) -> torch.device:
         return kernel_device(unit)
