@@ -70,6 +70,15 @@ def read_numbers(environment: Mapping[str, str]) -> Numbers:
     return Numbers("", 0, 1, *_read_local(environment))
 
 
+def read_local(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """This process's number on its machine and how many are there, as far as a launcher tells.
+
+    For who is in a process group already: what the environment says of the job is not looked at.
+    """
+    names = next((names for names in _LAUNCHERS.values() if names[1] in environment), _LAUNCHERS["torchrun"])
+    return _read_local(environment, *names[2:])
+
+
 def _read_local(
     environment: Mapping[str, str], rank_name: str = "LOCAL_RANK", size_name: str = "LOCAL_WORLD_SIZE"
 ) -> tuple[int | None, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,20 @@ def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:
         unbounded.shard(nn.Sequential(nn.LazyLinear(3)), None)
     with pytest.raises(PlanError, match=r"torch\.jit\.script"):
         unbounded.shard(torch.jit.script(nn.Linear(3, 3)), None)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_parameters_that_came_after_shard_are_not_left_out_of_a_checkpoint(plan: str, tmp_path: Path) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    step(model, optimizer)
+    model.last.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    for write in (lambda: unbounded.save(tmp_path / "c", model, optimizer), lambda: unbounded.export(tmp_path, model)):
+        with pytest.raises(StateError, match=r"last\.scale.*after `shard`"):
+            write()
+    del model.last.scale
+    unbounded.save(tmp_path / "c", model, optimizer)
+    step(model, optimizer)
 
 
 class Normed(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.semantics.programs import PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
 from unbounded.errors import PeerError, StateError
 
 
@@ -87,6 +87,27 @@ def test_a_write_between_passes_is_kept(ranks: Any, world: tuple[int, str, int],
 @pytest.mark.parametrize("how", HOWS)
 def test_a_write_inside_full_params_is_kept(ranks: Any, world: tuple[int, str, int], how: str) -> None:
     compare(ranks, world, Write(how, inside=True))
+
+
+def held_values(model: nn.Module, optimizer: Any) -> Any:
+    """Values that are held over steps are those of now, and a write to one changes nothing else."""
+    held, row = [parameter.data for parameter in model.parameters()], model.blocks[0].up.weight.detach()[0]
+    seen = []
+    for number in range(3):
+        step(model, optimizer, number)
+        seen.append([value.clone() for value in held])
+        for value in held[::2]:
+            value.clamp_(-0.3, 0.3)
+        row.add_(0.1)
+        with torch.no_grad():
+            model.last.weight.mul_(0.9)
+        seen.append([row.clone(), held[-2].sum(), float(held[2][0, 0])])
+    return seen, weights(model)
+
+
+@pytest.mark.parametrize("world", [*ALONE, (2, "host", 0)], ids=str)
+def test_values_that_are_held_are_those_of_the_weights(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, held_values)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

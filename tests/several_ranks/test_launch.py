@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unbounded.errors import PlanError
-from unbounded.launcher import Launch, first_node, read_launch, read_numbers
+from unbounded.launcher import Launch, first_node, read_launch, read_local, read_numbers
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SLURM = {
@@ -37,6 +37,12 @@ def test_tasks_that_srun_started_meet_on_their_first_node() -> None:
     assert 20000 <= launch.port < 32000
     assert launch.port == read_launch({**SLURM, "SLURM_PROCID": "0"}).port  # type: ignore[union-attr]
     assert launch.port != read_launch({**SLURM, "SLURM_JOB_ID": "4712"}).port  # type: ignore[union-attr]
+
+
+def test_a_job_that_has_begun_is_not_asked_for_its_numbers_again() -> None:
+    """Lightning takes WORLD_SIZE away between two fits and leaves RANK."""
+    assert read_local({"RANK": "1", "LOCAL_RANK": "1"}) == (1, None)
+    assert read_local({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}) == (1, 4)
 
 
 def test_mpiruns_ranks_are_known() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from unbounded.checkpoint.format.folder import told
 from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.safetensors_writer import Planned, ShardWriter, plan_file, plan_shards
-from unbounded.checkpoint.saving import settle
+from unbounded.checkpoint.saving import refuse_strangers, settle
 from unbounded.planner.sizes import parse_bytes
 from unbounded.sharding.running import sharded
 from unbounded.weights.adapter_files import adapter_folder, describe_adapters, file_names, write_config
@@ -47,6 +47,7 @@ def export(
     model the adapters alone are written, for `PeftModel.from_pretrained`.
     """
     state = sharded(model)
+    refuse_strangers(model)
     state.engine.phases.confirm("unbounded.export()")
     settle(state)
     peers = peers_of(model, state.engine.axes.world)

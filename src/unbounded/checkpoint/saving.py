@@ -29,6 +29,8 @@ from unbounded.errors import StateError
 from unbounded.optim.recognition import unwrap
 from unbounded.process import OwningProcess
 from unbounded.sharding.running import sharded
+from unbounded.zero.parameters.parameter import ManagedParameter, ShownParameter
+from unbounded.zero.parameters.tiled_parameter import TiledParameter
 from unbounded.zero.setup.assembly import Sharded
 
 
@@ -84,6 +86,7 @@ def save(
     state = sharded(model)
     state.engine.refuse_inside_full_params("unbounded.save")
     check_optimizer(state, optimizer)
+    refuse_strangers(model)
     finish_pending(model)
     state.engine.phases.confirm("unbounded.save()")
     settle(state)
@@ -133,6 +136,17 @@ def check_optimizer(state: Sharded, optimizer: torch.optim.Optimizer | None) -> 
             f"the {type(optimizer).__name__} given is not the optimizer that shard returned with this model. "
             "Pass the one that it returned."
         )
+
+
+def refuse_strangers(model: nn.Module) -> None:
+    """Raises where parameters came to the model after `shard`: nothing keeps them, and nothing would save them."""
+    for name, parameter in model.named_parameters():
+        is_kept = isinstance(parameter, (ManagedParameter, ShownParameter, TiledParameter))
+        if not is_kept and parameter.numel() and not parameter.is_meta:
+            raise StateError(
+                f"the parameter {name!r} was added to the model after `shard`, so it is neither trained nor saved. Add "
+                "it before `shard`, or take it out before saving."
+            )
 
 
 def _run_in_background(job: SaveJob, handle: Save) -> None:

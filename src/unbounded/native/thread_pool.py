@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from unbounded.errors import PlanError, StateError, UnboundedError
-from unbounded.launcher import read_numbers
+from unbounded.launcher import read_local
 from unbounded.native.library import declare
 from unbounded.process import OwningProcess, finalize, module_lock
 
@@ -106,6 +106,6 @@ def default_pool() -> Pool:
     global _default
     with _default_lock:
         if _default is None or not _default.is_here():
-            num_ranks = read_numbers(os.environ).local_size or 1
-            _default = Pool(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+            _, num_ranks = read_local(os.environ)
+            _default = Pool(max(1, len(os.sched_getaffinity(0)) // (num_ranks or 1)))
         return _default

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from unbounded.errors import PlanError
-from unbounded.launcher import read_numbers
+from unbounded.launcher import read_local
 from unbounded.native.disk.bindings import ALIGNMENT
 from unbounded.native.host_memory import available_bytes
 from unbounded.planner.machine import MachineRates
@@ -165,7 +165,8 @@ def host_threads(plan: Plan, num_ranks: int) -> int:
 
 def local_size(world_size: int) -> int:
     """How many ranks share this machine."""
-    return min(world_size, read_numbers(os.environ).local_size or world_size)
+    _, num_local = read_local(os.environ)
+    return min(world_size, num_local or world_size)
 
 
 def _free_disk(paths: tuple[str, ...] | None) -> int:

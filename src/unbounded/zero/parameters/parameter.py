@@ -176,7 +176,10 @@ class ShownParameter(nn.Parameter):
 
 
 class KeptValue(torch.Tensor):
-    """A view of a parameter's value outside forwards. What is written to it goes to where the parameter is kept."""
+    """A view of a parameter's value outside forwards. What is written to it goes to where the parameter is kept.
+
+    Where that is elsewhere it is a copy, which is brought up to date before it is used after a change of the weights.
+    """
 
     _parameter: ManagedParameter
     _value: torch.Tensor  # the whole value, of whose memory this is a view
@@ -187,6 +190,8 @@ class KeptValue(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         lent: list[tuple[KeptValue, int]] = []
+        if func not in METADATA:
+            pytree.tree_map_only(KeptValue, KeptValue._renew, (args, kwargs))
         pytree.tree_map_only(KeptValue, lambda kept: lent.append((kept, _version(kept))), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -194,8 +199,21 @@ class KeptValue(torch.Tensor):
             result.setflags(write=False)  # a write to it could not be seen
         written = [kept for kept, version in lent if _version(kept) != version]
         for kept in written:
-            kept._parameter._unit.engine.lending.keep(kept._parameter._unit, kept._parameter._index, kept._value)
+            unit = kept._parameter._unit
+            unit.engine.lending.keep(unit, kept._parameter._index, kept._value)
+            kept._value._generation = unit.generation  # type: ignore[attr-defined]
         return _follow(result, [(kept._parameter, kept._value) for kept, _ in lent])
+
+    def _renew(self) -> None:
+        """Lets the memory have the weights of now, where an update or a write has changed them since it had them."""
+        value, unit = self._value, self._parameter._unit_ref()
+        if unit is None or value._generation == unit.generation:  # type: ignore[attr-defined]
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            now = unit.engine.lending.borrow(unit, self._parameter._index)  # waits for the update
+            if not _shares(value, now):
+                value.copy_(now)
+        value._generation = unit.generation  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
@@ -327,6 +345,8 @@ def _follow(result: Any, lent: list[tuple[ManagedParameter, torch.Tensor]]) -> A
                 with torch._C.DisableTorchFunctionSubclass():
                     kept = tensor.as_subclass(KeptValue)
                 kept._parameter, kept._value = parameter, value
+                if not hasattr(value, "_generation"):
+                    value._generation = parameter._unit.generation  # type: ignore[attr-defined]
                 return kept
         return tensor
 

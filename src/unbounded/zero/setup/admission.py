@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from unbounded.errors import PlanError
-from unbounded.launcher import read_numbers
+from unbounded.launcher import read_local
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.ranks import launch
 from unbounded.ranks.mesh import Axes, make_axes, world_axis
@@ -104,7 +104,7 @@ def _own_paths(plan: Plan, rank: int) -> Plan:
     """The plan with this rank's numbers in its disk paths, which may differ between ranks."""
     if plan.disk_path is None:
         return plan
-    local_rank = read_numbers(os.environ).local_rank
+    local_rank, _ = read_local(os.environ)
     numbers = {"{rank}": str(rank), "{local_rank}": str(rank if local_rank is None else local_rank)}
     paths = []
     for path in plan.disk_path:
