@@ -224,6 +224,40 @@ def test_whole_values_can_be_read_and_written(weights: str) -> None:
     assert_equal(model.state_dict(), other.state_dict())
 
 
+def write_through_views(model: nn.Module, held: torch.Tensor) -> None:
+    weight = model.blocks[0].up.weight  # type: ignore[index, union-attr]
+    with torch.no_grad():
+        held.add_(1)
+        weight.data[0].zero_()
+        weight.view(-1)[5:9].mul_(3)
+        weight.t()[1].sub_(1)
+        weight.detach()[2].fill_(0.5)
+        first, second = weight.chunk(2)
+        second.mul_(2)
+        first[1:3] = second[:2]
+        weight.flatten().copy_(weight.flatten() * 1.5)
+
+
+@pytest.mark.parametrize("weights", ["device", "host", "disk"])
+def test_what_is_written_to_views_reaches_the_tiles(weights: str) -> None:
+    model, optimizer = tiled(weights=weights)
+    plain = build()
+    plain_optimizer = adam(plain)
+    for each, steps in ((model, optimizer), (plain, plain_optimizer)):
+        held = each.blocks[0].up.weight.data[3]
+        for start in (0, 3):
+            train(each, steps, range(start, start + 3))
+            write_through_views(each, held)  # what is held of a weight has its values of now
+    assert_close(model.state_dict(), plain.state_dict())
+    with unbounded.full_params(model):
+        write_through_views(model, model.blocks[0].up.weight.data[3])
+    write_through_views(plain, plain.blocks[0].up.weight.data[3])
+    assert_close(model.state_dict(), plain.state_dict())
+    model(tokens(9)).backward()
+    with pytest.raises(StateError, match="would write to a copy of the gradient of a tiled weight"):
+        model.blocks[0].up.weight.grad[0].zero_()
+
+
 @pytest.mark.parametrize("format", ["exact", "compact"])
 def test_checkpoints_load_across_tilings(tmp_path: Path, format: str) -> None:
     """Saved from tiles of one size, loaded whole and into tiles of another: the same bits go on the same way."""

@@ -192,12 +192,12 @@ class KeptValue(torch.Tensor):
         lent: list[tuple[KeptValue, int]] = []
         if func not in METADATA:
             pytree.tree_map_only(KeptValue, KeptValue._renew, (args, kwargs))
-        pytree.tree_map_only(KeptValue, lambda kept: lent.append((kept, _version(kept))), (args, kwargs))
+        pytree.tree_map_only(KeptValue, lambda kept: lent.append((kept, version_of(kept))), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if getattr(func, "__name__", "") in ("numpy", "__array__"):
             result.setflags(write=False)  # a write to it could not be seen
-        written = [kept for kept, version in lent if _version(kept) != version]
+        written = [kept for kept, version in lent if version_of(kept) != version]
         for kept in written:
             unit = kept._parameter._unit
             unit.engine.lending.keep(unit, kept._parameter._index, kept._value)
@@ -211,7 +211,7 @@ class KeptValue(torch.Tensor):
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             now = unit.engine.lending.borrow(unit, self._parameter._index)  # waits for the update
-            if not _shares(value, now):
+            if not shares(value, now):
                 value.copy_(now)
         value._generation = unit.generation  # type: ignore[attr-defined]
 
@@ -315,7 +315,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def lend(parameter: ManagedParameter) -> torch.Tensor:
         if parameter not in lent:
             value = parameter._unit.engine.lending.borrow(parameter._unit, parameter._index)
-            lent[parameter] = (value, _version(value))
+            lent[parameter] = (value, version_of(value))
         return lent[parameter][0]
 
     args, kwargs = pytree.tree_map_only(ManagedParameter, lend, (args, kwargs))
@@ -327,7 +327,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise RuntimeError(message) from error
         raise
     for parameter, (value, version) in lent.items():
-        if _version(value) != version:
+        if version_of(value) != version:
             parameter._unit.engine.lending.keep(parameter._unit, parameter._index, value)
             if result is value:
                 return parameter
@@ -341,7 +341,7 @@ def _follow(result: Any, lent: list[tuple[ManagedParameter, torch.Tensor]]) -> A
         if tensor.requires_grad or isinstance(tensor, (nn.Parameter, ManagedGrad)):
             return tensor
         for parameter, value in lent:
-            if _shares(tensor, value):
+            if shares(tensor, value):
                 with torch._C.DisableTorchFunctionSubclass():
                     kept = tensor.as_subclass(KeptValue)
                 kept._parameter, kept._value = parameter, value
@@ -355,7 +355,8 @@ def _follow(result: Any, lent: list[tuple[ManagedParameter, torch.Tensor]]) -> A
     return pytree.tree_map_only(torch.Tensor, follow, result) if isinstance(result, (list, tuple)) else result
 
 
-def _shares(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+def shares(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether both lie in one memory."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return tensor.untyped_storage()._cdata == value.untyped_storage()._cdata
@@ -363,7 +364,8 @@ def _shares(tensor: torch.Tensor, value: torch.Tensor) -> bool:
             return False
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """How often its memory was written to, as autograd counts."""
     with torch._C.DisableTorchFunctionSubclass():
         return 0 if tensor.is_inference() else tensor._version
 

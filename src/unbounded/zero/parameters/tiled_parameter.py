@@ -15,7 +15,14 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import _LISTS, METADATA, ManagedGrad, _norm_order
-from unbounded.zero.parameters.parameter import _SET_REQUIRES_GRAD, set_requires_grad
+from unbounded.zero.parameters.parameter import (
+    _SET_REQUIRES_GRAD,
+    KeptValue,
+    ShownParameter,
+    set_requires_grad,
+    version_of,
+)
+from unbounded.zero.parameters.tiled_view import follow
 
 
 class Rows(Protocol):
@@ -56,12 +63,17 @@ class TiledParameter(nn.Parameter):
         if owner is not None and (getattr(func, "__name__", "") == "requires_grad_" or func == _SET_REQUIRES_GRAD):
             return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
         if owner is not None and getattr(func, "__name__", "") == "detach":
-            return torch.cat([part.detach() for part in owner._parts()])
+            values = [part.detach() for part in owner._parts()]
+            whole = torch.cat(values)
+            # A state dict is given plain tensors, which are its own.
+            is_followed = any(isinstance(value, KeptValue) for value in values)
+            is_shown = any(isinstance(part, ShownParameter) for part in owner._parts())
+            return follow(whole, owner, whole) if is_followed or is_shown else whole
         lent: dict[TiledParameter, tuple[torch.Tensor, int]] = {}
 
         def lend(parameter: TiledParameter) -> torch.Tensor:
             if parameter not in lent:
-                whole = parameter._joined()
+                whole = parameter.join()
                 lent[parameter] = whole, whole._version
             return lent[parameter][0]
 
@@ -69,18 +81,24 @@ class TiledParameter(nn.Parameter):
         result = func(*args, **kwargs)
         for parameter, (whole, version) in lent.items():
             if whole._version != version:
-                parameter._keep(whole)
+                parameter.keep(whole)
                 result = parameter if result is whole else result
+            result = result if result is parameter else follow(result, parameter, whole)
         return result
 
     def _parts(self) -> list[nn.Parameter]:
         return [tile.weight for tile in self._tiled.tiles]
 
-    def _joined(self) -> torch.Tensor:
+    def join(self) -> torch.Tensor:
+        """A copy of the whole."""
         is_wanted = self.requires_grad and torch.is_grad_enabled()
         return torch.cat([part.mul(1) if is_wanted else part.detach() for part in self._parts()])
 
-    def _keep(self, whole: torch.Tensor) -> None:
+    def changes(self) -> list[tuple[int, int]] | None:
+        """How often each tile has changed: as its unit counts, and inside `full_params` as autograd does."""
+        return [(part._unit_ref().generation, version_of(part)) for part in self._parts()]  # type: ignore[attr-defined]
+
+    def keep(self, whole: torch.Tensor) -> None:
         """Gives every tile its rows of what was written."""
         if torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -126,7 +144,7 @@ class TiledParameter(nn.Parameter):
 
     def _keep_data(self, value: torch.Tensor) -> None:
         with torch.no_grad():
-            self._keep(value)
+            self.keep(value)
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:  # type: ignore[override]
         refuse_hooks("a tiled weight")
@@ -140,7 +158,7 @@ class TiledParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             with torch.no_grad():
-                memo[id(self)] = nn.Parameter(self._joined(), requires_grad=self.requires_grad)
+                memo[id(self)] = nn.Parameter(self.join(), requires_grad=self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -191,16 +209,20 @@ class TiledGrad(ManagedGrad):
         if isinstance(first, TiledGrad) and (answer := first._answer_by_parts(func, args, kwargs)) is not None:
             return answer
         opened: list[tuple[torch.Tensor, int]] = []
+        grads: list[TiledGrad] = []
 
         def join(grad: TiledGrad) -> torch.Tensor:
             whole = grad.open()
             opened.append((whole, whole._version))
+            grads.append(grad)
             return whole
 
         args, kwargs = pytree.tree_map_only(TiledGrad, join, (args, kwargs))
         result = func(*args, **kwargs)
         if any(whole._version != version for whole, version in opened):
             raise StateError(f"{name}() would write to a copy of the gradient of a tiled weight, and be lost.")
+        for grad, (whole, _) in zip(grads, opened, strict=True):
+            result = follow(result, grad, whole)
         return result
 
     def _answer_by_parts(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,6 +235,16 @@ class TiledGrad(ManagedGrad):
         if _norm_order(name, args, kwargs) == 2.0:
             return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in self._parts]))
         return None
+
+    def changes(self) -> list[tuple[int, int]] | None:
+        """What is written to a copy cannot be kept."""
+        return None
+
+    def keep(self, whole: torch.Tensor) -> None:
+        raise NotImplementedError  # see `changes`
+
+    def join(self) -> torch.Tensor:
+        return self.open()
 
     def open(self) -> torch.Tensor:
         """A copy: what is written to it would be lost."""
