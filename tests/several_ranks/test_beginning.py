@@ -82,8 +82,8 @@ def test_ranks_that_were_given_different_things_all_say_so(ranks: Any, what: str
         assert message in error
 
 
-def train_on_own_disks(rank: int, world_size: int, folder: str, is_template: bool) -> tuple[float, list[str]]:
-    path = f"{folder}/disk{{rank}}" if is_template else f"{folder}/disk{rank}"
+def train_on_own_disks(rank: int, world_size: int, folder: str, name: str) -> tuple[float, list[str]]:
+    path = f"{folder}/disk{name or rank}"
     Path(folder, f"disk{rank}").mkdir()
     torch.manual_seed(0)
     plan = {"weights": "disk", "optimizer": "disk", "disk_path": path}
@@ -100,13 +100,13 @@ def _descriptors() -> list[str]:
     return [number for number in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{number}").is_symlink()]
 
 
-@pytest.mark.parametrize("is_template", [False, True])
-def test_every_rank_may_have_a_disk_of_its_own(ranks: Any, tmp_path: Path, is_template: bool) -> None:
-    (first, left), (second, right) = ranks(2, train_on_own_disks, str(tmp_path), is_template)
+@pytest.mark.parametrize("name", ["", "{rank}", "{local_rank}"])
+def test_every_rank_may_have_a_disk_of_its_own(ranks: Any, tmp_path: Path, name: str) -> None:
+    (first, left), (second, right) = ranks(2, train_on_own_disks, str(tmp_path), name)
     assert first == second
     assert left
     assert right
-    assert not {"disk{rank}"} & set(os.listdir(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["disk0", "disk1"]
 
 
 def held_after_models(rank: int, world_size: int, num_models: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from unbounded.checkpoint.format import values
+from unbounded.errors import StateError
 from unbounded.zero.sites import find_members
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.unit import Unit
@@ -64,6 +65,13 @@ def describe_optimizer(optimizer: ShardedOptimizer, model: nn.Module, put: value
     names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise StateError(
+                    f"a parameter of shape {tuple(parameter.shape)} that the optimizer trains was taken out of the "
+                    "model after `shard`, so it has no name to be saved under. Put its module back, or take it out "
+                    "before `shard`."
+                )
         options = {key: value for key, value in group.items() if key != "params"}
         encoded = values.encode(options, f"param_groups[{index}]", put)
         groups.append({"names": [names[id(p)] for p in group["params"]], "options": encoded})
