@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from unbounded import sharding
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planning import predict_step
+from unbounded.sharding import block_policies
 
 
 class Stack(nn.Module):
@@ -109,8 +109,8 @@ class Idle:
 
 
 def test_a_prediction_has_blocks_keep_what_they_will_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "_close_policy", lambda policy, device: policy)
-    monkeypatch.setattr(sharding, "_make_headroom", lambda model, count: Headroom(Idle(), 2**40, count))
+    monkeypatch.setattr(block_policies, "close_policy", lambda policy, device: policy)
+    monkeypatch.setattr(block_policies, "make_headroom", lambda model, count: Headroom(Idle(), 2**40, count))
     model, optimizer = make()
     model, sharded = unbounded.shard(model, optimizer, {"optimizer": "host"})
     (headroom,) = {block.headroom for block in attached_to(model)}

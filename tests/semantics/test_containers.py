@@ -148,7 +148,7 @@ def what_is_left(rank: int, world_size: int) -> tuple[list[tuple[int, int]], lis
         step(model, optimizer)
         reference = weakref.ref(optimizer.engine)
         del model, optimizer
-        deadline = time.monotonic() + 30  # a lane may still be giving a reference back, and threads take time to end
+        deadline = time.monotonic() + 8  # a lane may still be giving a reference back, and threads take time to end
         while time.monotonic() < deadline:
             gc.collect()
             held = (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))

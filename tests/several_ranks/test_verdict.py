@@ -85,6 +85,13 @@ def test_who_waits_in_turn_is_not_blamed() -> None:
     assert "for rank 2, which is alive but elsewhere" in reason
 
 
+def test_nobody_waits_for_itself() -> None:
+    other = waiting(
+        1, "reduce", 4, "the reduction of unit 'v'", seconds=0.1, places={"gather": Place(4, False, "", 9.0)}
+    )
+    assert "for rank 1, which is alive" in str(judge(wait(60), seen(other), LIMIT, BEAT))
+
+
 def test_a_collective_that_all_are_in_may_take_as_long_as_its_bytes() -> None:
     other = waiting(1, "gather", 5, "the gather of unit 'u'")
     large = replace(wait(61), num_bytes=10**9)

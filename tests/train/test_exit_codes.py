@@ -15,7 +15,7 @@ from unbounded.observe.trace import span, trace
 
 
 def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, text=True, capture_output=True, check=False, timeout=120, **options)  # type: ignore[call-overload]
+    return subprocess.run(command, text=True, capture_output=True, check=False, timeout=600, **options)  # type: ignore[call-overload]
 
 
 CLOSED = "unbounded: standard output is closed. Send it to a file, or to /dev/null.\n"

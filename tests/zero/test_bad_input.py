@@ -287,7 +287,7 @@ ACTS: dict[str, Callable[[nn.Module, Any, Any], None]] = {
         ("write item of data", ["blocks.1.up.weight", "unbounded.full_params"]),
         ("step inside full_params", ["optimizer.step", "after the block"]),
         ("save inside full_params", ["unbounded.save", "after the block"]),
-        ("set gradient", ["blocks.1.up.weight", "clip_grad_norm_"]),
+        ("set gradient", ["blocks.1.up.weight", "unbounded.full_params"]),
         ("read gradient", ["blocks.1.up.weight", "grad"]),
         ("replace", ["blocks.1.up.weight"]),
         ("pickle", ["unbounded.save"]),

@@ -71,14 +71,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `unbounded ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except Exception as error:
         said = describe(error)
         if said is None or _debugging():
             raise
         _complain(said)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         return EXIT_USER_ERROR
+
+
+def _drop_output() -> None:
+    """What could not be written goes nowhere: Python would try again at its end, and exit with a code of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(error: Exception) -> str | None:

@@ -121,6 +121,8 @@ def _judge_patience(wait: Wait, seen: Mapping[int, Seen], absent: list[Seen], li
     if wait.seconds < limit:
         return None
     culprit = _follow(absent[0], seen)
+    if culprit.rank == wait.rank:  # who waits for this one in turn
+        culprit = absent[0]
     if culprit.doing == "working":
         return None
     elsewhere = (
