@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from unbounded.native.host_memory import host_buffer
 
 CHUNK_BYTES = 16 << 20
 PAGE = 4096
+# Read ahead of small reads that follow each other, and the number of files of which the last such read is kept.
+AHEAD_BYTES, MOST_RECENT = 1 << 20, 8
 
 
 # Of the threads that save while training goes on: they take idle moments, and a tenth of a core that has none.
@@ -72,6 +75,7 @@ class Files:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._open: dict[int, DiskFile] = {}
+        self._recent: dict[int, tuple[int, torch.Tensor]] = {}  # by file: the blocks read last and where they begin
 
     def check_present(self) -> None:
         """Raises unless every file is there, a plain one with its length."""
@@ -144,12 +148,37 @@ class Files:
         itemsize, raw = entry.dtype.itemsize, target.view(torch.uint8)
         for run in entry.runs.covering(start, stop):
             nbytes = (run.stop - run.start) * itemsize
-            (blocks,) = plan_blocks([(run.offset, run.offset + nbytes)], self.manifest.files[run.file].edges, 0)
-            buffer = host_buffer(blocks.stop - blocks.start)
-            self.read(run.file, blocks.start, buffer).wait()
-            position = (run.start - start) * itemsize
-            inside = run.offset - blocks.start
-            raw[position : position + nbytes].copy_(buffer[inside : inside + nbytes])
+            begin, blocks = self._read_around(run.file, run.offset, run.offset + nbytes)
+            position, inside = (run.start - start) * itemsize, run.offset - begin
+            raw[position : position + nbytes].copy_(blocks[inside : inside + nbytes])
+
+    def _read_around(self, number: int, start: int, stop: int) -> tuple[int, torch.Tensor]:
+        """Whole blocks of a file around bytes [start, stop), verified, and where they begin.
+
+        The rows of a matrix that was cut across them lie a few hundred bytes apart, each asked for by itself: what
+        follows the last read closely is read with some of what comes after it, and found there the next time.
+        """
+        first, held = self._recent.get(number, (0, None))
+        if held is not None and first <= start and stop <= first + held.numel():
+            return first, held
+        file, found = self.manifest.files[number], None
+        if held is not None and first <= start <= first + held.numel() + AHEAD_BYTES:
+            next_start = bisect_right(file.starts, start)
+            end = file.starts[next_start] if next_start < len(file.starts) else file.nbytes
+            with suppress(CheckpointError, DiskError):  # of bytes that nobody may have asked for
+                found = self._read_blocks(number, start, max(stop, min(start + AHEAD_BYTES, end)))
+        found = found if found is not None else self._read_blocks(number, start, stop)
+        if found[1].numel() <= 2 * AHEAD_BYTES:
+            self._recent[number] = found
+            while len(self._recent) > MOST_RECENT:
+                self._recent.pop(next(iter(self._recent)))
+        return found
+
+    def _read_blocks(self, number: int, start: int, stop: int) -> tuple[int, torch.Tensor]:
+        (blocks,) = plan_blocks([(start, stop)], self.manifest.files[number].edges, 0)
+        buffer = host_buffer(blocks.stop - blocks.start)
+        self.read(number, blocks.start, buffer).wait()
+        return blocks.start, buffer
 
     def verify_all(self) -> None:
         """Reads every file once, a few chunks ahead, and verifies every block."""
@@ -179,6 +208,7 @@ class Files:
         for file in self._open.values():
             file.close()
         self._open.clear()
+        self._recent.clear()
 
     def __enter__(self) -> Files:
         return self
