@@ -14,6 +14,7 @@ import unbounded
 from tests.checkpoint.jobs import whole
 from tests.parallel import models
 from tests.parallel.comparing import MAX_NORM, optimizer_of, train_plain, without_dropout, worst_error
+from unbounded.checkpoint.format.data_files import Files
 from unbounded.optim import formats
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
@@ -104,7 +105,9 @@ def pass_on(rank: int, size: int, plans: list[dict[str, Any]], folder: str) -> l
     return losses
 
 
-def test_compact_states_over_a_tensor_axis_are_those_of_one_rank(ranks: Any, tmp_path: Path) -> None:
+def test_compact_states_over_a_tensor_axis_are_those_of_one_rank(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = {"tensor": 2, "weights": "disk", "optimizer": "disk"}
     one, cut = tmp_path / "one", tmp_path / "cut"
     (expected,) = ranks(1, pass_on, [{}], str(one))
@@ -112,7 +115,11 @@ def test_compact_states_over_a_tensor_axis_are_those_of_one_rank(ranks: Any, tmp
         ranks(2, pass_on, [tensor, {"stage": 1}, {"tensor": 2}, {}], str(cut))
         == [pytest.approx(expected, rel=1e-3)] * 2
     )
+    reads, read = [], Files.read
+    monkeypatch.setattr(Files, "read", lambda *place: reads.append(place[1:3]) or read(*place))
     first, second, third, last = (whole(cut / str(number)) for number in range(4))
+    num_rows = 2 * WIDE["hidden_size"]  # of matrices that lie in two files by halves of rows, in each kind of state
+    assert len(reads) < 4 * num_rows, len(reads)
     torn = {name for kind, name in first if kind == "exp_avg" and (f"{kind}_scale", name) not in first}
     assert torn == {f"model.layers.0.self_attn.{name}_proj.bias" for name in "kv"}
     for key, value in second.items():
