@@ -55,7 +55,12 @@ class Report:
 def serve(pipe: Connection, log: str, port: int) -> None:
     """The life of a rank: cases from the pipe until it closes."""
     _redirect(log)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+    os.environ.update(
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TORCH_DIST_INIT_BARRIER="1",  # no case ends, and closes its connections, before every rank has connected
+    )
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
