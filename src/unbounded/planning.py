@@ -52,7 +52,7 @@ from unbounded.zero.setup.blueprint import DTYPES, UnitSpec, find_specs
 from unbounded.zero.sites import find_members, find_sites
 
 Model = nn.Module | Shape | str | os.PathLike[str]
-# Tokens of a step on each device where nobody says.
+# Tokens per step and device, if nobody says.
 ASSUMED_TOKENS = 4096
 
 
@@ -68,8 +68,8 @@ def plan(
     """What "auto" would choose, closed, with the predicted step time and why (`plan.reasons`).
 
     `model` is a module (also on the meta device), a `transformers` config, or what `unbounded plan` takes: a config
-    folder, a preset's name, `layers=..,hidden=..`. `machine` is a Machine, a preset's name or a saved file; unless
-    said, this one as it was measured. `budgets` are any fields of a Plan: what is given is kept.
+    folder, a preset's name, `layers=..,hidden=..`. `machine` is a Machine, a preset's name or a saved file; by
+    default it is this machine as it was measured. `budgets` are any fields of a Plan, which are kept as given.
     """
     found = read_machine(machine)
     asked = read_plan(budgets)
@@ -93,8 +93,8 @@ def predict_step(
 ) -> Prediction | None:
     """One step of a sharded model as it is placed: `tokens` of each of `accumulate` micro-batches on this rank.
 
-    None where the machine was never measured: common rates would say nothing about this one. What blocks keep is
-    what "auto" will decide while it runs.
+    None if the machine was never measured, because typical rates would say nothing about this one. What blocks keep
+    is what "auto" will decide while it runs.
     """
     if machine is None:
         if not saved_path().is_file():
@@ -135,7 +135,7 @@ def predict_step(
         buffer_bytes=_buffer_bytes(state),
     )
     found = evaluate(footprint, machine, setup, placed.optimizer_format, request)
-    if found is None:  # what is placed runs already: only what blocks keep is still to be decided
+    if found is None:  # the states are placed: only what blocks keep is still to be decided
         tight = replace(placed, device_bytes=2**60, activations=placed.activations if _is_closed(placed) else "host")
         found = evaluate(footprint, machine, setup, placed.optimizer_format, replace(request, plan=tight))
     return found.prediction if found is not None else None
@@ -144,7 +144,7 @@ def predict_step(
 def _running_policies(
     model: nn.Module, state: Sharded, footprint: Footprint, setup: Setup
 ) -> tuple[tuple[str, str], ...]:
-    """What `Headroom` will decide for each block, one after the other; nothing where a plan has decided."""
+    """What `Headroom` will decide for each block in turn; nothing if the plan has decided."""
     headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
     blocks = [part for part in expand(footprint) if part.is_block]
     if headroom is None or not blocks:
@@ -179,8 +179,8 @@ def _is_closed(plan: Plan) -> bool:
 
 
 def _buffer_bytes(state: Sharded) -> int:
-    """What leased buffers come to. Those of updates are made only where states are on disk, and fill only as far as
-    there is something to bring through them."""
+    """Bytes of all leased buffers. Those for updates exist only if states are on disk, and hold no more than there is
+    to move through them."""
     units, plan = state.engine.units, state.plan
     held = {"host": 0, "disk": 0, "device": 0}
     for unit in units:
@@ -211,7 +211,7 @@ def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:
 
 
 def read_machine(machine: MachineRates | str | os.PathLike[str] | None) -> MachineRates:
-    """A machine by value, preset, or file; this one where none is given."""
+    """A machine by value, preset, or file; this one if none is given."""
     if isinstance(machine, MachineRates):
         return machine
     if machine is None:
@@ -225,7 +225,7 @@ def read_machine(machine: MachineRates | str | os.PathLike[str] | None) -> Machi
 
 
 def this_machine() -> MachineRates:
-    """This host as it was measured; otherwise common rates with the memory that is free here."""
+    """This host as it was measured; otherwise typical rates with the memory that is free here."""
     if saved_path().is_file():
         return MachineRates.load()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -265,7 +265,7 @@ def read_footprint(
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_format: str) -> StateBytes:
-    """Bytes a parameter of the optimizer's rule; AdamW's without one."""
+    """Bytes per parameter of the optimizer's rule; without an optimizer, those of AdamW."""
     if optimizer is None:
         return FORMATS[precision, state_format]
     book, dtype = RuleBook(optimizer, state_format), DTYPES[precision]
@@ -291,7 +291,7 @@ def _rule_bytes(rule: UpdateRule, dtype: torch.dtype) -> StateBytes:
 
 
 def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | None, asked: Plan) -> Footprint:
-    """The units that `shard` would make of `model`, with what each costs a token."""
+    """The units that `shard` would make of `model`, with what each costs per token."""
     sites = find_sites(model)
     lowered = DTYPES[asked.precision] if asked.precision is not None else None
     specs = find_specs(sites, check_optimizer(optimizer, find_members(model)), 1, lowered)
@@ -314,7 +314,7 @@ def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _known_shape(model: nn.Module) -> Shape | None:
-    """The shape behind a model's own config, where that is of a known family."""
+    """The shape that a model's own config describes, if it is of a known family."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict") or getattr(config, "model_type", None) not in FAMILIES:
         return None
@@ -328,7 +328,7 @@ def _is_leaf(module: nn.Module) -> bool:
 def _part(
     spec: UnitSpec, specs: list[UnitSpec], shape: Shape | None, *, is_charged: bool, has_head: bool
 ) -> UnitFootprint:
-    """One unit. What its module costs is charged to the first unit of the module, with what all of them train."""
+    """One unit. The cost of its module, for all that its units train, is charged to the module's first unit."""
     numel = sum(slot.numel for slot in spec.layout.slots)
     trained = numel if spec.trainable else 0
     if not is_charged:
@@ -346,7 +346,7 @@ def _part(
 
 
 def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bool) -> Cost:
-    """Of a known shape its own (the head is in the root unless it is a unit); otherwise counted from the layers."""
+    """The cost of a known shape (the root includes the head unless that is a unit), or counted from layers."""
     if shape is not None:
         parts = {part.name: part.cost for part in footprint_of(replace(shape, tied=False)).parts}
         if is_block:
@@ -356,8 +356,8 @@ def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bo
 
 
 def count_cost(module: nn.Module) -> Cost:
-    """From the layers inside: every matrix is a product, every output and norm is kept, each operation is bound by
-    what it reads and writes. Attention over positions is taken where a child is named after it."""
+    """Counts from the layers inside: every matrix is a product, every output and norm is kept, and each operation is
+    bound by what it reads and writes. A child named after attention counts as attention over positions."""
     products = wide = normed = num_kernels = 0
     widest_input = 0
     for child in module.modules():

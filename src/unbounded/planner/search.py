@@ -1,7 +1,7 @@
 """The best way to train a model on a machine: axes, stage, micro-batch, format, the tiers of units, policies of blocks.
 
-What is discrete and few (axes, stage, format, micro-batch) is tried in the order of the best that each can reach;
-for each the integer program of `solve` chooses placements and activation policies together. Deterministic.
+Choices with few values (axes, stage, format, micro-batch) are tried in the order of the best that each can reach. For
+each, the integer program of `solve` chooses placements and activation policies together. Deterministic.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from unbounded.planner.step.peaks import activation_moments, moment_bytes, worki
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planner.unit_bytes import UnitBytes, UnitPlace, read_placement
 
-# The part of each tier that a job may plan with. The rest is the driver's, the allocator's gaps, the system's.
+# The part of each tier that a job may plan with. The rest is for the driver, the allocator's gaps and the system.
 USABLE = {"device": 0.9, "host": 0.9, "disk": 0.95}
 POLICIES = ("keep", "recompute", "host")
-# Nodes of a program: few to rank ways by, many for the one that is taken.
+# Nodes of a program: few to rank ways, many for the one that is chosen.
 FEW_NODES, MANY_NODES = 4, 60
 
 
@@ -74,7 +74,7 @@ class Candidate:
 
 
 def search(footprint: Footprint, machine: MachineRates, request: Request) -> Candidate:
-    """The way with the least predicted step time; a BudgetError that says what is short where none fits."""
+    """The way with the least predicted step time; if none fits, a BudgetError says what is short."""
     best: Candidate | None = None
     for bound, setup, state_format in _ways(footprint, machine, request):
         if best is not None and bound >= best.seconds:
@@ -105,7 +105,7 @@ def compare_ways(footprint: Footprint, machine: MachineRates, request: Request, 
 
 
 def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list[tuple[float, Setup, str]]:
-    """Every way with what it can reach at best, the most promising first."""
+    """Every way with the best it can reach, the most promising first."""
     if request.tokens < 1:
         raise PlanError(f"tokens is {request.tokens}, but a step needs at least one token.")
     ways = []
@@ -117,7 +117,7 @@ def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list
             ways.append((at_best, setup, state_format))
     if not ways:
         raise PlanError(
-            f"{request.tokens:,} tokens are no whole number of sequences of {request.sequence:,} for each of "
+            f"{request.tokens:,} tokens are not a whole number of sequences of {request.sequence:,} for each of "
             f"{machine.num_devices} devices. Give a multiple of {request.sequence:,}, or fewer devices."
         )
     return sorted(ways, key=lambda way: (way[0], way[1].tensor, way[1].pipeline, -way[1].stage))
@@ -166,7 +166,7 @@ def _micro_batches(rows: int) -> list[int]:
 def rooms(machine: MachineRates, plan: Plan, num_devices: int) -> dict[str, float]:
     """What one rank may use of each tier: what the plan says, otherwise its part of what is usable.
 
-    Of a device's memory nine tenths are planned with in any case: the rest falls between the allocator's blocks.
+    At most nine tenths of a device's memory are planned: the rest is lost between the allocator's blocks.
     """
     inside = min(machine.devices, num_devices)
     device = (plan.device_bytes if plan.device_bytes is not None else machine.device_bytes) * USABLE["device"]
@@ -185,7 +185,7 @@ def evaluate(
     cutoff: float = math.inf,
     max_nodes: int = MANY_NODES,
 ) -> Candidate | None:
-    """The best placements and policies for one way; None where nothing fits or `cutoff` seconds are not beaten."""
+    """The best placements and policies for one way; None if nothing fits or `cutoff` seconds are not beaten."""
     footprint = replace(footprint, states=request.formats[state_format])
     setup = replace(setup, state_format=state_format)
     parts = _parts_of_rank(footprint, setup)
@@ -207,8 +207,8 @@ def evaluate(
 
 
 def _variants(parts: Sequence[UnitFootprint], setup: Setup, plan: Plan) -> list[tuple[bool, bool]]:
-    """Whether units are gathered and blocks run again, which takes working memory: without each only where neither
-    the axes nor the plan ask for it."""
+    """Whether units are gathered and whether blocks run again, which take working memory. Variants without them exist
+    only if neither the axes nor the plan need them."""
     weights = {read_placement(plan.weights, part.name) for part in parts}
     policies = {read_placement(plan.activations, part.name) for part in parts if part.is_block}
     must_gather = (setup.stage == 3 and setup.data > 1) or not weights <= {None, "device"}
@@ -222,7 +222,7 @@ def _variants(parts: Sequence[UnitFootprint], setup: Setup, plan: Plan) -> list[
 
 
 def _parts_of_rank(footprint: Footprint, setup: Setup) -> list[UnitFootprint]:
-    """What the fullest rank of the pipeline has: its blocks, and all that is outside them."""
+    """What the fullest rank of the pipeline has: its blocks, and everything outside blocks."""
     parts = expand(footprint)
     blocks = [part for part in parts if part.is_block]
     keeps = set(map(id, blocks[: math.ceil(len(blocks) / setup.pipeline)]))
@@ -309,7 +309,7 @@ class _Joint:
         )  # fmt: skip
 
     def _spread(self, counts: Sequence[Sequence[int]]) -> list[tuple[UnitFootprint, str]]:
-        """The last blocks keep: what they keep is given back first."""
+        """The last blocks keep, because what they keep is freed first."""
         chosen = []
         for (policies, members), numbers in zip(self.blocks, counts, strict=True):
             spread = [policy for policy, count in zip(policies, numbers, strict=True) for _ in range(count)]
@@ -319,7 +319,7 @@ class _Joint:
     def _held(
         self, places: Sequence[UnitPlace], policies: Sequence[tuple[UnitFootprint, str]]
     ) -> dict[str, dict[str, float]]:
-        """Bytes by tier and kind; of the device at the moment at which it holds the most."""
+        """Bytes by tier and kind; for the device, when it holds the most."""
         turn, end = self._at("turn", places, policies), self._at("end", places, policies)
         held = turn if sum(turn["device"].values()) >= sum(end["device"].values()) else end
         if any(held[tier] for tier in TIERS[1:]):
@@ -356,7 +356,7 @@ class _Joint:
 
 
 def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request) -> BudgetError:
-    """What is short in the way that needs the least, and what would remove it."""
+    """What is short in the way that needs the least, and what would help."""
     setups = [way[1] for way in _ways(footprint, machine, request)]
     setup = min(setups, key=lambda s: (s.tokens, -s.stage, -s.tensor, -s.pipeline))
     formatted = replace(footprint, states=min(request.formats.values(), key=lambda states: states.total))
@@ -368,20 +368,20 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
     ranks = machine.num_devices
     if working > room["device"]:
         fact = (
-            f"running one unit at a time takes {format_bytes(working)} of a device, which has "
+            f"running one unit at a time takes {format_bytes(working)} of device memory, but there are "
             f"{format_bytes(room['device'])}"
         )
-        remedy = "Take a device with more memory, a tensor axis, or fewer tokens a micro-batch."
+        remedy = "Take a device with more memory, a tensor axis, or fewer tokens per micro-batch."
     else:
         total = ranks * (room["device"] - working + room["host"] + room["disk"])
         fact = (
-            f"its states take {format_bytes(states)}, and {ranks} x {machine.name.partition(':')[0]} have "
-            f"{format_bytes(total)} of device, host and disk left for them"
+            f"its states take {format_bytes(states)}, but {ranks} x {machine.name.partition(':')[0]} have "
+            f"{format_bytes(total)} of device, host and disk for them"
         )
         needed = math.ceil(states / (total / ranks)) if total > 0 else 0
         most = int(formatted.numel * total / states) if states else 0
         remedy = (
-            f"It would fit on {needed} such devices; here {most / 1e9:.3g}B parameters fit. "
+            f"It would fit on {needed} such devices, or {most / 1e9:.3g}B parameters would fit here. "
             'optimizer_format="compact" takes less than half.'
             if needed
             else "Give it a host or a disk budget."
