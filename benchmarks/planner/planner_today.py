@@ -31,7 +31,8 @@ PAPERS = (  # what, GPUs, tokens a second
 
 def main() -> None:
     print(
-        "| model | machine | axes | states | step | tokens/s | TFLOP/s a GPU | paced by | GPU hours a billion tokens |"
+        "| model | machine | axes | states | step | tokens/s | TFLOP/s per GPU | paced by "
+        "| GPU hours per billion tokens |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for model, name, tokens in CASES:
