@@ -71,9 +71,7 @@ def test_a_finished_run_says_so_and_what_to_do(tmp_path: Path, texts: Path, caps
 def test_another_runs_folder_is_refused_with_what_differs(tmp_path: Path, texts: Path) -> None:
     config = tiny(tmp_path / "out", texts, steps=1)
     train(config)
-    with pytest.raises(
-        InputError, match=r'holds another run: its optimizer is "adamw", not "sgd"\. Choose another'
-    ):
+    with pytest.raises(InputError, match=r'holds another run: its optimizer is "adamw", not "sgd"\. Choose another'):
         train(replace(config, optimizer="sgd"))
 
 
