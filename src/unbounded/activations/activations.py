@@ -75,7 +75,7 @@ def attach_policies(
         if id(blocks[name]) in taken:
             raise PlanError(
                 f"block {name!r} already has the activation policy {taken[id(blocks[name])]!r}. "
-                "Call remove() on what checkpoint_activations returned first."
+                "First call remove() on what checkpoint_activations returned."
             )
     if any(is_switched_on(module) for module in model.modules()):
         if "host" in chosen.values():

@@ -121,7 +121,9 @@ class Checkpointed:
             )
         is_inside = is_switched or _is_inside_checkpoint()
         if is_inside and self.policy == "host":
-            message = "blocks that run inside a checkpoint of the caller are left to it, their inputs on the device."
+            message = (
+                "blocks that run inside the caller's own checkpoint are left to it, with their inputs on the device."
+            )
             warnings.warn(message, UserWarning, stacklevel=2)
         return is_inside
 
@@ -131,8 +133,10 @@ class Checkpointed:
         filled = any(_is_filled(cache, self.module) for cache in caches)
         drop = self.module.training and not filled
         if self.module.training:
-            what = "are left out" if drop else "hold values already, so the activations of such blocks are kept"
-            message = f"caches of keys and values cannot be filled twice, and {what}. Pass use_cache=False in training."
+            what = "are left out" if drop else "already hold values and the activations of such blocks are kept"
+            message = (
+                f"caches of keys and values cannot be filled twice, so they {what}. Pass use_cache=False in training."
+            )
             warnings.warn(message, UserWarning, stacklevel=2)
         if drop:
             kwargs.update({key: None for key in _CACHES if key in kwargs})

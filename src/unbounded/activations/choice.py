@@ -41,7 +41,7 @@ def pick_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
         found = _find(wanted, modules, names)
         if not found:
             shown = repr(wanted) if isinstance(wanted, str) else type(wanted).__name__
-            raise PlanError(f"blocks has {shown}, which is no submodule of the model. {_suggest(modules)}")
+            raise PlanError(f"blocks has {shown}, which is not a submodule of the model. {_suggest(modules)}")
         picked.update(found)
     return {name: module for name, module in modules.items() if name in picked and not _has_parent(name, picked)}
 

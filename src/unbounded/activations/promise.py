@@ -90,7 +90,7 @@ class DevicePromise:
         if self.budget_bytes <= context + KERNEL_BYTES:
             raise BudgetError(
                 f"device_bytes is {format_bytes(self.budget_bytes)}, but the GPU's context with its kernels takes "
-                f"{format_bytes(context)} of it already. Raise it to at least "
+                f"{format_bytes(context)} of it. Raise it to at least "
                 f"{format_bytes(2 * (context + KERNEL_BYTES))}."
             )
 

@@ -75,7 +75,9 @@ def _export(source: Path, target: Path, max_bytes: int) -> Manifest:
 def _check_names(names: Mapping[str, list[str]], entries: Mapping[str, TensorEntry], source: Path) -> None:
     missing = [name for name in names if name not in entries]
     if missing:
-        raise CheckpointError(f"the checkpoint in {source} has no {missing[0][:100]}, which an adapter is made of.")
+        raise CheckpointError(
+            f"the checkpoint in {source} has no {missing[0][:100]}, which its adapter needs. Load another."
+        )
 
 
 def _plan(entry: TensorEntry, key: str) -> Planned:

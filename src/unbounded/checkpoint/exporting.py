@@ -94,7 +94,7 @@ def _report_unwritten(state: Sharded, written: set[str], *, speaks: bool) -> Non
     lost = [name for name in trained if name not in written]
     if lost and speaks:
         shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
-        logger.warning("trained weights that are in no adapter, and not exported: %s", shown)
+        logger.warning("trained weights that belong to no adapter and are not exported: %s", shown)
 
 
 def _loose(model: nn.Module) -> dict[str, torch.Tensor]:

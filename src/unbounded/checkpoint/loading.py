@@ -175,7 +175,7 @@ class _Loading:
             unit.spoil(
                 StateError(
                     f"a load failed after it had begun to change the model ({reason}), so the model's states are not "
-                    "usable. Load a whole checkpoint, or build the model anew."
+                    "usable. Load a whole checkpoint, or build the model again."
                 )
             )
             self.state.engine.gathering.invalidate(unit)

@@ -145,7 +145,7 @@ def refuse_strangers(model: nn.Module) -> None:
         if not is_kept and parameter.numel() and not parameter.is_meta:
             raise StateError(
                 f"the parameter {name!r} was added to the model after `shard`, so it is neither trained nor saved. Add "
-                "it before `shard`, or take it out before saving."
+                "it before `shard`, or remove it before saving."
             )
 
 

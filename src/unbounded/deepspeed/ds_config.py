@@ -93,11 +93,11 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.expanduser().read_text(), object_pairs_hook=_without_doubles)
     except OSError as error:
-        raise PlanError(f"the DeepSpeed config {path} cannot be read: {error.strerror}. Give the path of it.") from None
+        raise PlanError(f"the DeepSpeed config {path} cannot be read: {error.strerror}. Check the path.") from None
     except json.JSONDecodeError as error:
         raise PlanError(f"the DeepSpeed config {path} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise PlanError(f"the DeepSpeed config {path} is a {type(found).__name__}. It must be an object.")
+        raise PlanError(f"the DeepSpeed config {path} is a {type(found).__name__}. It must be a JSON object.")
     return found
 
 

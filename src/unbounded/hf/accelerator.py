@@ -77,8 +77,8 @@ class AttachedAccelerator(Accelerator):
         scaling = [one for one in self._placed() if one.loss_scale is not None]
         if len(scaling) > 1:
             raise StateError(
-                f"{len(scaling)} optimizers in fp16 have a loss scale each, and this loss may be of any. "
-                "Call optimizer.scale(loss).backward() with the one it is of, or train in bf16."
+                f"{len(scaling)} optimizers in fp16 each have a loss scale, and this loss may belong to any of them. "
+                "Call optimizer.scale(loss).backward() on the right one, or train in bf16."
             )
         if scaling:
             (scaling[0].scale(loss / self.gradient_accumulation_steps)).backward(**kwargs)
@@ -145,7 +145,7 @@ def attach(accelerator: Accelerator, plan: Plan | None = None) -> Accelerator:
     if accelerator.mixed_precision not in ("no", None):
         raise PlanError(
             f"the Accelerator has mixed_precision={accelerator.mixed_precision!r}, which would cast inside the model. "
-            f'Make it without, and give the plan precision="{accelerator.mixed_precision}".'
+            f'Make it without, and set precision="{accelerator.mixed_precision}" in the plan.'
         )
     own = type(accelerator)
     accelerator.__class__ = type(own.__name__, (AttachedAccelerator, own), {"__module__": own.__module__})

@@ -43,5 +43,5 @@ def _find(folder: str | os.PathLike[str]) -> Path:
 
         path = Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
     if not any(path.glob("*.safetensors")):
-        raise PlanError(f"{path} has no safetensors files. Save the model there with save_pretrained.")
+        raise PlanError(f"{path} has no safetensors files. Save the model to it with save_pretrained.")
     return path

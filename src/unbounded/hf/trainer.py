@@ -64,8 +64,8 @@ class ShardingTrainer:
         found = {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # type: ignore[misc]
         if found.get("deepspeed_plugin") is not None or found.get("fsdp_plugin") is not None:
             raise PlanError(
-                "the training arguments ask for DeepSpeed or FSDP, and the trainer shards the model itself. Leave "
-                "deepspeed= and fsdp= out; unbounded.deepspeed.plan_from_config turns a config into a plan."
+                "the training arguments ask for DeepSpeed or FSDP, but this trainer shards the model itself. Leave out "
+                "deepspeed= and fsdp=; unbounded.deepspeed.plan_from_config turns a config into a plan."
             )
         return found
 

@@ -66,14 +66,18 @@ class UnboundedFabricStrategy(DDPStrategy):
         return shard(module, None, with_precision(self.open_plan, self._flag))[0]
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        raise PlanError("set the model and its optimizer up together: fabric.setup(model, optimizer).")
+        raise PlanError(
+            "the model was set up without its optimizer. Set them up together: fabric.setup(model, optimizer)."
+        )
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         scaling = [optimizer for optimizer in self._placed if optimizer.loss_scale is not None]
         if len(scaling) > 1:
-            raise PlanError("two models in fp16 have a loss scale each. Train them in bf16.")
+            raise PlanError(
+                "two models in fp16 each have a loss scale, and this loss may belong to either. Train them in bf16."
+            )
         super().backward(scaling[0].scale(tensor) if scaling else tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(

@@ -60,7 +60,7 @@ class ClassRule:
         self._arrays = tuple(spec.name for spec in self.specs[len(completing) :])
         if granularity is not Granularity.TENSOR and first.factors:
             raise PlanError(
-                f"{type(optimizer).__name__} keeps {', '.join(first.factors)} in another shape than the parameter's, "
+                f"{type(optimizer).__name__} keeps {', '.join(first.factors)} in a shape other than the parameter's, "
                 'so it is not elementwise. Declare unbounded_rule = "tensor" if it treats every tensor by itself.'
             )
 
@@ -139,7 +139,10 @@ def _look(replica: Replica, groups: Groups, num_dims: int, dtype: torch.dtype) -
         elif isinstance(value, (torch.Tensor, int, float)):
             scalars[name] = value
         else:
-            raise PlanError(f"the optimizer keeps {name!r}, a {type(value).__name__}, which has no place on a tier.")
+            raise PlanError(
+                f"the optimizer keeps {name!r}, a {type(value).__name__}, which "
+                "cannot be placed on a tier. Keep tensors or numbers."
+            )
     return Kept(tuple(arrays), factors, scalars)
 
 

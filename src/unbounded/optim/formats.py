@@ -14,7 +14,7 @@ from unbounded.native import kernels
 from unbounded.optim.rules import UpdateRule
 
 MASTER_STATES = ("remainder", "master")
-"""The states that belong to the weights: with them they are the master that is trained."""
+"""The states that complete the weights: together they are the master that is trained."""
 
 
 def encode_weight(master: torch.Tensor, dtype: torch.dtype, rule: UpdateRule | None) -> dict[str, torch.Tensor]:

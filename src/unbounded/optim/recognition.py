@@ -25,10 +25,10 @@ STOCK: tuple[type[torch.optim.Optimizer], ...] = tuple(
 WHOLE: tuple[type[torch.optim.Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)
 )
-"""Those whose update of an element depends on its whole tensor."""
+"""Optimizers whose update of an element depends on its whole tensor."""
 _ADAFACTOR = "transformers.optimization.Adafactor"
 DECLARED = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
-"""The fused rules that a class may declare as its `unbounded_rule`, and the kind that it then is."""
+"""The fused rules that a class may declare as its `unbounded_rule`, and the kind that each one means."""
 _OWN = {"elementwise": Granularity.ELEMENT, "tensor": Granularity.TENSOR}
 
 _WRAPPERS = {
@@ -81,12 +81,12 @@ def recognise(optimizer: torch.optim.Optimizer) -> Recognised:
             f"{_full(own)} cannot be run exactly on partitioned states, because its update of an element may depend "
             f"on others. Use one of {', '.join(kind.__name__ for kind in (*STOCK, *WHOLE))} of torch.optim. If its "
             f'update is exactly that of one of {", ".join(DECLARED)}, declare it: `unbounded_rule = "lion"` in the '
-            'class; "elementwise" where every element is updated by itself, "tensor" where every tensor is.'
+            'class; "elementwise" if every element is updated by itself, "tensor" if every tensor is.'
         )
     changed = [name for name in _UPDATE if _function(own, name) is not _function(stock, name)]
     if changed:
         raise PlanError(
-            f"{_full(own)} has a {changed[0]} of its own, which would not run: the engine updates the states itself, "
+            f"{_full(own)} has its own {changed[0]}, which would not run: the engine updates the states itself, "
             f"as {stock.__name__} does. Give a torch.optim.{stock.__name__} and do what {changed[0]} adds in the "
             'training loop, or declare `unbounded_rule = "elementwise"` in the class if that is what it is.'
         )

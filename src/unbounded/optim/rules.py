@@ -177,7 +177,7 @@ class NativeRule:
                 "cycle_momentum=False, or give SGD a momentum."
             )
         if group.get("amsgrad"):
-            raise StateError("a param group now has amsgrad=True, but had not in `shard`. Set it before `shard`.")
+            raise StateError("a param group now has amsgrad=True, but did not in `shard`. Set it before `shard`.")
 
 
 def _initial_sum(value: float, dtype: torch.dtype) -> dict[str, float]:

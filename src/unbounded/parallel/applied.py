@@ -124,12 +124,12 @@ def num_chunks(plan: Plan) -> int:
 def _check_fields(plan: Plan, axes: Axes) -> None:
     for name in ("sequence", "styles"):
         if getattr(plan, name) and axes.tensor.size == 1:
-            raise PlanError(f"the plan has {name} without a tensor axis. Give tensor=2 or more with it.")
+            raise PlanError(f"the plan has {name} without a tensor axis. Add tensor=2 or more, or leave it out.")
     if axes.context.size > 1 and plan.sequence:
         raise PlanError("sequence=True and a context axis both cut the sequence. Leave sequence out of the plan.")
     for name in ("schedule", "microbatches"):
         if getattr(plan, name) is not None and axes.pipeline.size == 1:
-            raise PlanError(f"the plan has {name} without a pipeline axis. Give pipeline=2 or more with it.")
+            raise PlanError(f"the plan has {name} without a pipeline axis. Add pipeline=2 or more, or leave it out.")
 
 
 def _find_stages(model: nn.Module, plan: Plan, axes: Axes) -> Cutting | None:

@@ -94,7 +94,7 @@ class ContextAttention(SlicedDropout):
         if mask.dim() < 2 or mask.shape[-1] not in (1, others) or mask.shape[-2] not in (1, length):
             raise StateError(
                 f"attention has a mask of {tuple(mask.shape)} for sequences of {length} tokens: it was made inside a "
-                "block, of a part of them. Leave context out of the plan."
+                "block, from a part of them. Leave context out of the plan."
             )
         heads = query.shape[1]
         if mask.dim() == 4 and mask.shape[1] == heads * self.scene.axis.size:
@@ -117,7 +117,7 @@ class ContextParallel:
         kind = getattr(getattr(base, "config", None), "_attn_implementation", "sdpa")
         if kind != "sdpa":
             raise PlanError(
-                f"the model's attention is {kind!r}, and context parallelism needs scaled_dot_product_attention. "
+                f"the model's attention is {kind!r}, but context parallelism needs scaled_dot_product_attention. "
                 "Build it with attn_implementation='sdpa', or leave context out of the plan."
             )
         self.scene = Scene(axis, by_sequence=True)
@@ -190,6 +190,6 @@ class ContextParallel:
         if is_first and hidden.shape[1] % self.axis.size:
             raise StateError(
                 f"the sequence has {hidden.shape[1]} tokens, which do not divide over context={self.axis.size}. "
-                "Pad the batch to a multiple of it."
+                "Pad the batch to a multiple of that."
             )
         return self.scene.begin_block(hidden, site, is_first=is_first)

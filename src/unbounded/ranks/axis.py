@@ -232,7 +232,7 @@ class Axis:
         for rank, mark in enumerate(marks):
             if mark != marks[0]:
                 raise PlanError(
-                    f"rank {rank} has another {what} than rank 0. Build the same {what} on every rank, "
+                    f"rank {rank} has a different {what} from rank 0. Build the same {what} on every rank, "
                     "in the same order."
                 )
 

@@ -33,7 +33,7 @@ def local_device(kind: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise PlanError(
             f"local rank {index} has no GPU: torch sees {torch.cuda.device_count()} of them. "
-            "Start as many processes a node as it has GPUs."
+            "Start as many processes per node as it has GPUs."
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -55,11 +55,14 @@ def join(device: torch.device) -> bool:
     if launch is None:
         return False
     if not dist.is_available():
-        raise PlanError(f"{launch.launcher} started {launch.size} ranks, but this torch has no torch.distributed.")
+        raise PlanError(
+            f"{launch.launcher} started {launch.size} ranks, but this torch is built without "
+            "torch.distributed. Install another build."
+        )
     _make_group(launch, device)
     if launch.rank == 0:
         print(
-            f"unbounded: joined {launch.size} ranks that {launch.launcher} started, over {dist.get_backend()}.",
+            f"unbounded: joined {launch.size} ranks started by {launch.launcher}, over {dist.get_backend()}.",
             file=sys.stderr,
         )
     return True
@@ -75,7 +78,8 @@ def _make_group(launch: Launch, device: torch.device) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise PlanError(
-            f"rank {launch.rank} of {launch.size} could not meet its peers at {launch.address}:{launch.port}: {error}. "
+            f"rank {launch.rank} of {launch.size} could not connect to its peers at {launch.address}:{launch.port}: "
+            f"{error}. "
             "Check that every rank was started and that the port is free and reachable."
         ) from error
     # Restarted workers share the store with those before them: a prefix keeps them from reading stale keys.

@@ -25,7 +25,7 @@ from unbounded.ranks.axis import Axis, is_running
 from unbounded.ranks.watchdog.watch import watch_job
 
 ORDER = ("pipeline", "data", "context", "tensor")
-"""The axes from the outermost to the innermost."""
+"""The axes, from outermost to innermost."""
 
 _SHORT = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _KNOWN = (*ORDER, "expert")
@@ -77,7 +77,7 @@ def lay_out(num_ranks: int, *, tensor: int = 1, pipeline: int = 1, context: int 
         asked = {"tensor": tensor, "pipeline": pipeline, "context": context}
         shown = " x ".join(f"{name}={size}" for name, size in asked.items() if size > 1)
         raise PlanError(
-            f"{shown} takes {copy} ranks for each copy of the model, but the job has {num_ranks}, which is not a "
+            f"{shown} needs {copy} ranks for each copy of the model, but the job has {num_ranks}, which is not a "
             f"multiple. Start a multiple of {copy} ranks, or choose axes that divide {num_ranks}."
         )
     return {"pipeline": pipeline, "data": num_ranks // copy, "context": context, "tensor": tensor}
@@ -104,7 +104,9 @@ def read_mesh(mesh: DeviceMesh, num_ranks: int) -> dict[str, str]:
         known = _SHORT.get(name, name)
         if known not in _KNOWN or known in names:
             fault = "twice" if known in names else f"which is none of {', '.join(_KNOWN)}"
-            raise PlanError(f"the mesh has the axis {name!r}, {fault}. Name every axis of the mesh once, by these.")
+            raise PlanError(
+                f"the mesh has the axis {name!r}, {fault}. Give each axis of the mesh one of these names, each once."
+            )
         names[known] = name
     return names
 
@@ -136,7 +138,9 @@ def _check_sizes(found: Mapping[str, int], asked: Mapping[str, int]) -> None:
                 "Leave it out of the plan, or make the mesh to match."
             )
     if found.get("expert", 1) > 1:
-        raise PlanError(f"the mesh has an expert axis of {found['expert']} ranks, which is not available yet.")
+        raise PlanError(
+            f"the mesh has an expert axis of {found['expert']} ranks, which is not supported. Make a mesh without it."
+        )
 
 
 def _axes(world: Axis, groups: Mapping[str, dist.ProcessGroup | None], mesh: DeviceMesh | None) -> Axes:

@@ -160,14 +160,14 @@ def describe_difference(said: Mapping[int, Said]) -> str:
     if len({one.issued for one in said.values()}) > 1:
         shown = ", ".join(f"rank {rank} {one.issued}" for rank, one in said.items())
         return (
-            f"the ranks come to {text} after different numbers of gathers and reductions: {shown}. A pass was broken "
-            f"off on one of them, by an exception that it caught. {ADVICE}"
+            f"the ranks reached {text} after different numbers of gathers and reductions: {shown}. One of them "
+            f"caught an exception that ended a pass early. {ADVICE}"
         )
     for rank, (_, detail, _) in said.items():
         if detail != first:
             pairs = zip(detail.split("; "), first.split("; "), strict=False)
             differing = ", ".join(f"{one} instead of {other}" for one, other in pairs if one != other)
-            fact = f"rank {rank} has other settings in {text} than rank {min(said)}"
+            fact = f"rank {rank} has different settings in {text} from rank {min(said)}"
             return f"{fact}: {differing}. Set the same on every rank."
     return f"another rank is not in {text}. {ADVICE}"
 

@@ -86,7 +86,9 @@ def close_activations(model: nn.Module, plan: Plan, device: torch.device) -> Pla
     unsaid = "keep" if plan.schedule == "zero_bubble" else "auto"
     policies = choose_policies(plan.activations or unsaid, list(find_blocks(model)))
     if not policies and plan.activations is not None:
-        warnings.warn(f"activations={plan.activations!r}, but the model has no repeated blocks.", stacklevel=3)
+        warnings.warn(
+            f"activations={plan.activations!r} has no effect, because the model has no repeated blocks.", stacklevel=3
+        )
     closed = tuple((name, close_policy(policy, device)) for name, policy in policies.items())
     return replace(plan, activations=closed or None)
 

@@ -110,14 +110,14 @@ def _refuse_tiles(model: nn.Module) -> None:
     tile_to_fit(model, None)  # takes those off that a failed call made for a budget
     if has_tiles(model):
         raise PlanError(
-            "layers of the model are tiled, and the job has a tensor, pipeline or context axis, which cuts the model "
-            "too. Leave out unbounded.tile: a tensor axis makes large layers smaller."
+            "layers of the model are tiled, but the job also has a tensor, pipeline or context axis, which cuts the "
+            "model too. Leave out unbounded.tile: a tensor axis makes large layers smaller."
         )
 
 
 def _refuse_old_optimizer(*_: Any) -> None:
     raise StateError(
-        "this optimizer was given to `shard`, which keeps its states now, so its own step would train nothing. Use the "
+        "this optimizer was given to `shard`, which now keeps its states, so its own step would train nothing. Use the "
         "optimizer that `shard` returned: model, optimizer = unbounded.shard(model, optimizer)."
     )
 
@@ -183,8 +183,8 @@ def unshard(model: nn.Module) -> nn.Module:
     engine.refuse_inside_full_params("unbounded.unshard")
     if any(axis.size > 1 for axis in engine.axes.model) or has_tiles(model):
         raise StateError(
-            "unshard joins what the data axis has partitioned, but this model is also cut by tiles or by the tensor or "
-            "pipeline axis. Use unbounded.export(folder, model) and load the folder into a new model."
+            "unshard joins what is partitioned over the data axis, but this model is also cut by tiles or by the "
+            "tensor or pipeline axis.  Use unbounded.export(folder, model) and load the folder into a new model."
         )
     if state.optimizer is not None:
         state.optimizer.wait()

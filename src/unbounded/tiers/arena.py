@@ -63,7 +63,7 @@ class HostArena:
             _clear_error()
             warnings.warn(
                 f"pinning {raw.numel()} bytes of host memory was refused (CUDA error {int(status)}), so transfers "
-                "run at the speed of pageable memory. Raise the memory-lock limit (ulimit -l unlimited).",
+                "will be as slow as from pageable memory. Raise the memory-lock limit (ulimit -l unlimited).",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -47,8 +47,8 @@ class TierRoom:
         taken, budget = self._tiers.activation_bytes, self._tiers.budgets["host"] or 0
         held = self._tiers.held_host_bytes()
         return BudgetError(
-            f"activations need {format_bytes(num_bytes)} more of host memory, but of its {format_bytes(budget)} they "
-            f"have {format_bytes(taken)} and states and buffers {format_bytes(held)}. Raise host_bytes by "
+            f"activations need {format_bytes(num_bytes)} more host memory, but of {format_bytes(budget)} they already "
+            f"have {format_bytes(taken)}, and states and buffers have {format_bytes(held)}. Raise host_bytes by "
             f"{format_bytes(num_bytes - self.spare_bytes())} for each block that is left, run fewer tokens at once, "
             'or give some blocks the policy "recompute".'
         )
@@ -69,7 +69,7 @@ class FreeRoom:
 
     def shortage(self, num_bytes: int) -> BudgetError:
         return BudgetError(
-            f"activations need {format_bytes(num_bytes)} more of host memory, but {format_bytes(available_bytes())} "
-            f"are free and they have {format_bytes(self.used_bytes)}. Run fewer tokens at once, or give some blocks "
-            'the policy "recompute".'
+            f"activations need {format_bytes(num_bytes)} more host memory, but only {format_bytes(available_bytes())} "
+            f"are free, and they already have {format_bytes(self.used_bytes)}. Run fewer tokens at once, or give "
+            'some blocks the policy "recompute".'
         )

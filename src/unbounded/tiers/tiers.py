@@ -167,7 +167,7 @@ class Tiers:
             spare = self.spare_host_bytes()
             if num_bytes > spare:
                 raise BudgetError(
-                    f"moving states of {format_bytes(num_bytes)} from the device takes more than the "
+                    f"moving {format_bytes(num_bytes)} of states from the device takes more than the "
                     f"{format_bytes(max(0, spare))} that are left of host_bytes="
                     f"{format_bytes(self.budgets['host'] or 0)}. Raise host_bytes, or run fewer tokens at once."
                 )
@@ -202,9 +202,9 @@ class Tiers:
             spare = self.spare_host_bytes()
             if spare < num_bytes:
                 raise BudgetError(
-                    f"adding up the gradients of several backwards takes {format_bytes(num_bytes)} more of "
-                    f"host memory for this unit, but of its {format_bytes(self.budgets['host'] or 0)} only "
-                    f"{format_bytes(max(0, spare))} are left. Raise host_bytes, add up in bf16 with "
+                    f"adding up the gradients of several backwards takes {format_bytes(num_bytes)} more host "
+                    f"memory for this unit, but only {format_bytes(max(0, spare))} of "
+                    f"{format_bytes(self.budgets['host'] or 0)} are left. Raise host_bytes, add up in bf16 with "
                     'accumulate_dtype="bf16", or place gradients or optimizer states on "disk".'
                 )
             self.planned_host_bytes += num_bytes

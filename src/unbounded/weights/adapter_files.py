@@ -80,8 +80,8 @@ def file_names(adapter: str, about: Mapping[str, Any]) -> dict[str, list[str]]:
     """What a tensor of the model is called in the adapter's file; one that is tied may be there twice."""
     if about["tensors"] is None:
         raise CheckpointError(
-            f"the adapter {adapter!r} ({about['config'].get('peft_type')}) is not kept as it is trained, but computed "
-            "by peft. Call `model.save_pretrained(folder)` inside `with unbounded.full_params(model):`."
+            f"the adapter {adapter!r} ({about['config'].get('peft_type')}) is not stored as it is trained: peft "
+            "computes what it saves.  Call `model.save_pretrained(folder)` inside `with unbounded.full_params(model):`."
         )
     found: dict[str, list[str]] = {}
     for key, name in about["tensors"].items():
@@ -117,7 +117,7 @@ def read_adapters(folder: Path, model: nn.Module) -> dict[str, Recipe]:
             if lacking or more:
                 raise CheckpointError(
                     f"the adapter in {place} is not the model's {adapter!r}: it lacks {_shown(lacking)} and has "
-                    f"{_shown(more)} more. Build the model with the configuration beside it."
+                    f"{_shown(more)} besides. Build the model with the configuration in that folder."
                 )
     return found
 

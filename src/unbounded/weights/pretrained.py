@@ -113,8 +113,8 @@ class FileValues:
 
     def unable(self, module: str, lacking: str) -> Exception:
         return CheckpointError(
-            f"{lacking} of {module} are on the meta device and not in {self.folder}, and it has no reset_parameters "
-            "method. Give it one, or weights that have them."
+            f"{lacking} of {module} are on the meta device but not in {self.folder}, and the module has no "
+            "reset_parameters method.  Give it one, or use weights that have them."
         )
 
     def _base_names(self, names: Sequence[str]) -> list[str]:
@@ -128,12 +128,12 @@ class FileValues:
             cut = self._cuts.get(id(tensor))
             recipe, shape = self._recipes.get(name), tuple(tensor.shape) if cut is None else cut.shape
             if recipe is not None and recipe.shape not in (None, shape):
-                wrong.append(f"{name} has the shape {list(shape)} and the file's {list(recipe.shape or ())}")
+                wrong.append(f"{name} has the shape {list(shape)}, but {list(recipe.shape or ())} in the file")
         if wrong:
             shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             raise CheckpointError(
                 f"the weights in {self.folder} do not fit the model: {shown}. "
-                "Build the model from the configuration beside the weights."
+                "Build the model from the configuration in the same folder."
             )
 
     def _report(self, tensors: Sequence[tuple[list[str], Any]], unexpected: Sequence[str]) -> None:

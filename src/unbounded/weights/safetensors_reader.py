@@ -70,7 +70,7 @@ class WeightFolder:
         outside = sorted({name for name in places.values() if Path(name).name != name or name in (".", "..")})
         if outside:
             raise CheckpointError(
-                f"{index} names files outside its folder: {', '.join(outside[:4])}. Files must lie beside their index."
+                f"{index} names files outside its folder: {', '.join(outside[:4])}. Put them next to the index."
             )
         missing = sorted({name for name in places.values() if not (self.folder / name).is_file()})
         if missing:

@@ -316,8 +316,8 @@ class Engine:
         """Raises while parameters are shown whole: what is written to them reaches the tiers only afterwards."""
         if self.is_shown:
             raise StateError(
-                f"{what} was called inside `with unbounded.full_params(model):`, where what is written to parameters "
-                f"is not kept yet. Call {what} after the block."
+                f"{what} was called inside `with unbounded.full_params(model):`, where writes to parameters "
+                f"are not stored yet. Call {what} after the block."
             )
 
     def raise_failures(self, *, alone: bool = True) -> None:

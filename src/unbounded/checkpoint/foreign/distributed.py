@@ -41,7 +41,7 @@ def read_distributed(folder: Path) -> Content:
             moments.setdefault(match.group(1), {})[match.group(2)] = key
     if any(name.isdigit() for name in moments):
         raise CheckpointError(
-            f"the optimizer states in {folder} are keyed by number, so it is not known whose they are. Save them with "
+            f"the optimizer states in {folder} are keyed by number, so their parameters are not known. Save them with "
             "torch.distributed.checkpoint.state_dict.get_state_dict, which names them."
         )
     rest = [key for key in items.tensors if not _STATE.fullmatch(key) and not _GROUPS.fullmatch(key)]
@@ -101,7 +101,7 @@ def _model_prefix(keys: list[str], trained: list[str]) -> str:
         if all(prefix + name in known for name in trained) and any(key.startswith(prefix) for key in keys):
             return prefix
     raise CheckpointError(
-        f"the weights of {trained[0]} and {len(trained) - 1} others are not in the checkpoint beside their states. "
+        f"the weights of {trained[0]} and {len(trained) - 1} others are not in the checkpoint, but their states are. "
         'Save both: dcp.save({"model": ..., "optimizer": ...}).'
     )
 

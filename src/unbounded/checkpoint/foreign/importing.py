@@ -192,7 +192,9 @@ def _kind_of(group: StoredGroup, content: Content) -> tuple[Any, dict[str, Any]]
     if "ns_steps" in group.options:
         return torch.optim.Muon, {}
     if names not in _KINDS:
-        raise CheckpointError(f"the states {', '.join(sorted(names))} are of no optimizer that can be sharded.")
+        raise CheckpointError(
+            f"the states {', '.join(sorted(names))} do not belong to any optimizer that can be sharded."
+        )
     return _KINDS[names]
 
 

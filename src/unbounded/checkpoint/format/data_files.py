@@ -95,7 +95,7 @@ class Files:
             if not stat.S_ISREG(held.st_mode):
                 wrong.append(f"{file.name} is not a plain file")
             elif held.st_size != file.nbytes:
-                wrong.append(f"{file.name} has {held.st_size:,} bytes and not {file.nbytes:,}")
+                wrong.append(f"{file.name} has {held.st_size:,} bytes instead of {file.nbytes:,}")
         if wrong:
             raise CheckpointError(
                 f"the checkpoint in {self.folder} is incomplete: {'; '.join(wrong[:8])}. Copy it again."
@@ -130,7 +130,7 @@ class Files:
             if crc32c(data[start - offset : stop - offset]) != file.crc32c[index]:
                 raise CheckpointError(
                     f"{self.folder / file.name} is damaged: the CRC32C of its bytes {start} to {stop} differs from "
-                    f"the one they were written with ({self._names(number, start, stop)}). "
+                    f"the one at writing ({self._names(number, start, stop)}). "
                     "Load another checkpoint, or copy this one again."
                 )
             index += 1

@@ -26,11 +26,11 @@ def check_values(manifest: Manifest) -> None:
         _check_parameter(mapping(entry, name[:100]), name[:100])
     extra = mapping(values.get("extra"), "extra")
     if "0" not in extra or any(not rank.isascii() or not rank.isdigit() for rank in extra):
-        raise ValueError("extra has no values of rank 0, or some of no rank")
+        raise ValueError("extra has no values for rank 0, or values for a rank that does not exist")
     for rank, held in extra.items():
         mapping(held, f"extra of rank {rank[:10]}")
     if len(items(values.get("random"), "random")) > world_size:
-        raise ValueError("there are random states of more ranks than the job had")
+        raise ValueError("it has random states of more ranks than the job had")
     texts(values.get("used"), "used")
     _check_adapters(values.get("adapters", {}))
     if values.get("optimizer", False) is not None:

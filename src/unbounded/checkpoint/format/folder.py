@@ -150,7 +150,7 @@ def told(folder: Path, doing: str = "saving to") -> Iterator[None]:
     except OSError as error:
         place = str(error.filename or folder)
         remedy = (
-            "Check the space and the permissions there; what was there before is unharmed."
+            "Check the space and the permissions there. What was there before is unharmed."
             if doing != "reading"
             else "Check the disk and the permissions there."
         )
@@ -199,7 +199,7 @@ def _check_replaceable(path: Path) -> None:
         if foreign:
             shown = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
             raise CheckpointError(
-                f"{path} holds files that are not a checkpoint's: {shown}. "
+                f"{path} holds files that do not belong to a checkpoint: {shown}. "
                 "Saving replaces the whole folder, so choose another one or move them away."
             )
     elif path.exists():

@@ -82,7 +82,9 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         held = os.fstat(file.fileno())
         if not stat.S_ISREG(held.st_mode) or held.st_size > max_bytes:
-            raise CheckpointError(f"{path} has {held.st_size:,} bytes, and at most {max_bytes:,} can be right.")
+            raise CheckpointError(
+                f"{path} has {held.st_size:,} bytes, but a manifest has at most {max_bytes:,}. Load another one."
+            )
         return file.read(max_bytes)
 
 
@@ -113,7 +115,7 @@ def _parse(raw: bytes, path: Path) -> Manifest:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
@@ -141,7 +143,7 @@ def _read_file(raw: Any, where: str) -> FileEntry:
     held = mapping(raw, where)
     name = text(held.get("name"), f"{where}.name")
     if not _DATA_NAME.fullmatch(name):
-        raise ValueError(f"{where}.name is {name[:100]!r}, which is no data file's")
+        raise ValueError(f"{where}.name is {name[:100]!r}, which is not the name of a data file")
     nbytes = integer(held.get("nbytes"), f"{where}.nbytes", 0, _LARGEST)
     block_bytes = integer(held.get("block_bytes"), f"{where}.block_bytes", PAGE, BLOCK_BYTES)
     starts = [
@@ -161,7 +163,7 @@ def _read_file(raw: Any, where: str) -> FileEntry:
 
 def _read_sum(raw: Any, where: str) -> int:
     if not isinstance(raw, str) or len(raw) != 8 or not raw.isascii() or not raw.isalnum():
-        raise ValueError(f"{where}.crc32c has {str(raw)[:20]!r}, which is no checksum")
+        raise ValueError(f"{where}.crc32c has {str(raw)[:20]!r}, which is not a checksum")
     return int(raw, 16)
 
 
@@ -170,7 +172,7 @@ def _read_tensor(raw: Any, where: str, files: Sequence[FileEntry]) -> TensorEntr
     shape = tuple(integer(n, f"{where}.shape", 0, _LARGEST) for n in items(held.get("shape"), f"{where}.shape"))
     dtype = _DTYPES.get(text(held.get("dtype"), f"{where}.dtype"))
     if dtype is None:
-        raise ValueError(f"{where}.dtype is {held['dtype'][:40]!r}, which is none of a tensor")
+        raise ValueError(f"{where}.dtype is {held['dtype'][:40]!r}, which no tensor has")
     if len(shape) > MAX_DIMS or math.prod(shape) * dtype.itemsize > _LARGEST:
         raise ValueError(f"{where} is larger than any tensor")
     rank, kind = held.get("rank"), text(held.get("kind"), f"{where}.kind")
@@ -225,9 +227,9 @@ def _check_whole(entry: TensorEntry, where: str) -> None:
     """Every element must be there once. The runs are counted before they are listed."""
     numel = math.prod(entry.shape)
     if sum(piece.nbytes for piece in entry.slices) != numel * entry.dtype.itemsize:
-        raise ValueError(f"{where} ({entry.name[:100]}) is not there whole, or more than once")
+        raise ValueError(f"{where} ({entry.name[:100]}) is incomplete, or stored more than once")
     if sum(count_runs(piece, entry.shape) for piece in entry.slices) > MAX_RUNS:
-        raise ValueError(f"{where} ({entry.name[:100]}) lies in more than {MAX_RUNS:,} pieces")
+        raise ValueError(f"{where} ({entry.name[:100]}) is in more than {MAX_RUNS:,} pieces")
     gap = entry.runs.first_gap()
     if gap is not None:
         raise ValueError(f"{where} ({entry.name[:100]}) lacks element {gap}")
@@ -237,7 +239,7 @@ def _check_overlaps(entries: Sequence[TensorEntry]) -> None:
     places = sorted((s.file, s.offset, s.offset + s.nbytes, e.name) for e in entries for s in e.slices if s.nbytes)
     for one, other in itertools.pairwise(places):
         if one[0] == other[0] and other[1] < one[2]:
-            raise ValueError(f"{one[3][:100]} and {other[3][:100]} lie on the same bytes of file {one[0]}")
+            raise ValueError(f"{one[3][:100]} and {other[3][:100]} overlap in file {one[0]}")
 
 
 _SIZED = {WEIGHT, GRADIENT, UNREDUCED, *MASTER_STATES}
@@ -248,11 +250,11 @@ def _check_parameters(manifest: Manifest) -> None:
     parameters, world_size = manifest.values["parameters"], manifest.values["world_size"]
     for entry in manifest.tensors.values():
         if entry.rank is not None and entry.rank >= world_size:
-            raise ValueError(f"{entry.name[:100]} is of rank {entry.rank} of {world_size}")
+            raise ValueError(f"{entry.name[:100]} belongs to rank {entry.rank}, but the job had {world_size}")
         if entry.kind in (BUFFER, LOOSE):
             continue
         if entry.name not in parameters:
-            raise ValueError(f"there is a {entry.kind[:40]} of {entry.name[:100]}, which is no parameter")
+            raise ValueError(f"there is a {entry.kind[:40]} of {entry.name[:100]}, which is not a parameter")
         numel = math.prod(parameters[entry.name]["shape"])
         if entry.kind == UNREDUCED:  # a rank's own part, where the tensor axis cuts the parameter
             numel = min(numel, math.prod(entry.shape))
@@ -261,9 +263,9 @@ def _check_parameters(manifest: Manifest) -> None:
         else:  # a moment, or a factor of one, which is smaller
             fits = math.prod(entry.shape) <= numel
         if not fits:
-            raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} has another size than the parameter")
+            raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} does not have the size of the parameter")
         if not _is_plausible(entry, manifest):
-            raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} is in {entry.dtype}, which it cannot be")
+            raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} is in {entry.dtype}, which is not allowed")
 
 
 def _is_plausible(entry: TensorEntry, manifest: Manifest) -> bool:

@@ -147,14 +147,14 @@ def _decode_array(inner: Any, get: Get) -> Any:
 
     dtype, shape, name = inner
     if not _NUMBERS.fullmatch(text(dtype, "the dtype of an array")):
-        raise ValueError(f"{dtype[:20]!r} is no dtype of numbers")
+        raise ValueError(f"{dtype[:20]!r} is not a dtype of numbers")
     return numpy.frombuffer(get(name).numpy().tobytes(), dtype=dtype).reshape(shape).copy()
 
 
 def _decode_dtype(name: Any, get: Get) -> torch.dtype:
     dtype = getattr(torch, text(name, "a dtype"), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name[:40]!r} is no dtype")
+        raise ValueError(f"{name[:40]!r} is not a dtype")
     return dtype
 
 

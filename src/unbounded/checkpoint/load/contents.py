@@ -118,7 +118,7 @@ class Contents:
                 self.counts[slot.name] = entry.get("step", 0), self._decode_scalars(entry.get("scalars", {}), slot.name)
         self.factor = self._decode(saved["clip"], "clip", 0)
         if self.factor is not None and not isinstance(self.factor, float):
-            raise CheckpointError(f"the clip factor of the checkpoint in {self.folder} is no number. Load another.")
+            raise CheckpointError(f"the clip factor of the checkpoint in {self.folder} is not a number. Load another.")
         scale = None if saved["loss_scale"] is None else LossScale(**saved["loss_scale"])
         self.progress = StepProgress(scale, saved["skipped_steps"], saved["scaled"])
         if rank < len(self.manifest.values["random"]):
@@ -138,7 +138,7 @@ class Contents:
     def _decode_scalars(self, stored: dict[str, Any], name: str) -> dict[str, float]:
         held = self._decode(stored, f"the scalars of {name}", 0)
         if not isinstance(held, dict) or not all(type(v) in (int, float) for v in held.values()):
-            raise CheckpointError(f"the scalars of {name} in {self.folder} are no numbers. Load another checkpoint.")
+            raise CheckpointError(f"the scalars of {name} in {self.folder} are not numbers. Load another checkpoint.")
         return held
 
     def _decode(self, stored: Any, what: str, rank: int) -> Any:

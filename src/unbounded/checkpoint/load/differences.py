@@ -48,19 +48,19 @@ def of_model(model: nn.Module, units: Sequence[Unit], source: StoredTensors, *, 
     stored = source.manifest.values["parameters"]
     if elsewhere:  # other stages of a pipeline have the rest
         return found + _of_buffers(model, source.manifest)
-    found += [f"{name} is in the checkpoint and not in the model" for name in stored if name not in met]
+    found += [f"{name} is in the checkpoint but not in the model" for name in stored if name not in met]
     return found + _of_buffers(model, source.manifest)
 
 
 def _of_parameter(unit: Unit, slot: Slot, source: StoredTensors) -> list[str]:
     shape = tuple(source.manifest.values["parameters"][source.names[slot.name]]["shape"])
     if shape != slot.global_shape:
-        return [f"{slot.name} has the shape {list(slot.global_shape)} here and {list(shape)} there"]
+        return [f"{slot.name} has the shape {list(slot.global_shape)} here and {list(shape)} in the checkpoint"]
     entry = source.entry(WEIGHT, slot.name)
     if entry is None:
         return [f"the checkpoint has no weights of {slot.name}"]
     if entry.dtype != unit.dtype and not (entry.dtype.is_floating_point and unit.dtype.is_floating_point):
-        return [f"{slot.name} is {unit.dtype} here and {entry.dtype} there"]
+        return [f"{slot.name} is {unit.dtype} here and {entry.dtype} in the checkpoint"]
     return []
 
 
@@ -71,7 +71,7 @@ def _of_buffers(model: nn.Module, manifest: Manifest) -> list[str]:
         if name not in stored:
             found.append(f"the buffer {name} is not in the checkpoint")
         elif stored[name].shape != tuple(buffer.shape):
-            shapes = f"{list(buffer.shape)} here and {list(stored[name].shape)} there"
+            shapes = f"{list(buffer.shape)} here and {list(stored[name].shape)} in the checkpoint"
             found.append(f"the buffer {name} has the shape {shapes}")
     return found + [f"the buffer {name} is not in the model" for name in stored if name not in here]
 
@@ -85,18 +85,18 @@ def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
     assert optimizer is not None
     found = []
     if saved["kind"] != optimizer.kind:
-        found.append(f"it was saved from {saved['kind']}, and the optimizer here is {optimizer.kind}")
+        found.append(f"it was saved from {saved['kind']}, but the optimizer here is {optimizer.kind}")
     here = [len(group["params"]) for group in optimizer.param_groups]
     there = [len(group["names"]) for group in saved["groups"]]
     if here != there and state.engine.axes.pipeline.size == 1:
-        found.append(f"the param groups have {here} parameters here and {there} there")
+        found.append(f"the param groups have {here} parameters here and {there} in the checkpoint")
     found += _of_states(state, source)
     here_mesh = state.engine.axes.sizes
     mesh = manifest.values.get("mesh", here_mesh)
     if manifest.of_kind(UNREDUCED) and (manifest.values["world_size"] != size or mesh != here_mesh):
         found.append(
             f"it was saved by {manifest.values['world_size']} ranks between backwards, with gradients that were not "
-            f"reduced yet, and here are {size} (the mesh is {mesh} there and {here_mesh} here)"
+            f"reduced yet, but here there are {size} (the mesh was {mesh} and is {here_mesh} here)"
         )
     return found
 
@@ -151,7 +151,7 @@ def _of_flags(state: Sharded, source: StoredTensors) -> list[str]:
     for group, stored in zip(optimizer.param_groups, source.manifest.values["optimizer"]["groups"], strict=False):
         for key, value in stored["options"].items():
             if key in _SWITCHES and key in group and group[key] != value:
-                found.append(f"{key} is {group[key]!r} here and {value!r} there")
+                found.append(f"{key} is {group[key]!r} here and {value!r} in the checkpoint")
     return list(dict.fromkeys(found))
 
 

@@ -68,8 +68,8 @@ def describe_optimizer(optimizer: ShardedOptimizer, model: nn.Module, put: value
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise StateError(
-                    f"a parameter of shape {tuple(parameter.shape)} that the optimizer trains was taken out of the "
-                    "model after `shard`, so it has no name to be saved under. Put its module back, or take it out "
+                    f"a parameter of shape {tuple(parameter.shape)} that the optimizer trains was removed from the "
+                    "model after `shard`, so it has no name to be saved under. Put its module back, or remove it "
                     "before `shard`."
                 )
         options = {key: value for key, value in group.items() if key != "params"}

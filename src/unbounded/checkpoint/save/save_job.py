@@ -117,7 +117,7 @@ class SaveJob:
     def _take(self, surveys: list[Survey]) -> None:
         if not self.staging.is_dir():
             raise CheckpointError(
-                f"rank {self.peers.rank} does not see {self.staging}, which rank 0 has made. "
+                f"rank {self.peers.rank} does not see {self.staging}, which rank 0 made. "
                 "Save to a folder on a filesystem that all ranks share."
             )
         own = surveys[self.peers.rank].buffers

@@ -53,10 +53,10 @@ def describe(failure: Failure, what: str, path: str) -> DiskError:
     """The exception for a failed transfer `what` ("read of file ...") at `path`."""
     place = f"{what} failed at offset {failure.offset} of {path}, {failure.length} bytes from there"
     if failure.code == SHORT_READ:
-        message = f"{place}: the file ends before. It was truncated, or more was asked than it holds."
+        message = f"{place}: the file ends before that. It was truncated, or more was asked for than it holds."
         return disk_error(errno.ENODATA, message, path)
     if failure.code == CHECKSUM_MISMATCH:
-        message = f"{place}: the CRC32C differs from the one of what was written. The disk or its link is faulty."
+        message = f"{place}: the CRC32C differs from that of what was written. The disk or its link is faulty."
         return disk_error(errno.EBADMSG, message, path)
     remedy = _REMEDIES.get(failure.code, "Check the disk and the system's log.")
     text = f"{os.strerror(failure.code)} (errno {failure.code}, {errno.errorcode.get(failure.code, '?')})"
@@ -67,7 +67,7 @@ _REMEDIES = {
     errno.ENOSPC: "Free space on that disk, or choose another path.",
     errno.EDQUOT: "Raise the quota, or choose another path.",
     errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or choose another filesystem.",
-    errno.EAGAIN: "The system is out of threads or memory; raise the limits (ulimit -u) or run less beside it.",
+    errno.EAGAIN: "The system is out of threads or memory. Raise the limits (ulimit -u), or run less at the same time.",
     errno.EBADF: "It was opened read-only; open it for writing.",
 }
 

@@ -190,8 +190,9 @@ class DiskFile:
         """The core checksums block by block, so a grain must lie in one block and the transfer on whole pages."""
         if self.engine.block_bytes % sums.grain_bytes or offset % ALIGNMENT or nbytes % ALIGNMENT:
             raise PlanError(
-                f"{nbytes} bytes at offset {offset} of {self.path} cannot be checksummed by {sums.grain_bytes} bytes "
-                f"on the way. Use whole pages of {ALIGNMENT} bytes and a divisor of {self.engine.block_bytes}."
+                f"{nbytes} bytes at offset {offset} of {self.path} cannot be checksummed in blocks of "
+                f"{sums.grain_bytes} bytes during the transfer. Use whole pages of {ALIGNMENT} bytes and a divisor of "
+                f"{self.engine.block_bytes}."
             )
         if len(sums) * sums.grain_bytes < nbytes:
             raise PlanError(

@@ -40,10 +40,10 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise disk_error(errno.ENOTDIR, f"{name} is not a folder. Give the folder that holds it.", str(folder))
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        text = f"{name} is on a filesystem mounted read-only. Remount it, or choose another disk_path."
+        text = f"{name} is on a read-only filesystem. Remount it, or choose another disk_path."
         raise disk_error(errno.EROFS, text, str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
-        text = f"{name} is not writable for this user. Change its permissions, or choose another disk_path."
+        text = f"{name} is not writable by this user. Change its permissions, or choose another disk_path."
         raise disk_error(errno.EACCES, text, str(folder))
     kind = filesystem(folder)
     if kind in _MEMORY_FILESYSTEMS:
@@ -169,7 +169,7 @@ def _reserve_error(code: int, size_bytes: int, free: int, path: str) -> DiskErro
     if code == errno.ENOSPC:
         short = max(0, size_bytes - free)
         text = (
-            f"{path} cannot hold {size_bytes:,} bytes: {free:,} are free, {short:,} short: {reason}. "
+            f"{path} cannot hold {size_bytes:,} bytes: {free:,} are free, which is {short:,} too few: {reason}. "
             "Free space there, lower disk_bytes, or add another disk_path."
         )
     else:

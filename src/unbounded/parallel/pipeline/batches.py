@@ -38,7 +38,7 @@ def cut_batch(args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *,
     if rows % num_micros:
         raise StateError(
             f"the batch has {rows} rows, which do not divide into microbatches={num_micros}. "
-            "Give a batch of a multiple of it, or another number of micro-batches."
+            f"Give a batch of a multiple of {num_micros} rows, or another number of micro-batches."
         )
     size = rows // num_micros
 
@@ -92,7 +92,7 @@ def read_loss(result: Any) -> torch.Tensor:
         loss = result.get("loss")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise StateError(
-            f"the model returned a {type(result).__name__} without a scalar loss. Give labels with the batch, or say "
-            "how to compute it: unbounded.pipeline(model, loss=lambda output, batch: ...)."
+            f"the model returned a {type(result).__name__} without a scalar loss. Put labels into the batch, or say "
+            "how to compute the loss: unbounded.pipeline(model, loss=lambda output, batch: ...)."
         )
     return loss

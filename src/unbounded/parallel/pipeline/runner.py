@@ -116,7 +116,7 @@ class Pipeline:
         """All ranks must call the model then. What it returns, on every rank; nothing is kept for a backward."""
         if torch.is_grad_enabled():
             raise StateError(
-                "the model is cut into pipeline stages, so a call of it cannot be followed by a backward. Train with "
+                "the model is cut into pipeline stages, so calling it cannot be followed by a backward. Train with "
                 "pipeline = unbounded.pipeline(model) and loss = pipeline(**batch); call the model under no_grad()."
             )
         args, kwargs = self._on_device(args), self._on_device(kwargs)

@@ -55,7 +55,7 @@ def cut_model(model: nn.Module, num_ranks: int, chunks: int) -> Cutting:
         names = {id(module): name for name, module in base.named_modules()}
         where = ", ".join(repr(names[id(stack)]) for stack in stacks)
         raise PlanError(
-            f"the model has {len(blocks)} blocks (in {where}) for {num_stages} pipeline stages. "
+            f"the model has {len(blocks)} blocks (in {where}), too few for {num_stages} pipeline stages. "
             f"Use at most {len(blocks) // chunks} ranks on the pipeline axis."
         )
     homes, first, last = _place_rest(base, stacks)

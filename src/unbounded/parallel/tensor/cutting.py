@@ -58,8 +58,8 @@ class LayerCuts:
         known = set(pairs) - set(unused)
         if not known:
             raise PlanError(
-                f"no layer of {type(self.base).__name__} has a name that the tensor styles have: "
-                f"{', '.join(repr(pattern) for pattern, _ in pairs[:4])}. Give patterns of its own names as styles=."
+                f"no layer of {type(self.base).__name__} matches the tensor styles: "
+                f"{', '.join(repr(pattern) for pattern, _ in pairs[:4])}. Give patterns of its layer names as styles=."
             )
 
     def _find_tied(self) -> Iterator[Layer]:
@@ -82,7 +82,7 @@ class LayerCuts:
         elif kind in (Kind.VOCABULARY, Kind.TABLE):
             if not isinstance(module, nn.Embedding):
                 raise PlanError(
-                    f"{layer.name!r} is a {type(module).__name__}, and the style {kind.value!r} is for nn.Embedding. "
+                    f"{layer.name!r} is a {type(module).__name__}, but the style {kind.value!r} is for nn.Embedding. "
                     "Give it another style."
                 )
             self._cut(layer, module, "weight", 0 if kind is Kind.VOCABULARY else 1)
@@ -160,8 +160,8 @@ class LayerCuts:
                 parameter = holder._parameters[attribute]
                 if found.setdefault(id(parameter), cut) != cut:
                     raise PlanError(
-                        f"the parameter {attribute!r} of {layer.name!r} is tied to another layer that is cut in "
-                        "another way. Give both the same cut, or untie them."
+                        f"the parameter {attribute!r} of {layer.name!r} is tied to another layer that is cut "
+                        "differently. Give both the same cut, or untie them."
                     )
             is_cut = layer.style.kind is Kind.COLUMN and not layer.style.joins
             if layer.parent is not None and is_cut and attention.head_width(layer.parent):

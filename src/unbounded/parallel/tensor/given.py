@@ -110,7 +110,9 @@ def _read_cut(name: str, tensor: DTensor, axis: Axis) -> Cut | None:
     if isinstance(placement, Replicate):
         return None
     if not isinstance(placement, Shard):
-        raise PlanError(f"the parameter {name!r} is placed {placement}. Only Shard and Replicate can be trained.")
+        raise PlanError(
+            f"the parameter {name!r} has the placement {placement}. Only Shard and Replicate can be trained."
+        )
     length = tensor.shape[placement.dim]
     step = -(-length // axis.size)  # as torch cuts: equal pieces, the last ones shorter
     start = min(axis.rank * step, length)

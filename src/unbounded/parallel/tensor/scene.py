@@ -102,7 +102,7 @@ class Scene:
             if length % self.axis.size:
                 raise StateError(
                     f"the sequence has {length} tokens, which do not divide over tensor={self.axis.size} with "
-                    "sequence=True. Pad the batch to a multiple of it, or leave sequence out of the plan."
+                    "sequence=True. Pad the batch to a multiple of that, or leave sequence out of the plan."
                 )
             hidden = collectives.split(hidden, 1, site)
         self._entered.clear()

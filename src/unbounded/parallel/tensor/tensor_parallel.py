@@ -47,7 +47,7 @@ class TensorParallel:
         # What a context axis takes its part of must be the tensor axis' part already: its dropout is around the blocks.
         self._dropping = [block for stack in found for block in stack] if sequence or by_context else []
         if sequence and not self.blocks:
-            raise PlanError("sequence=True needs repeated blocks, and the model has none. Leave it out of the plan.")
+            raise PlanError("sequence=True needs repeated blocks, but the model has none. Leave it out of the plan.")
         self.heads: dict[nn.Module, vocabulary.HeadPart] = {}
         self._detaches: list[layers.Detach] = []
 

@@ -56,7 +56,7 @@ class Seen:
     def last(self) -> str:
         """What it was in last, in words."""
         if not self.places:
-            return "It has been in no collective yet"
+            return "It has not been in any collective yet"
         place = min(self.places.values(), key=lambda place: (not place.is_inside, place.seconds))
         if place.is_inside:
             return f"It is in {place.what}, for {place.seconds:.0f} s"
@@ -117,7 +117,7 @@ def _judge_patience(wait: Wait, seen: Mapping[int, Seen], absent: list[Seen], li
         if wait.seconds < limit + wait.num_bytes / LEAST_BYTES_PER_SECOND:
             return None
         fact = f"rank {wait.rank} has been in {wait.what} for {wait.seconds:.0f} s, and so has every other rank"
-        return f"{fact}: a link between them is lost. Look at the network between the machines."
+        return f"{fact}: a link between them is lost. Check the network between the machines."
     if wait.seconds < limit:
         return None
     culprit = _follow(absent[0], seen)
@@ -126,7 +126,7 @@ def _judge_patience(wait: Wait, seen: Mapping[int, Seen], absent: list[Seen], li
     if culprit.doing == "working":
         return None
     elsewhere = (
-        f"which is alive but elsewhere: at {culprit.where or 'an unknown place'}. {culprit.last()}. {ADVICE} Where one "
+        f"which is alive but elsewhere: at {culprit.where or 'an unknown place'}. {culprit.last()}. {ADVICE} If one "
         f"rank may take longer than {limit:g} s by itself, raise watchdog_seconds in the plan."
     )
     return _waited(wait, culprit, elsewhere)

@@ -237,8 +237,8 @@ def _name_run(group: dist.ProcessGroup) -> str:
         if not is_told and time.monotonic() - begun > LIMIT_SECONDS:
             is_told = True
             print(
-                f"unbounded: rank {dist.get_rank()} has waited {LIMIT_SECONDS:.0f} s for the other ranks to come to "
-                "their first call of unbounded. Every rank must make it.",
+                f"unbounded: rank {dist.get_rank()} has waited {LIMIT_SECONDS:.0f} s for the other ranks to make "
+                "their first call to unbounded. Every rank must make it.",
                 file=sys.stderr,
             )
     work.wait()

@@ -97,7 +97,7 @@ def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dic
     if metadata.get("assign_to_params_buffers", False):
         raise StateError(
             "load_state_dict(assign=True) would put new parameters in place of those that are sharded, which the "
-            "optimizer trains. Leave `assign` out: the values are copied to where the plan keeps them."
+            "optimizer trains. Leave out `assign`: the values are then copied to where the plan keeps them."
         )
 
 

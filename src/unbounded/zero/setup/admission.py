@@ -95,7 +95,7 @@ def _compare(told: list[dict[str, Any]]) -> None:
             if mark != told[0][what]:
                 shown = "" if isinstance(mark, int) else f": {mark} instead of {told[0][what]}"
                 raise PlanError(
-                    f"rank {rank} has another {what} than rank 0{shown}. "
+                    f"rank {rank} has a different {what} from rank 0{shown}. "
                     f"Build the same {what} on every rank, in the same order."
                 )
 
@@ -124,7 +124,7 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PlanError(
                 f"the parameter {name!r} of a lazy module has no shape yet. Run a batch through the model, make the "
-                "optimizer, and call `shard` then."
+                "optimizer, and then call `shard`."
             )
     members = find_members(model)
     managed = [member.names[0] for member in members if isinstance(member.parameter, ManagedParameter)]
@@ -201,7 +201,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, members: list[Membe
     missing = [m.names[0] for m in members if m.parameter.requires_grad and id(m.parameter) not in groups]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise PlanError(f"the optimizer misses the trainable parameters {shown}. Give them to it, or freeze them.")
+        raise PlanError(
+            f"the optimizer does not have the trainable parameters {shown}. Give them to it, or freeze them."
+        )
     return groups
 
 

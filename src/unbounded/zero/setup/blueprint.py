@@ -95,7 +95,7 @@ def plan_units(
     if disk_bytes and host_bytes > host:
         raise BudgetError(
             f"host_bytes is {format_bytes(host)}, but with states on disk the buffers take "
-            f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
+            f"{format_bytes(buffers.num_bytes)} of it, and states that the plan puts there take "
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
     streamed = _stream(specs, places, machine, carries=plan.move_states and device.type == "cuda")

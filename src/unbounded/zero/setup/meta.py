@@ -225,9 +225,9 @@ class ModuleFill:
             owners = ", ".join(sorted({type(self._owner(name)).__name__ for name in lost}))
             named = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
             raise PlanError(
-                f"{named} (of {owners}) were on the meta device and nothing gave them values. Let the module fill them "
-                "in its reset_parameters, or the model in its _init_weights. Buffers may also be kept off the meta "
-                "device when the model is built, as accelerate.init_empty_weights() does; transformers 5 needs neither."
+                f"{named} (of {owners}) were on the meta device, and nothing gave them values. Let the module fill "
+                "them in its reset_parameters, or the model in its _init_weights. Buffers may also be kept off the "
+                "meta device when the model is built, as accelerate.init_empty_weights() does; transformers 5 needs neither."
             )
 
     def _comes_from_elsewhere(self, name: str) -> bool:

@@ -63,8 +63,8 @@ class Thawing:
         rule = unit.rule_if_trained
         if rule is not None and rule.granularity is Granularity.TENSOR:
             raise StateError(
-                f"the unit {unit.name!r} was frozen at `shard`, and its optimizer updates whole tensors, for which it "
-                "is not laid out. Unfreeze it before `shard`, and freeze it after."
+                f"the unit {unit.name!r} was frozen at `shard`, so it is not laid out for its "
+                "optimizer, which updates whole tensors. Unfreeze it before `shard`, and freeze it afterwards."
             )
         trained = replace(self._shapes[unit], trainable=True, rule=rule)
         sizes = replace(trained.sizes(plan.stage, DTYPES[plan.accumulate_dtype]), weights=0)
