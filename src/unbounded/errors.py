@@ -1,4 +1,4 @@
-"""The errors users meet: each is also the builtin a caller would expect to catch."""
+"""The errors that users see. Each is also the builtin error that a caller would expect to catch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Which update an optimizer object stands for: read from its class by identity or by declaration.
 
 A stock class of torch.optim stands for itself, and so does a subclass that leaves the update alone, as those that
-frameworks make. Any other class declares itself with a class attribute: `unbounded_rule = "lion"` where its update is
-one of the fused rules, "elementwise" where every element is updated by itself, "tensor" where every tensor is. The last
-two are believed only after a trial (`optim/trial.py`). Wrappers that only pass calls on are looked through.
+frameworks make. Any other class declares itself with a class attribute: `unbounded_rule = "lion"` if its update is one
+of the fused rules, "elementwise" if every element is updated by itself, "tensor" if every tensor is. The last two are
+believed only after a trial (`optim/trial.py`). Wrappers that only pass on calls are ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _UPDATE = ("step", "_init_group")
 
 @dataclass(frozen=True)
 class Recognised:
-    """`kind` names the update. Where the class has only declared it, it `is_to_be_tried` before it is believed."""
+    """`kind` names the update. If the class only declared it, it `is_to_be_tried` before it is believed."""
 
     kind: str
     granularity: Granularity
@@ -54,7 +54,7 @@ class Recognised:
 def unwrap(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers of frameworks that only pass calls on; several are joined into one."""
+    """The optimizer inside frameworks' wrappers that only pass on calls; several are joined into one."""
     if isinstance(optimizer, (list, tuple)):
         return JoinedOptimizer([unwrap(one) for one in optimizer])
     while any(_full(kind) in _WRAPPERS for kind in type(optimizer).__mro__):

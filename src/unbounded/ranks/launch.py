@@ -26,7 +26,7 @@ def is_due() -> bool:
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of `kind` that this process takes among those on its machine, made the current one."""
+    """The device of `kind` that this process uses on its machine. Makes it the current one."""
     if kind != "cuda":
         return torch.device(kind)
     index = read_numbers(os.environ).local_rank or 0
@@ -40,14 +40,14 @@ def local_device(kind: str) -> torch.device:
 
 
 def spare_device() -> torch.device:
-    """What picks the backend where a model is on no device yet: this rank's own GPU if there is a group to be made."""
+    """The device that picks the backend for a model without one: this rank's GPU, if a group must be made."""
     return local_device("cuda" if torch.cuda.is_available() else "cpu") if is_due() else torch.device("cpu")
 
 
 def join(device: torch.device) -> bool:
-    """All ranks must call this. Makes the process group where a launcher started several ranks and nobody has made it.
+    """All ranks must call this. Makes the process group if a launcher started several ranks and there is none.
 
-    Says whether it did. `device` picks the backend: NCCL for a GPU, gloo otherwise.
+    Returns whether it did. `device` picks the backend: NCCL for a GPU, gloo otherwise.
     """
     if is_running():
         return False
@@ -70,7 +70,7 @@ def join(device: torch.device) -> bool:
 
 def _make_group(launch: Launch, device: torch.device) -> None:
     tell_local_rank(launch, os.environ)
-    # With the agent of torchrun the store is there already, on the agent.
+    # Under torchrun the agent already has the store.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store: dist.Store = dist.TCPStore(

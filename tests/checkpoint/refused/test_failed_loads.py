@@ -227,8 +227,8 @@ def make(optimizer: str) -> Any:
     [
         ("adam", "adamw", ["it was saved from Adam, but the optimizer here is AdamW"]),
         ("adamw", "sgd", ["saved from AdamW, but the optimizer here is SGD", "it has exp_avg, which the optimizer"]),
-        ("amsgrad", "adamw", ["it has max_exp_avg_sq, which", "amsgrad is False here and True there"]),
-        ("adamw", "amsgrad", ["it has no max_exp_avg_sq of", "amsgrad is True here and False there"]),
+        ("amsgrad", "adamw", ["it has max_exp_avg_sq, which", "amsgrad is False here and True in the checkpoint"]),
+        ("adamw", "amsgrad", ["it has no max_exp_avg_sq of", "amsgrad is True here and False in the checkpoint"]),
         ("momentum", "sgd", ["it has momentum_buffer, which", "momentum is 0 here and 0.9 in the checkpoint"]),
         ("sgd", "momentum", ["it has no momentum_buffer of"]),
     ],

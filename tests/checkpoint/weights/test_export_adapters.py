@@ -162,7 +162,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             {"target_modules": ["q_proj"], "r": 2},
             r"lora_A.default.weight has the shape \[2, 32\], but \[4,",
         ),
-        ({"target_modules": ["v_proj"]}, r"it lacks .*v_proj.lora_A.weight.* and has .*q_proj.lora_A.weight.* more"),
+        ({"target_modules": ["v_proj"]}, r"it lacks .*v_proj.lora_A.weight.* and has .*q_proj.lora_A.weight.* besides"),
     ):
         model = empty(base, settings, torch.float32)
         with pytest.raises(unbounded.CheckpointError, match=match):

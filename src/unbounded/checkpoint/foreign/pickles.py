@@ -1,4 +1,4 @@
-"""Pickles of others, read without running anything of theirs: plain values and tensors, or an error with the name."""
+"""Reads foreign pickles without running their code: plain values and tensors, or an error that names the class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values out of JSON, each with its place, as what they must be. What they are not is a ValueError that says both."""
+"""Checks the types of values from JSON. A wrong one is a ValueError that names its place and what it must be."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def texts(value: Any, where: str) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A little of it: it may be anything, of any size."""
+    """A short form of a value, which may be anything of any size."""
     if isinstance(value, list | dict):
         return f"a {'list' if isinstance(value, list) else 'object'} of {len(value):,}"
     if isinstance(value, int) and abs(value) >= 2**64:

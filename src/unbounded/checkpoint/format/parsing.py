@@ -1,9 +1,9 @@
-"""A manifest read from its file: nothing in it is believed before it was checked.
+"""Reads a manifest from its file. Nothing in it is trusted before it is checked.
 
 A checksum says that a manifest is as it was written, not who wrote it. So every number and name is checked against
-the others here, before any data file is opened: types, bounds, that slices lie inside their files and do not overlap,
-that every tensor is there whole and once, that states fit their parameters. What passes can be read in memory and
-time that follow from the sizes of the files. Then `Files.check_present` compares those with what lies there.
+the others here, before any data file is opened: types, bounds, that slices are inside their files and do not overlap,
+that every tensor is there completely and once, that states fit their parameters. A manifest that passes can be read in
+memory and time that follow from the sizes of the files, which `Files.check_present` then compares with the real ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_DIMS = 64
 MAX_RUNS = 1 << 22  # of one tensor
 PAGE = 4096
 _LARGEST = 2**62
-# Kinds by the names that early checkpoints have for them.
+# Kinds by the names that early checkpoints use.
 _FORMER_KINDS = {"low": "remainder"}
 _DATA_NAME = re.compile(r"data-[0-9]{5,9}\.bin")
 _DTYPES = {
@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a plain file. What is none (a FIFO, a device) is not opened, since that may block or do things."""
+    """The bytes of a plain file. Anything else (a FIFO, a device) is not opened, since that may block."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise CheckpointError(f"{path} is not a plain file. Give a folder that a save was finished in.")
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -123,7 +123,7 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 
 
 def _read_body(body: dict[str, Any]) -> Manifest:
-    """Raises a ValueError that says what cannot be."""
+    """Raises a ValueError that says what is impossible."""
     files = [_read_file(entry, f"files[{i}]") for i, entry in enumerate(items(body.pop("files", None), "files"))]
     if not files or len({file.name for file in files}) != len(files):
         raise ValueError("files are missing or named twice")
@@ -195,7 +195,7 @@ def _read_slice(raw: Any, where: str, shape: Sequence[int], dtype: torch.dtype, 
     nbytes = integer(held.get("nbytes"), f"{where}.nbytes", 0, files[number].nbytes)
     offset = integer(held.get("offset"), f"{where}.offset", 0, files[number].nbytes - nbytes)
     sides = [items(side, f"{where}.box") for side in items(held.get("box"), f"{where}.box")]
-    # One interval is over the flattened tensor, whatever the number of its dims.
+    # A single interval is over the flattened tensor, whatever the number of its dims.
     bounds = shape if len(sides) == len(shape) else (math.prod(shape),)
     if len(sides) != len(bounds):
         raise ValueError(f"{where} has a box of {len(sides)} intervals for {len(shape)} dims")
@@ -246,7 +246,7 @@ _SIZED = {WEIGHT, GRADIENT, UNREDUCED, *MASTER_STATES}
 
 
 def _check_parameters(manifest: Manifest) -> None:
-    """States and gradients must be of parameters and have their sizes, in dtypes that they can be in."""
+    """States and gradients must belong to parameters, and have their sizes and an allowed dtype."""
     parameters, world_size = manifest.values["parameters"], manifest.values["world_size"]
     for entry in manifest.tensors.values():
         if entry.rank is not None and entry.rank >= world_size:
@@ -256,7 +256,7 @@ def _check_parameters(manifest: Manifest) -> None:
         if entry.name not in parameters:
             raise ValueError(f"there is a {entry.kind[:40]} of {entry.name[:100]}, which is not a parameter")
         numel = math.prod(parameters[entry.name]["shape"])
-        if entry.kind == UNREDUCED:  # a rank's own part, where the tensor axis cuts the parameter
+        if entry.kind == UNREDUCED:  # a rank's own part, if the tensor axis cuts the parameter
             numel = min(numel, math.prod(entry.shape))
         if entry.kind in _SIZED or entry.every > 1:
             fits = math.prod(entry.shape) == -(-numel // entry.every)
@@ -269,7 +269,7 @@ def _check_parameters(manifest: Manifest) -> None:
 
 
 def _is_plausible(entry: TensorEntry, manifest: Manifest) -> bool:
-    """Whether values of this kind can be kept like this; what is encoded needs what it is decoded with."""
+    """Whether values of this kind can be stored like this; encoded values need what decodes them."""
     dtype = entry.dtype
     if entry.kind == WEIGHT:
         return entry.every == 1

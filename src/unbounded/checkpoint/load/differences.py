@@ -1,4 +1,4 @@
-"""How a checkpoint differs from the model and the optimizer it is to be loaded into: a list of facts, or nothing."""
+"""How a checkpoint differs from the model and the optimizer that load it: a list of facts, or nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _of_buffers(model: nn.Module, manifest: Manifest) -> list[str]:
 
 
 def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
-    """Another kind of optimizer, other param groups, other states, gradients that fit only its number of ranks."""
+    """Another kind of optimizer, other param groups or states, or gradients for another number of ranks."""
     manifest, optimizer = source.manifest, state.optimizer
     saved = manifest.values["optimizer"]
     if saved is None:
@@ -102,7 +102,7 @@ def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
 
 
 def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
-    """States that the optimizer here keeps and the checkpoint lacks, and the other way round (amsgrad, momentum)."""
+    """States that the optimizer keeps but the checkpoint lacks, and the other way round (amsgrad, momentum)."""
     saved, optimizer = source.manifest.values["optimizer"], state.optimizer
     assert optimizer is not None
     wanted: set[str] = set()
@@ -130,13 +130,13 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
 
 
 def _is_there(source: StoredTensors, kind: str, name: str, numel: int, dtype: torch.dtype | None = None) -> bool:
-    """Whether there is such a state of that size; `dtype` where it cannot be converted."""
+    """Whether there is such a state of that size, and of `dtype` if it cannot be converted."""
     entry = source.entry(kind, name)
     return entry is not None and math.prod(entry.shape) == numel and dtype in (None, entry.dtype)
 
 
 def _frozen_here(state: Sharded, source: StoredTensors, kinds: Iterable[str]) -> list[str]:
-    """The parameters that were updated before the save and have no states here, since they are frozen."""
+    """The parameters that were updated before the save but are frozen here, so they have no states."""
     described = source.manifest.values["parameters"]
     names = [slot.name for unit in state.engine.units if not unit.trainable for slot in unit.layout.slots]
     updated = [name for name in names if described[source.names[name]].get("step")]
@@ -144,7 +144,7 @@ def _frozen_here(state: Sharded, source: StoredTensors, kinds: Iterable[str]) ->
 
 
 def _of_flags(state: Sharded, source: StoredTensors) -> list[str]:
-    """The switches of the param groups that differ: which states there are follows from them."""
+    """The differing switches of param groups that decide which states there are."""
     optimizer = state.optimizer
     assert optimizer is not None
     found = []
@@ -160,7 +160,7 @@ _NOT_MOMENTS = {WEIGHT, BUFFER, GRADIENT, UNREDUCED, LOOSE, *MASTER_STATES}
 
 
 def check_options(options: Any, group: Mapping[str, Any], index: int, folder: Path) -> None:
-    """Raises where hyper-parameters are not of the kind that the optimizer has here."""
+    """Raises if hyper-parameters are not of the kind that the optimizer here has."""
     named = isinstance(options, dict) and all(isinstance(key, str) for key in options)
     known = set(options) & set(group) if named else set()
     wrong = sorted(key for key in known if not _is_alike(group[key], options[key]))
@@ -173,7 +173,7 @@ def check_options(options: Any, group: Mapping[str, Any], index: int, folder: Pa
 
 
 def _is_alike(here: Any, there: Any) -> bool:
-    """Whether one may take the place of the other: numbers of any kind, sequences of as many, the same type."""
+    """Whether one may replace the other: numbers of any kind, sequences of the same length, the same type."""
     if here is None or there is None:
         return True
     if _is_number(here):

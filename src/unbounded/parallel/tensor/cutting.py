@@ -1,7 +1,7 @@
 """Which parameters of a model are cut over the tensor axis, and how.
 
-Everything is found out, and what cannot work is raised, from values that are the same on all ranks, before any
-parameter is touched.
+Everything is decided, and what cannot work is raised, from values that are the same on all ranks, before any parameter
+is changed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class LayerCuts:
         if not is_row:
             self._cut(layer, base, "bias", 0)
         for name in down:
-            # What the adapter adds goes in and out with the layer: the matrix that is not cut sees a part of the sum.
+            # What the adapter adds goes in and out with the layer, so the matrix that is not cut sees a part of the
+            # sum.
             if is_row:
                 self._cut(layer, down[name], "weight", 1)
             else:
@@ -170,6 +171,6 @@ class LayerCuts:
 
 
 def _is_here(module: nn.Module) -> bool:
-    """Whether a module has its parameters: other stages of a pipeline have those of their own."""
+    """Whether this rank has the module's parameters, and not another stage of the pipeline."""
     base = layers.adapted_layers(module)[0]
     return not base._parameters or any(parameter is not None for parameter in base._parameters.values())

@@ -1,4 +1,4 @@
-"""Which layers of a model are cut: read from a transformers model's own plan, or from one that ships here.
+"""Which layers of a model are cut: read from a transformers model's own plan, or from a plan in this file.
 
 A plan is (pattern, style) pairs over the names of modules and parameters. Models with a `tp_plan` bring their own;
 GPT-2, BERT, T5, OPT and their relatives have none and are listed here by the type in their configuration. The

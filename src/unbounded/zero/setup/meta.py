@@ -227,7 +227,7 @@ class ModuleFill:
             raise PlanError(
                 f"{named} (of {owners}) were on the meta device, and nothing gave them values. Let the module fill "
                 "them in its reset_parameters, or the model in its _init_weights. Buffers may also be kept off the "
-                "meta device when the model is built, as accelerate.init_empty_weights() does; transformers 5 needs neither."
+                "meta device when the model is built, as accelerate.init_empty_weights() does."
             )
 
     def _comes_from_elsewhere(self, name: str) -> bool:
