@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.gradient import Gradient
-from unbounded.zero.placeholder import METADATA, Placeholder
+from unbounded.zero.placeholder import Placeholder, describe
 
 
 class Owner(Protocol):
@@ -46,14 +46,13 @@ class ManagedGrad(Placeholder, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if (answer := describe(func, args, kwargs)) is not NotImplemented:
+            return answer
         first = args[0] if args else None
         if isinstance(first, ManagedGrad) and name in ("requires_grad_", "detach_"):
             return first  # it never has a graph
-        if isinstance(first, ManagedGrad) and first._is_kept and (answer := _answer(name, first, args, kwargs)):
-            return answer[0]
+        if isinstance(first, ManagedGrad) and first._is_kept and (done := _answer(name, first, args, kwargs)):
+            return done[0]
         if isinstance(first, (list, tuple)) and name in _LISTS:
             return _LISTS[name](*args, **kwargs)
         values, filled = _open_all((args, kwargs))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive
 from unbounded.zero.parameters.followed_view import follow, version_of
 from unbounded.zero.passes.hooks import called_from
-from unbounded.zero.placeholder import METADATA, Placeholder
+from unbounded.zero.placeholder import Placeholder, describe
 from unbounded.zero.unit import Unit
 
 _Tensor = torch.Tensor
@@ -32,6 +32,7 @@ _SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.expo
 _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {"__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "resize_as_", "retain_grad", "backward"}
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
+_GET_GRAD, _SET_GRAD = _Tensor.grad.__get__, _Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
@@ -46,7 +47,9 @@ class ManagedParameter(Placeholder, nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA or func in _AUTOGRAD:
+        if (answer := describe(func, args, kwargs)) is not NotImplemented:
+            return answer
+        if func in _AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
@@ -58,6 +61,11 @@ class ManagedParameter(Placeholder, nn.Parameter):
                 raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
             if name == "detach" and called_from(nn.Module.state_dict):
                 return owner._unit.engine.lending.snapshot(owner._unit, owner._index)
+            if name == "detach" and called_from(nn.Parameter.__new__):
+                raise StateError(
+                    f"nn.Parameter() was given the sharded parameter {owner.name!r}, whose memory it cannot share. "
+                    "Give it a copy: nn.Parameter(parameter.detach().clone())."
+                )
             if name == "copy_":
                 return owner._overwrite(args[1])
             if name in _MOVES and _changes_nothing(func, owner, args, kwargs):
@@ -239,6 +247,15 @@ def hide(parameter: ManagedParameter | ShownParameter) -> None:
 def set_requires_grad(parameter: nn.Parameter, is_trained: bool) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _SET_REQUIRES_GRAD(parameter, is_trained)
+
+
+def take_stray_gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """The parameters to which autograd has given gradients directly, past the engine; they go."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [index for index, parameter in enumerate(parameters) if _GET_GRAD(parameter) is not None]
+        for index in found:
+            _SET_GRAD(parameters[index], None)
+    return found
 
 
 def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:

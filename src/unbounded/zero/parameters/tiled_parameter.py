@@ -17,7 +17,7 @@ from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import _LISTS, ManagedGrad, _norm_order
 from unbounded.zero.parameters.followed_view import FollowedView, follow, version_of
 from unbounded.zero.parameters.parameter import _SET_REQUIRES_GRAD, ShownParameter, set_requires_grad
-from unbounded.zero.placeholder import METADATA, Placeholder
+from unbounded.zero.placeholder import Placeholder, describe
 
 
 class Rows(Protocol):
@@ -51,9 +51,8 @@ class TiledParameter(Placeholder, nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if (answer := describe(func, args, kwargs)) is not NotImplemented:
+            return answer
         owner = args[0] if args and isinstance(args[0], TiledParameter) else None
         if owner is not None and (getattr(func, "__name__", "") == "requires_grad_" or func == _SET_REQUIRES_GRAD):
             return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
@@ -197,13 +196,12 @@ class TiledGrad(ManagedGrad):
     ) -> Any:
         kwargs = kwargs or {}
         first, name = args[0] if args else None, getattr(func, "__name__", "")
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if (answer := describe(func, args, kwargs)) is not NotImplemented:
+            return answer
         if isinstance(first, (list, tuple)) and name in _LISTS:
             return _LISTS[name](*args, **kwargs)
-        if isinstance(first, TiledGrad) and (answer := first._answer_by_parts(func, args, kwargs)) is not None:
-            return answer
+        if isinstance(first, TiledGrad) and (done := first._answer_by_parts(func, args, kwargs)) is not None:
+            return done
         opened: dict[TiledGrad, tuple[torch.Tensor, int]] = {}
 
         def join(grad: TiledGrad) -> torch.Tensor:
