@@ -200,7 +200,7 @@ def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
     import torch
 
     import unbounded
-    from unbounded.planning import predict_step
+    from unbounded.planning.running_step import predict_step
 
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")

@@ -5,10 +5,11 @@ python benchmarks/planner/planner_today.py
 
 from __future__ import annotations
 
+from unbounded.planner.evaluation import Request
 from unbounded.planner.models.configs import read_model
 from unbounded.planner.models.footprint import COMPILED, FORMATS, footprint_of
 from unbounded.planner.presets import find_machine
-from unbounded.planner.search import Request, search
+from unbounded.planner.search import search
 
 CASES = (  # model, machine, tokens a step
     ("llama-7b", "rtx4090", 2**16),

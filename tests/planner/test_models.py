@@ -15,7 +15,7 @@ from unbounded.planner.models.configs import read_model, shape_of
 from unbounded.planner.models.footprint import expand, footprint_of
 from unbounded.planner.models.shapes import PRESETS
 from unbounded.planner.plan import Plan
-from unbounded.planning import footprint_of_module
+from unbounded.planning.module_footprint import footprint_of_module
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

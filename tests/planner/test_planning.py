@@ -21,7 +21,7 @@ from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.presets import UNMEASURED
-from unbounded.planning import predict_step
+from unbounded.planning.running_step import predict_step
 from unbounded.sharding import block_policies
 
 

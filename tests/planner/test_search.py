@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from unbounded.errors import BudgetError, PlanError
+from unbounded.planner.evaluation import POLICIES, Request, evaluate, rooms
 from unbounded.planner.models.configs import read_model
 from unbounded.planner.models.footprint import FORMATS, Footprint, footprint_of
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import find_machine
-from unbounded.planner.search import POLICIES, Request, compare_ways, evaluate, rooms, search
+from unbounded.planner.search import compare_ways, search
 from unbounded.planner.step.loads import TIERS, Setup
 from unbounded.planner.step.prediction import compare
 from unbounded.planner.unit_bytes import UnitPlace

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from unbounded.planner.evaluation import Candidate, Request
     from unbounded.planner.machine import MachineRates
     from unbounded.planner.models.footprint import Footprint
-    from unbounded.planner.search import Candidate, Request
 
 HELP = "predict bytes, step time and bottleneck of a model on a machine"
 _BUDGETS = ("device_bytes", "host_bytes", "disk_bytes")
@@ -83,11 +83,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
+    from unbounded.planner.evaluation import Request
     from unbounded.planner.models.configs import read_model
     from unbounded.planner.models.footprint import COMPILED, EAGER, FORMATS, footprint_of
     from unbounded.planner.plan import read_plan
-    from unbounded.planner.search import Request
-    from unbounded.planning import ASSUMED_TOKENS, read_machine
+    from unbounded.planning.choosing import ASSUMED_TOKENS, read_machine
 
     machine = read_machine(args.machine)
     names = ("exact", "compact") if args.format == "any" else (args.format,)

@@ -6,9 +6,9 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from unbounded.planner.evaluation import Candidate, rooms
 from unbounded.planner.explanation import KINDS, count, describe, seconds
 from unbounded.planner.plan import Plan
-from unbounded.planner.search import Candidate, rooms
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import LANES, PHASES, TIERS
 from unbounded.planner.step.prediction import NAMES

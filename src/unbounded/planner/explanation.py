@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from unbounded.planner.search import Candidate
+from unbounded.planner.evaluation import Candidate
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import LANES, TIERS
 from unbounded.planner.step.prediction import NAMES, REMEDIES

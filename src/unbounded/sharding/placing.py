@@ -36,9 +36,10 @@ from unbounded.zero.parameters.parameter import unmanage
 from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision
 from unbounded.zero.setup.assembly import Assembly, Entries, Fill
-from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units
+from unbounded.zero.setup.blueprint import plan_units
 from unbounded.zero.setup.initial import Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
+from unbounded.zero.setup.specs import DTYPES, Holdings, find_specs
 from unbounded.zero.sites import find_sites
 from unbounded.zero.step.optimizer import ShardedOptimizer
 

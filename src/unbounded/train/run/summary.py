@@ -14,7 +14,7 @@ from unbounded.observe.lanes import LaneTotal
 from unbounded.observe.progress import Tier
 from unbounded.observe.report.page import read_report
 from unbounded.planner.step.prediction import compare
-from unbounded.planning import predict_step
+from unbounded.planning.running_step import predict_step
 from unbounded.train.options.settings import Settings
 
 
