@@ -31,6 +31,7 @@ _Tensor = torch.Tensor
 _SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
 _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {"__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "resize_as_", "retain_grad", "backward"}
+_ADDRESSES = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}  # what tells which tensors share memory
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 _GET_GRAD, _SET_GRAD = _Tensor.grad.__get__, _Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -61,6 +62,9 @@ class ManagedParameter(Placeholder, nn.Parameter):
                 raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
             if name == "detach" and called_from(nn.Module.state_dict):
                 return owner._unit.engine.lending.snapshot(owner._unit, owner._index)
+            if name in _ADDRESSES and not owner._unit.engine.is_in_pass():
+                with torch._C.DisableTorchFunctionSubclass():  # every parameter has one of its own, which lasts
+                    return func(*args, **kwargs)
             if name == "detach" and called_from(nn.Parameter.__new__):
                 raise StateError(
                     f"nn.Parameter() was given the sharded parameter {owner.name!r}, whose memory it cannot share. "

@@ -166,10 +166,11 @@ class ModuleViews:
         """Raises where a backward has gone past the engine: by functions that take parameters as they are."""
         for index in take_stray_gradients(self.parameters):
             raise StateError(
-                f"a gradient of {self.unit.layout.slots[index].name!r} has come from a torch.autograd.Function or from "
-                "scripted or compiled code that was given the parameter object itself, which holds no values while it "
-                "is sharded, so it would be lost. Inside a forward take the parameter from its module (self.layer."
-                "weight), or give such code parameter.view_as(parameter)."
+                f"a gradient of {self.unit.layout.slots[index].name!r} has gone past the engine and would be lost. "
+                "Leave out DistributedDataParallel around the model: the sharded model averages over the ranks itself. "
+                "Where a torch.autograd.Function, or scripted or compiled code, was given the parameter object, which "
+                "holds no values while it is sharded: take it from its module inside the forward "
+                "(self.layer.weight), or give such code parameter.view_as(parameter)."
             )
 
     def place_data(self) -> None:
