@@ -84,6 +84,8 @@ class UnitEngine(Protocol):
 
     def train(self, unit: Unit, index: int, *, is_trained: bool) -> None: ...
 
+    def is_in_pass(self) -> bool: ...
+
 
 class Views(Protocol):
     """What modules hold of a unit, and when (`ModuleViews`)."""
