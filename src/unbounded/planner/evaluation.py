@@ -1,6 +1,6 @@
 """The best placements of units and policies of blocks for one way to train: given axes, stage, micro-batch and format.
 
-Both are one integer program (`solve`), so that what blocks keep and where states live compete for the same memory.
+Both are one integer program (`solve`), because what blocks keep and where states live compete for the same memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from unbounded.planner.step.peaks import activation_moments, moment_bytes, worki
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planner.unit_bytes import UnitBytes, UnitPlace, read_placement
 
-# The part of each tier that a job may plan with. The rest is the driver's, the allocator's gaps, the system's.
+# The part of each tier that a job may plan with. The rest is for the driver, the allocator's gaps and the system.
 USABLE = {"device": 0.9, "host": 0.9, "disk": 0.95}
 POLICIES = ("keep", "recompute", "host")
-# Nodes of a program: few to rank ways by, many for the one that is taken.
+# Nodes of a program: few to rank ways, many for the one that is chosen.
 FEW_NODES, MANY_NODES = 4, 60
 
 
@@ -66,7 +66,7 @@ class Candidate:
 def rooms(machine: MachineRates, plan: Plan, num_devices: int) -> dict[str, float]:
     """What one rank may use of each tier: what the plan says, otherwise its part of what is usable.
 
-    Of a device's memory nine tenths are planned with in any case: the rest falls between the allocator's blocks.
+    At most nine tenths of a device's memory are planned: the rest is lost between the allocator's blocks.
     """
     inside = min(machine.devices, num_devices)
     device = (plan.device_bytes if plan.device_bytes is not None else machine.device_bytes) * USABLE["device"]
@@ -85,7 +85,7 @@ def evaluate(
     cutoff: float = math.inf,
     max_nodes: int = MANY_NODES,
 ) -> Candidate | None:
-    """The best placements and policies for one way; None where nothing fits or `cutoff` seconds are not beaten."""
+    """The best placements and policies for one way; None if nothing fits or `cutoff` seconds are not beaten."""
     footprint = replace(footprint, states=request.formats[state_format])
     setup = replace(setup, state_format=state_format)
     parts = _parts_of_rank(footprint, setup)
@@ -107,8 +107,8 @@ def evaluate(
 
 
 def _variants(parts: Sequence[UnitFootprint], setup: Setup, plan: Plan) -> list[tuple[bool, bool]]:
-    """Whether units are gathered and blocks run again, which takes working memory: without each only where neither
-    the axes nor the plan ask for it."""
+    """Whether units are gathered and whether blocks run again, which take working memory. Variants without them exist
+    only if neither the axes nor the plan need them."""
     weights = {read_placement(plan.weights, part.name) for part in parts}
     policies = {read_placement(plan.activations, part.name) for part in parts if part.is_block}
     must_gather = (setup.stage == 3 and setup.data > 1) or not weights <= {None, "device"}
@@ -122,7 +122,7 @@ def _variants(parts: Sequence[UnitFootprint], setup: Setup, plan: Plan) -> list[
 
 
 def _parts_of_rank(footprint: Footprint, setup: Setup) -> list[UnitFootprint]:
-    """What the fullest rank of the pipeline has: its blocks, and all that is outside them."""
+    """What the fullest rank of the pipeline has: its blocks, and everything outside blocks."""
     parts = expand(footprint)
     blocks = [part for part in parts if part.is_block]
     keeps = set(map(id, blocks[: math.ceil(len(blocks) / setup.pipeline)]))
@@ -209,7 +209,7 @@ class _Joint:
         )  # fmt: skip
 
     def _spread(self, counts: Sequence[Sequence[int]]) -> list[tuple[UnitFootprint, str]]:
-        """The last blocks keep: what they keep is given back first."""
+        """The last blocks keep, because what they keep is freed first."""
         chosen = []
         for (policies, members), numbers in zip(self.blocks, counts, strict=True):
             spread = [policy for policy, count in zip(policies, numbers, strict=True) for _ in range(count)]
@@ -219,7 +219,7 @@ class _Joint:
     def _held(
         self, places: Sequence[UnitPlace], policies: Sequence[tuple[UnitFootprint, str]]
     ) -> dict[str, dict[str, float]]:
-        """Bytes by tier and kind; of the device at the moment at which it holds the most."""
+        """Bytes by tier and kind; for the device, when it holds the most."""
         turn, end = self._at("turn", places, policies), self._at("end", places, policies)
         held = turn if sum(turn["device"].values()) >= sum(end["device"].values()) else end
         if any(held[tier] for tier in TIERS[1:]):

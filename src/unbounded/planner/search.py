@@ -1,6 +1,6 @@
 """The best way to train a model on a machine: axes, stage, micro-batch, format, the tiers of units, policies of blocks.
 
-What is discrete and few (axes, stage, format, micro-batch) is tried in the order of the best that each can reach;
+Choices with few values (axes, stage, format, micro-batch) are tried in the order of the best that each can reach.
 `evaluation` chooses placements and activation policies for each. Deterministic.
 """
 
@@ -22,7 +22,7 @@ from unbounded.planner.step.prediction import Prediction
 
 
 def search(footprint: Footprint, machine: MachineRates, request: Request) -> Candidate:
-    """The way with the least predicted step time; a BudgetError that says what is short where none fits."""
+    """The way with the least predicted step time; if none fits, a BudgetError says what is short."""
     best: Candidate | None = None
     for bound, setup, state_format in _ways(footprint, machine, request):
         if best is not None and bound >= best.seconds:
@@ -53,7 +53,7 @@ def compare_ways(footprint: Footprint, machine: MachineRates, request: Request, 
 
 
 def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list[tuple[float, Setup, str]]:
-    """Every way with what it can reach at best, the most promising first."""
+    """Every way with the best it can reach, the most promising first."""
     if request.tokens < 1:
         raise PlanError(f"tokens is {request.tokens}, but a step needs at least one token.")
     ways = []
@@ -65,7 +65,7 @@ def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list
             ways.append((at_best, setup, state_format))
     if not ways:
         raise PlanError(
-            f"{request.tokens:,} tokens are no whole number of sequences of {request.sequence:,} for each of "
+            f"{request.tokens:,} tokens are not a whole number of sequences of {request.sequence:,} for each of "
             f"{machine.num_devices} devices. Give a multiple of {request.sequence:,}, or fewer devices."
         )
     return sorted(ways, key=lambda way: (way[0], way[1].tensor, way[1].pipeline, -way[1].stage))
@@ -112,7 +112,7 @@ def _micro_batches(rows: int) -> list[int]:
 
 
 def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request) -> BudgetError:
-    """What is short in the way that needs the least, and what would remove it."""
+    """What is short in the way that needs the least, and what would help."""
     setups = [way[1] for way in _ways(footprint, machine, request)]
     setup = min(setups, key=lambda s: (s.tokens, -s.stage, -s.tensor, -s.pipeline))
     formatted = replace(footprint, states=min(request.formats.values(), key=lambda states: states.total))
@@ -124,20 +124,20 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
     ranks = machine.num_devices
     if working > room["device"]:
         fact = (
-            f"running one unit at a time takes {format_bytes(working)} of a device, which has "
+            f"running one unit at a time takes {format_bytes(working)} of device memory, but there are "
             f"{format_bytes(room['device'])}"
         )
-        remedy = "Take a device with more memory, a tensor axis, or fewer tokens a micro-batch."
+        remedy = "Take a device with more memory, a tensor axis, or fewer tokens per micro-batch."
     else:
         total = ranks * (room["device"] - working + room["host"] + room["disk"])
         fact = (
-            f"its states take {format_bytes(states)}, and {ranks} x {machine.name.partition(':')[0]} have "
-            f"{format_bytes(total)} of device, host and disk left for them"
+            f"its states take {format_bytes(states)}, but {ranks} x {machine.name.partition(':')[0]} have "
+            f"{format_bytes(total)} of device, host and disk for them"
         )
         needed = math.ceil(states / (total / ranks)) if total > 0 else 0
         most = int(formatted.numel * total / states) if states else 0
         remedy = (
-            f"It would fit on {needed} such devices; here {most / 1e9:.3g}B parameters fit. "
+            f"It would fit on {needed} such devices, or {most / 1e9:.3g}B parameters would fit here. "
             'optimizer_format="compact" takes less than half.'
             if needed
             else "Give it a host or a disk budget."

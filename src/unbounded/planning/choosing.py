@@ -25,7 +25,7 @@ from unbounded.planner.search import search
 from unbounded.planning.module_footprint import read_footprint
 from unbounded.tiers import budget as budgets
 
-# Tokens of a step on each device where nobody says.
+# Tokens per step and device, if nobody says.
 ASSUMED_TOKENS = 4096
 
 
@@ -41,8 +41,8 @@ def plan(
     """What "auto" would choose, closed, with the predicted step time and why (`plan.reasons`).
 
     `model` is a module (also on the meta device), a `transformers` config, or what `unbounded plan` takes: a config
-    folder, a preset's name, `layers=..,hidden=..`. `machine` is a Machine, a preset's name or a saved file; unless
-    said, this one as it was measured. `budgets` are any fields of a Plan: what is given is kept.
+    folder, a preset's name, `layers=..,hidden=..`. `machine` is a Machine, a preset's name or a saved file; by
+    default it is this machine as it was measured. `budgets` are any fields of a Plan, which are kept as given.
     """
     found = read_machine(machine)
     asked = read_plan(budgets)
@@ -79,7 +79,7 @@ def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:
 
 
 def read_machine(machine: MachineRates | str | os.PathLike[str] | None) -> MachineRates:
-    """A machine by value, preset, or file; this one where none is given."""
+    """A machine by value, preset, or file; this one if none is given."""
     if isinstance(machine, MachineRates):
         return machine
     if machine is None:
@@ -93,7 +93,7 @@ def read_machine(machine: MachineRates | str | os.PathLike[str] | None) -> Machi
 
 
 def this_machine() -> MachineRates:
-    """This host as it was measured; otherwise common rates with the memory that is free here."""
+    """This host as it was measured; otherwise typical rates with the memory that is free here."""
     if saved_path().is_file():
         return MachineRates.load()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,6 @@
-"""The footprint of a module or of whatever describes a model: its units, and what each costs a token.
+"""The footprint of a module or of whatever describes a model: its units, and what each costs per token.
 
-Where a model's config is of a known family, costs come from its shape; otherwise they are counted from its layers.
+If a model's config is of a known family, costs come from its shape; otherwise they are counted from its layers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_footprint(
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_format: str) -> StateBytes:
-    """Bytes a parameter of the optimizer's rule; AdamW's without one."""
+    """Bytes per parameter of the optimizer's rule; without an optimizer, those of AdamW."""
     if optimizer is None:
         return FORMATS[precision, state_format]
     book, dtype = RuleBook(optimizer, state_format), DTYPES[precision]
@@ -86,7 +86,7 @@ def rule_bytes(rule: UpdateRule, dtype: torch.dtype) -> StateBytes:
 
 
 def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | None, asked: Plan) -> Footprint:
-    """The units that `shard` would make of `model`, with what each costs a token."""
+    """The units that `shard` would make of `model`, with what each costs per token."""
     sites = find_sites(model)
     lowered = DTYPES[asked.precision] if asked.precision is not None else None
     specs = find_specs(sites, check_optimizer(optimizer, find_members(model)), 1, lowered)
@@ -109,7 +109,7 @@ def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _known_shape(model: nn.Module) -> Shape | None:
-    """The shape behind a model's own config, where that is of a known family."""
+    """The shape that a model's own config describes, if it is of a known family."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict") or getattr(config, "model_type", None) not in FAMILIES:
         return None
@@ -123,7 +123,7 @@ def _is_leaf(module: nn.Module) -> bool:
 def _part(
     spec: UnitSpec, specs: list[UnitSpec], shape: Shape | None, *, is_charged: bool, has_head: bool
 ) -> UnitFootprint:
-    """One unit. What its module costs is charged to the first unit of the module, with what all of them train."""
+    """One unit. The cost of its module, for all that its units train, is charged to the module's first unit."""
     numel = sum(slot.numel for slot in spec.layout.slots)
     trained = numel if spec.trainable else 0
     if not is_charged:
@@ -141,7 +141,7 @@ def _part(
 
 
 def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bool) -> Cost:
-    """Of a known shape its own (the head is in the root unless it is a unit); otherwise counted from the layers."""
+    """The cost of a known shape (the root includes the head unless that is a unit), or counted from layers."""
     if shape is not None:
         parts = {part.name: part.cost for part in footprint_of(replace(shape, tied=False)).parts}
         if is_block:
@@ -151,8 +151,8 @@ def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bo
 
 
 def count_cost(module: nn.Module) -> Cost:
-    """From the layers inside: every matrix is a product, every output and norm is kept, each operation is bound by
-    what it reads and writes. Attention over positions is taken where a child is named after it."""
+    """Counts from the layers inside: every matrix is a product, every output and norm is kept, and each operation is
+    bound by what it reads and writes. A child named after attention counts as attention over positions."""
     products = wide = normed = num_kernels = 0
     widest_input = 0
     for child in module.modules():

@@ -1,6 +1,6 @@
-"""One step of a model that is sharded already, predicted as it is placed.
+"""Predicts one step of a model that is already sharded.
 
-What is still open is what its blocks will keep: `Headroom` decides that while it runs, and here as it would.
+Only what its blocks will keep is still open. `Headroom` decides that while it runs, and the prediction does the same.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def predict_step(
 ) -> Prediction | None:
     """One step of a sharded model as it is placed: `tokens` of each of `accumulate` micro-batches on this rank.
 
-    None where the machine was never measured: common rates would say nothing about this one. What blocks keep is
-    what "auto" will decide while it runs.
+    None if the machine was never measured, because typical rates would say nothing about this one. What blocks keep
+    is what "auto" will decide while it runs.
     """
     if machine is None:
         if not saved_path().is_file():
@@ -78,7 +78,7 @@ def predict_step(
         buffer_bytes=_buffer_bytes(state),
     )
     found = evaluate(footprint, machine, setup, placed.optimizer_format, request)
-    if found is None:  # what is placed runs already: only what blocks keep is still to be decided
+    if found is None:  # the states are placed: only what blocks keep is still to be decided
         tight = replace(placed, device_bytes=2**60, activations=placed.activations if _is_closed(placed) else "host")
         found = evaluate(footprint, machine, setup, placed.optimizer_format, replace(request, plan=tight))
     return found.prediction if found is not None else None
@@ -87,7 +87,7 @@ def predict_step(
 def _running_policies(
     model: nn.Module, state: Sharded, footprint: Footprint, setup: Setup
 ) -> tuple[tuple[str, str], ...]:
-    """What `Headroom` will decide for each block, one after the other; nothing where a plan has decided."""
+    """What `Headroom` will decide for each block in turn; nothing if the plan has decided."""
     headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
     blocks = [part for part in expand(footprint) if part.is_block]
     if headroom is None or not blocks:
@@ -122,8 +122,8 @@ def _is_closed(plan: Plan) -> bool:
 
 
 def _buffer_bytes(state: Sharded) -> int:
-    """What leased buffers come to. Those of updates are made only where states are on disk, and fill only as far as
-    there is something to bring through them."""
+    """Bytes of all leased buffers. Those for updates exist only if states are on disk, and hold no more than there is
+    to move through them."""
     units, plan = state.engine.units, state.plan
     held = {"host": 0, "disk": 0, "device": 0}
     for unit in units:
