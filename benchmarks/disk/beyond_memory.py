@@ -3,7 +3,7 @@
     python benchmarks/disk/beyond_memory.py --params 2.2e9 --host 6GiB --device 3GiB --path /scratch
 
 A stack of residual blocks is made on the meta device, so that no process ever holds it whole, and trained in bf16
-with `exact` states: 12 bytes a parameter, and gradients. The batch is tiny and the same in every step: the disk is
+with `exact` states: 12 bytes per parameter, and gradients. The batch is tiny and the same in every step: the disk is
 what is measured, and the loss must fall. A step ends when all of its updates have been applied. The peak of the
 resident set is that of the whole process so far, the interpreter, torch and activations included.
 """
@@ -123,7 +123,7 @@ def main() -> None:
         print(f"{numel / 1e9:.2f}B parameters, sharded in {time.perf_counter() - start:.1f} s")
         where = ", ".join(f"{format_bytes(count)} on {tier}" for tier, count in held.items())
         total = sum(held.values())
-        print(f"states: {format_bytes(total)}, {total / numel:.1f} bytes a parameter: {where}")
+        print(f"states: {format_bytes(total)}, {total / numel:.1f} bytes per parameter: {where}")
         print(f"the machine's memory: {format_bytes(memory)}; the states are {total / memory:.2f} x that", flush=True)
         train(model, optimizer, options)
         sharded(model).tiers.close()

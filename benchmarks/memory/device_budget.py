@@ -1,4 +1,4 @@
-"""Whether `device_bytes` bounds what the driver counts: every case in a process of its own, one line each.
+"""Whether `device_bytes` bounds what the driver counts: every case in its own process, one line each.
 
     python benchmarks/memory/device_budget.py                         # all of them
     python benchmarks/memory/device_budget.py --cases 8b-8k,3b-64k

@@ -6,7 +6,7 @@
 The paper cuts GPU memory into pieces of 2 GiB first, so that every larger request fails. Today's drivers map pieces
 together again, so the rule itself is applied: the allocator's own record of a run is read, and a run in which any
 request was larger than a piece does not count as one that trains. The layer is linear, hidden size h to 4h, in bf16
-with SGD, its states on the host. Every case runs in a process of its own.
+with SGD, its states on the host. Every case runs in its own process.
 """
 
 from __future__ import annotations

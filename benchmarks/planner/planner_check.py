@@ -5,7 +5,7 @@
     python benchmarks/planner/planner_check.py --part 1/4   # a quarter of the cases
     python benchmarks/planner/planner_check.py --cases 3b-16k,7b-lora
 
-The machine is measured first (under 30 s), and is all that predictions know; each case runs in a process of its own,
+The machine is measured first (under 30 s), and is all that predictions know; each case runs in its own process,
 and is predicted before its first step. A line a case as JSON goes to `--out`, which later parts add to.
 """
 
@@ -200,7 +200,7 @@ def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
     import torch
 
     import unbounded
-    from unbounded.planning import predict_step
+    from unbounded.planning.running_step import predict_step
 
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")

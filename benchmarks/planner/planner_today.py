@@ -5,12 +5,13 @@ python benchmarks/planner/planner_today.py
 
 from __future__ import annotations
 
+from unbounded.planner.evaluation import Request
 from unbounded.planner.models.configs import read_model
 from unbounded.planner.models.footprint import COMPILED, FORMATS, footprint_of
 from unbounded.planner.presets import find_machine
-from unbounded.planner.search import Request, search
+from unbounded.planner.search import search
 
-CASES = (  # model, machine, tokens a step
+CASES = (  # model, machine, tokens per step
     ("llama-7b", "rtx4090", 2**16),
     ("llama-22b", "rtx4090", 2**16),
     ("llama-70b", "h200:8", 2**20),
@@ -21,7 +22,7 @@ CASES = (  # model, machine, tokens a step
     ("gpt-1t", "h200:512", 2**21),
     ("gpt-1t", "b200:512", 2**21),
 )
-PAPERS = (  # what, GPUs, tokens a second
+PAPERS = (  # what, GPUs, tokens per second
     ("ZeRO-Infinity, 1T on 16 V100", 16, 16 * 27e12 / 8e12),
     ("ZeRO-Infinity, 1T on 512 V100", 512, 512 * 49e12 / 8e12),
     ("Megatron-LM, 175B on 1,536 A100 (145.6B measured)", 1536, 1536 * 148e12 / (8 * 175e9)),

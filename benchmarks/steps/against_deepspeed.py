@@ -2,7 +2,7 @@
 
     python benchmarks/steps/against_deepspeed.py [--cases 7b,3b,1.3b-disk] [--steps 5]
 
-Every measurement is a process of its own (`throughput.py`), so that neither finds the other's memory. Both run
+Every measurement runs in its own process (`throughput.py`), so that neither finds the other's memory. Both run
 eagerly and with compiled blocks; DeepSpeed with its blocks recomputed and again with all activations kept, while
 Unbounded decides by itself what blocks keep. The ratios are DeepSpeed's better time by ours, once of its eager runs
 and once of its compiled ones; `--eager-peer` leaves the latter out, which take a minute or two each.
@@ -24,7 +24,7 @@ from rich.table import Table
 
 SCRIPT = Path(__file__).with_name("throughput.py")
 MODES: tuple[tuple[str, ...], ...] = ((), ("--compile",))
-Peer = tuple[int, bool]  # tokens a step, whether its blocks are compiled
+Peer = tuple[int, bool]  # tokens per step, whether its blocks are compiled
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ CASES = {
 
 
 def measure(case: Case, steps: int, *arguments: str) -> list[dict[str, Any]]:
-    """One line a batch size; where the process fails, its last line of output."""
+    """One line per batch size; where the process fails, its last line of output."""
     command = [sys.executable, str(SCRIPT), "--size", case.size, "--batches", case.batches, "--steps", str(steps)]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
@@ -96,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     peer_modes = MODES[:1] if options.eager_peer else MODES
     ratios = ("to eager", "to compiled")
-    table = Table("model", "engine", "tokens a step", "s/step", *ratios, "GPU GiB", "host GiB", "s to first step")
+    table = Table("model", "engine", "tokens per step", "s/step", *ratios, "GPU GiB", "host GiB", "s to first step")
     for name in options.cases.split(","):
         run(name, CASES[name], options.steps, table, peer_modes)
         Console(width=150).print(table)

@@ -4,7 +4,7 @@
     python benchmarks/steps/gpu.py --short              # the cases that take a few minutes in all
     python benchmarks/steps/gpu.py --cases 7b-4k,bert-128 --engines ours,torch --limit 120
 
-Every measurement is a process of its own (`throughput.py`) with a time limit, so that none finds another's memory or
+Every measurement runs in its own process (`throughput.py`) with a time limit, so that none finds another's memory or
 holds up the rest. What it found is printed as it comes and kept in `results.json` and `results.svg` of `--output` after
 each. A case that an engine cannot run has its last line of output instead.
 """
@@ -210,7 +210,7 @@ _FILLS = {"ours": "#1b6ca8", "torch": "#9aa5b1", "fsdp2": "#c9ced6", "deepspeed"
 
 
 def draw(results: list[Result]) -> str:
-    """Bars of seconds a step, a group a case, each group to its own scale; a line marks the goal."""
+    """Bars of seconds per step, a group a case, each group to its own scale; a line marks the goal."""
     body, y = [], 16
     for name in dict.fromkeys(result["case"] for result in results):
         group, case = [one for one in results if one["case"] == name], CASES[name]

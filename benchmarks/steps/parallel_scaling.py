@@ -3,7 +3,7 @@
     python benchmarks/steps/parallel_scaling.py --ranks 2 4 8
     python benchmarks/steps/parallel_scaling.py --ranks 2 --profile "unbounded, stage 3"
 
-Every system trains the same model with the same rows a rank. All are built in the same processes and take turns, step
+Every system trains the same model with the same rows per rank. All are built in the same processes and take turns, step
 by step, so that a busy machine is busy for all of them. A round gives the ratio of each to FSDP2 in that round; what is
 printed is the median over the rounds, of the time of the step and of the CPU seconds that all ranks spent in it. Where
 ranks share cores, the second says what a system costs, whoever else runs. Only ratios at one number of ranks mean

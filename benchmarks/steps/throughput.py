@@ -1,4 +1,4 @@
-"""Step time of a Llama- or BERT-shaped model with Unbounded on one GPU; one JSON line a batch size.
+"""Step time of a Llama- or BERT-shaped model with Unbounded on one GPU; one JSON line per batch size.
 
     python benchmarks/steps/throughput.py --size 7b --batches 2,8 --plan device_bytes=24GiB --compile
 

@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pytest
     assert main(["train", *TINY, *map(str, run), "--steps", "1"]) == 0
     capsys.readouterr()
     said = refuse(capsys, *TINY, *run, "--steps", 2, "--width", 48)
-    assert "holds another run: its shape is [2, 32, 2, 32], and not [2, 48, 2, 32]. Choose another --output" in said
+    assert "holds another run: its shape is [2, 32, 2, 32], not [2, 48, 2, 32]. Choose another --output" in said
     assert main(["train", *TINY, *map(str, run), "--steps", "2", "--width", "48", "--resume", "never"]) == 0
 
 

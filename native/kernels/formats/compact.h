@@ -1,4 +1,4 @@
-// The compact format: 8 bits that complete a 16-bit weight, and 8-bit moments with one scale a block.
+// The compact format: 8 bits that complete a 16-bit weight, and 8-bit moments with one scale per block.
 //
 // Moments. A block's values are divided by a power of two that brings the largest just below 2. The magnitude y is
 // then stored as the leading bits of the float z = y + offset, where the offset is the lowest power of two that the

@@ -20,9 +20,9 @@ from unbounded.parallel.context import ContextParallel
 from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.schedules import check_schedule
 from unbounded.parallel.pipeline.stages import Cutting, cut_model
-from unbounded.parallel.tensor.cutting import TensorParallel
 from unbounded.parallel.tensor.given import GivenTensors, find_given
 from unbounded.parallel.tensor.layers import attach_loading
+from unbounded.parallel.tensor.tensor_parallel import TensorParallel
 from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.planner.plan import Plan
 from unbounded.ranks.axis import Axis

@@ -199,7 +199,7 @@ def test_missing_and_empty_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'corpos\.txt" does not exist\. Did you mean ".*corpus\.txt"'):
         open_source([str(tmp_path / "corpos.txt")])
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match="is empty: no file there holds a byte"):
+    with pytest.raises(DataError, match="is empty: all files there have zero bytes"):
         open_source([str(tmp_path / "empty.txt")])
     (tmp_path / "blank.jsonl").write_text("\n\n\n")
     with pytest.raises(DataError, match="training data is empty"):

@@ -89,7 +89,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused(tmp_path: Path) -> 
     data = write_texts(tmp_path / "a.jsonl", 50)
     config = Config(model=str(folder), data=(str(data),), output=str(tmp_path / "out"), sequence_length=16)
     config = replace(config, batch_tokens=32, steps=1, device="cpu", packing="separated", eval_every=0)
-    with pytest.raises(InputError, match=r"--packing separated is not for this model.* Use --packing joined\."):
+    with pytest.raises(InputError, match=r"--packing separated does not work with this model.* Use --packing joined\."):
         train(config)
 
 
@@ -102,7 +102,7 @@ def test_sequences_slide_up_to_their_full_length_over_the_same_tokens(tmp_path: 
     assert len({line["num_targets"] for line in lines}) == 1
     train(tiny(tmp_path / "full", data, steps=6))
     assert losses(tmp_path / "full")[0] == pytest.approx(losses(tmp_path / "out")[0], abs=0.1)  # of equal weights
-    with pytest.raises(InputError, match="does not double up to --sequence-length 32"):
+    with pytest.raises(InputError, match="cannot be doubled to reach --sequence-length 32"):
         train(replace(config, sequence_start=12))
 
 

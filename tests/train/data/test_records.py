@@ -94,7 +94,7 @@ def test_an_array_is_cut_into_blocks_whose_elements_are_all_of_it(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('[{"text": "a"}, {"text": ', "is not JSON: the array does not end, or an element is torn"),
+        ('[{"text": "a"}, {"text": ', "is not JSON: the array does not end, or an element is incomplete"),
         ("[1, 2]", "has no field"),
         ("[" * 5000, "is nested too deeply|does not end"),
         ('[{"txt": "a"}]', 'Did you mean "txt"'),

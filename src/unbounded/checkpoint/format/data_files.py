@@ -112,7 +112,7 @@ class Files:
         return self._open[number]
 
     def expected(self, number: int, offset: int, nbytes: int) -> Checksums | None:
-        """The checksums of whole blocks at `offset`, or None where a shorter block lies between others."""
+        """The checksums of whole blocks at `offset`, or None if a shorter block lies between others."""
         file = self.manifest.files[number]
         first, last = bisect_left(file.edges, offset), bisect_left(file.edges, offset + nbytes)
         if first == last or file.edges[last - 1] != offset + (last - first - 1) * file.block_bytes:

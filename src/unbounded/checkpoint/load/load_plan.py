@@ -123,7 +123,7 @@ def _has_bytes(unit: Unit, slot: Slot, kind: str, source: StoredTensors) -> bool
 
 
 def _plan_copies(unit: Unit, kind: str, source: StoredTensors, every: int) -> list[Copy] | None:
-    """One array's copies, or None where it is on disk and the pages of file and array do not agree."""
+    """One array's copies, or None if it is on disk and the pages of file and array do not agree."""
     array = array_of(unit, kind)
     itemsize = array.dtype.itemsize
     joined: list[Copy] = []
@@ -183,7 +183,7 @@ def _fill(copy: Copy, source: StoredTensors) -> Copy:
 
 
 def _align(copy: Copy, source: StoredTensors) -> Copy | None:
-    """A copy into a disk array widened by padding to whole pages, or None where the pages do not agree."""
+    """A copy into a disk array widened by padding to whole pages, or None if the pages do not agree."""
     front = copy.position % PAGE
     end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
     back = min(-(-end // PAGE) * PAGE, total) - end

@@ -54,7 +54,7 @@ def take_apart(payload: Any) -> tuple[list[torch.Tensor], Template]:
 
 
 class StageExchange:
-    """Sends and receives between this rank and others of the pipeline axis, each direction on a lane of its own."""
+    """Sends and receives between this rank and others of the pipeline axis, each direction on its own lane."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device

@@ -24,7 +24,7 @@ from unbounded.ranks import launch
 from unbounded.ranks.mesh import Axes, make_axes, world_axis
 from unbounded.ranks.phases import describe_groups
 from unbounded.zero.parameters.parameter import ManagedParameter, refuse_accumulate_hook
-from unbounded.zero.setup.blueprint import DTYPES
+from unbounded.zero.setup.specs import DTYPES
 from unbounded.zero.sites import Member, find_members
 from unbounded.zero.step.optimizer import ShardedOptimizer
 

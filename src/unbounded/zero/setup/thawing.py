@@ -28,8 +28,9 @@ from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.layout import counted_ranges
 from unbounded.zero.parameters.writes import fetch_owned
-from unbounded.zero.setup.blueprint import DTYPES, Blueprint
+from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer
+from unbounded.zero.setup.specs import DTYPES
 from unbounded.zero.unit import Unit
 
 
