@@ -44,6 +44,15 @@ class _Hook:
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
+    @property
+    def __name__(self) -> str:
+        if called_from(torch.jit.script):  # the first thing that it asks a hook for
+            raise StateError(
+                "a sharded model cannot be scripted: its weights come and go. Do it with a plain copy: "
+                "copy.deepcopy(model), or unbounded.unshard(model)."
+            )
+        return "hook"
+
     def __deepcopy__(self, memo: Any) -> Any:
         return _do_nothing
 
