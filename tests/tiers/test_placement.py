@@ -164,15 +164,15 @@ def test_only_candidates_are_streamed() -> None:
 
 
 def test_a_blueprint_is_drawn_from_values_alone_for_a_gpu_that_is_not_here() -> None:
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
     groups = {id(parameter): 0 for parameter in model.parameters()}
     book = RuleBook(optimizer, "exact")
     specs = find_specs(find_sites(model), groups, 1, None, book=book)
     plan = Plan(precision="bf16", weights="device", gradients="host", optimizer="host")
     few_cores = replace(UNMEASURED, host_threads=3)
-    drawn = draw(specs, plan, Means(64 * MIB, 2**33, 2**33, few_cores, 3), "cuda")
+    drawn = draw(specs, plan, Means(2**30, 2**33, 2**33, few_cores, 3), "cuda")
     assert drawn.places == (UnitPlace("device", "host", "host"),) * len(specs)
     assert sum(drawn.streamed) == int(len(specs) * streamed_part(few_cores)) > 0
     assert drawn.plan.optimizer == tuple((spec.name, "host") for spec in specs)
-    assert (drawn.plan.device_bytes, drawn.plan.host_threads) == (64 * MIB, 3)
+    assert (drawn.plan.device_bytes, drawn.plan.host_threads) == (2**30, 3)
