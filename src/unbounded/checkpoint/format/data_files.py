@@ -25,7 +25,7 @@ from unbounded.native.disk import Checksums, DiskEngine, DiskFile, DiskHandle, c
 from unbounded.native.host_memory import host_buffer
 
 CHUNK_BYTES = 16 << 20
-# Read ahead of small reads that follow each other, and the number of files of which the last such read is kept.
+# How much is read ahead of small reads that follow each other, and for how many files the last such read is kept.
 AHEAD_BYTES, MOST_RECENT = 1 << 20, 8
 
 

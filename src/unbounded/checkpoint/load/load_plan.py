@@ -20,7 +20,7 @@ from unbounded.tiers.array import Array
 from unbounded.zero.layout import Slot, clip_range
 from unbounded.zero.unit import Unit
 
-# What is read straight into its place needs no buffer: the most that one read brings.
+# The most that one read brings straight into its place, which needs no buffer.
 DIRECT_BYTES = 64 << 20
 
 

@@ -52,7 +52,7 @@ def check_query_heads(name: str, module: nn.Module, size: int) -> None:
 
 
 def adjust_counts(module: nn.Module, size: int, key_heads: tuple[int, int]) -> Detach:
-    """Sets what an attention reads of itself to this rank's part; the returned function sets it back.
+    """Sets the counts that an attention reads from itself to this rank's part; the returned function sets them back.
 
     `key_heads` are the heads of the keys: of the whole layer, and those held here.
     """

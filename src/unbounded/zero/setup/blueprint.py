@@ -100,7 +100,7 @@ def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) 
     if disk_bytes and host_bytes > means.host_bytes:
         raise BudgetError(
             f"host_bytes is {format_bytes(means.host_bytes)}, but with states on disk the buffers take "
-            f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
+            f"{format_bytes(buffers.num_bytes)} of it, and states that the plan puts there take "
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
     streamed = _stream(specs, places, means.machine, carries=plan.move_states and device_type == "cuda")
