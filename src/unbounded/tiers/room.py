@@ -1,8 +1,8 @@
 """Host memory that is given out while training runs, within what is left of the budget.
 
-States and buffers are placed before training; activations come with the batch, whose size nobody knows before. A
-room says how much they may still take, and counts it: what is planned is kept free for the states, whether they
-have been allocated yet or not.
+States and buffers are placed before training; activations come with the batch, whose size nobody knows before. A room
+says how much they may still take, and counts it. What is planned for states is kept free, whether they have been
+allocated yet or not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TierRoom:
         return self._tiers.spare_host_bytes()
 
     def count(self, num_bytes: int) -> None:
-        """Counts bytes as activations'; the arena has counted them as the host's."""
+        """Counts bytes as activations; the arena has already counted them for the host."""
         self._tiers.activation_bytes += num_bytes
 
     def shortage(self, num_bytes: int) -> BudgetError:
@@ -58,7 +58,7 @@ class FreeRoom:
     """What the machine has free, for a model that is not sharded."""
 
     def __init__(self) -> None:
-        self.arena = HostArena(pin=True, num_threads=max(1, (os.cpu_count() or 1) // 2))  # where the caller asks for it
+        self.arena = HostArena(pin=True, num_threads=max(1, (os.cpu_count() or 1) // 2))  # if the caller asks for it
         self.used_bytes = 0
 
     def spare_bytes(self) -> int:

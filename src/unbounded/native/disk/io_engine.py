@@ -1,7 +1,7 @@
 """The engine that carries out transfers, and the named files on it.
 
-States of an engine and of a file: open -> closed. Closing waits for what is in flight; anything asked of a
-closed one is an error. O_DIRECT is used wherever the filesystem has it: unaligned memory goes through an
+States of an engine and of a file: open -> closed. Closing waits for what is in flight; using a closed one is an
+error. O_DIRECT is used wherever the filesystem has it: unaligned memory goes through an
 aligned buffer and the unaligned ends of a file through the page cache, so any offset and length works.
 """
 
@@ -38,7 +38,7 @@ class DiskRun(NamedTuple):
 class DiskEngine:
     """Carries out reads and writes of files, many at once, in blocks, on threads.
 
-    How many blocks are in flight is found while working, for every device and direction: up to `num_threads`.
+    How many blocks are in flight, up to `num_threads`, is found while working, for every device and direction.
     With `niceness` above 0 the threads give way to the program's own.
     """
 
@@ -68,7 +68,7 @@ class DiskEngine:
         read_only: bool = False,
         size_bytes: int | None = None,
     ) -> DiskFile:
-        """Opens a file; `create` makes it where it is missing, `size_bytes` reserves and sets its length."""
+        """Opens a file; `create` makes it if it is missing, `size_bytes` reserves and sets its length."""
         self.check_usable(str(path))
         existed = os.path.exists(path)
         descriptors = place.open_named(Path(path), create=create, read_only=read_only, direct=self.direct)
