@@ -12,7 +12,7 @@ LATEST = "latest"
 
 
 def find_tag(folder: Path, tag: str | None) -> Path:
-    """The checkpoint under `tag`, or the latest. A FileNotFoundError where there is none."""
+    """The checkpoint under `tag`, or the latest. A FileNotFoundError if there is none."""
     if tag is None:
         latest = folder / LATEST
         if not latest.is_file():
@@ -26,7 +26,7 @@ def find_tag(folder: Path, tag: str | None) -> Path:
 
 
 def name_latest(folder: Path, tag: str) -> None:
-    """Makes `tag` the latest, whole or not at all."""
+    """Makes `tag` the latest, atomically."""
     staged = folder / f".{LATEST}.new"
     staged.write_text(tag)
     with open(staged) as file:

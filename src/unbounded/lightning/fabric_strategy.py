@@ -23,7 +23,7 @@ from unbounded.zero.step.optimizer import ShardedOptimizer
 
 
 class _EverySync(_BackwardSyncControl):
-    """Gradients are reduced in every backward: kept whole on each rank they may not fit."""
+    """Gradients are reduced in every backward: whole ones on each rank might not fit."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -45,14 +45,14 @@ class UnboundedFabricStrategy(DDPStrategy):
 
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
-        """The engine casts, so of the plugin only the precision it stands for is taken."""
+        """The engine casts, so only the precision is taken from the plugin."""
         self._precision = None if plugin is None else Precision()
         self._flag = self._flag if plugin is None else plugin.precision
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def module_to_device(self, module: nn.Module) -> None:
-        """`shard` places the module; moved whole it may not fit."""
+        """`shard` places the module; moving it whole might not fit."""
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks call this."""
@@ -102,7 +102,7 @@ class UnboundedFabricStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """All ranks call this. One folder of ours: the model and its optimizer, and everything else as plain values."""
+        """All ranks call this. Writes one checkpoint folder: model, optimizer, and everything else as plain values."""
         model = _sharded_in(state)
         if model is None:
             super().save_checkpoint(path, state, storage_options, filter)

@@ -1,4 +1,4 @@
-"""Lightning's precision flags as the plan's, and the one optimizer that a strategy shards."""
+"""Turns Lightning's precision flags into the plan's, and finds the one optimizer that a strategy shards."""
 
 from __future__ import annotations
 
