@@ -132,7 +132,7 @@ class Assembly:
         return entries
 
     def _move_buffers(self, lowered: torch.dtype | None) -> None:
-        """Moves buffers to the device in their own dtype (`module_buffers`); norms' statistics get the weights' dtype."""
+        """Moves buffers to the device in their own dtype (`module_buffers`); norms' statistics get that of weights."""
         for module in self.model.modules():
             follows = lowered is not None and isinstance(module, nn.modules.batchnorm._NormBase)
             for name, buffer in module._buffers.items():
