@@ -75,7 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
     "whole tensors": ("adafactor llama", {"tensor": 2}, {}, False, "but the plan cuts it over the tensor axis"),
     "odd sequence": ("gpt2", {"tensor": 2, "sequence": True}, {}, True, "7 tokens, which do not divide over tensor=2"),
     "cannot be cut": ("flat", {"pipeline": 2}, {}, False, "Flat has no list of repeated blocks"),
-    "too few blocks": ("gpt2", {"pipeline": 2}, {"n_layer": 1}, False, "1 blocks (in 'transformer.h') for 2 pipeline"),
+    "too few blocks": ("gpt2", {"pipeline": 2}, {"n_layer": 1}, False, "1 blocks (in 'transformer.h'), too few for 2"),
     "too few": ("gpt2", {"pipeline": 2, "microbatches": 1}, {}, False, "microbatches=1 are too few"),
     "odd number": (
         "gpt2",
