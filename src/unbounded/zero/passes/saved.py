@@ -31,7 +31,7 @@ class Weights(Protocol):
     generation: int
 
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """A view of the gathered buffer, fetched where it is not there."""
+        """A view of the gathered buffer, which is fetched if it is not there."""
 
 
 _homes: dict[int, weakref.ref[Weights]] = {}  # units by the address of their storage
