@@ -1,13 +1,13 @@
-"""What Trainer, Accelerate and Lightning add to a step: each beside our own loop, by turns within one run.
+"""What Trainer, Accelerate and Lightning add to a step: each takes turns with our own loop in one run.
 
     python benchmarks/steps/frameworks.py                                           # a CPU: all three
     python benchmarks/steps/frameworks.py --size 7b --sequence 2048 --batch 2 --turns 4 \
         --plan device_bytes=24GiB --only trainer
 
 The framework trains a sharded model. After every `--block` of its steps our own loop takes the same model and the same
-optimizer for as many, so that both meet the same placement and the same neighbours on the machine. Updates have ended
-where the clock is read. Ratios are medians over the turns after the first, of seconds and of the process' CPU time,
-which is the one to read on a busy machine without a GPU. A run ends after `--turns`, or after `--seconds`.
+optimizer for as many, so that both have the same placement and the same load on the machine. Updates have ended when
+the clock is read. Ratios are medians over the turns after the first, of seconds and of the process' CPU time, which is
+the one to read on a busy machine without a GPU. A run ends after `--turns`, or after `--seconds`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Clock = tuple[float, float]
 
 
 class Turns:
-    """Counts the framework's steps, and has our own loop run between its blocks."""
+    """Counts the framework's steps, and runs our own loop between its blocks."""
 
     def __init__(self, options: argparse.Namespace, model: Any, optimizer: Any, data: list[Any]) -> None:
         self.options, self.model, self.optimizer, self.data = options, model, optimizer, data
@@ -37,7 +37,7 @@ class Turns:
         self.start = self._clock()
 
     def step_done(self) -> bool:
-        """After each step of the framework: whether it is to end."""
+        """Called after each step of the framework; returns whether it should end."""
         self.num_steps += 1
         if self.num_steps % self.options.block:
             return False
@@ -70,7 +70,7 @@ class Turns:
         return now[0] - before[0], now[1] - before[1]
 
     def report(self, name: str) -> dict[str, Any]:
-        """Of a step; the first turn warms up."""
+        """The ratios of a step; the first turn is a warm-up."""
         block, pairs = self.options.block, list(zip(self.theirs, self.ours, strict=True))[1:]
         ratios = [statistics.median(theirs[kind] / ours[kind] for theirs, ours in pairs) for kind in range(2)]
         return {
@@ -99,7 +99,7 @@ def plan_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """Of one epoch that does not end."""
+    """The rows of one endless epoch."""
     size = num_steps(options) * options.batch, options.sequence
     return [{"input_ids": row, "labels": row} for row in torch.randint(0, SIZES[options.size].vocabulary, size)]
 
