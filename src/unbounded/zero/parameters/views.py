@@ -166,7 +166,7 @@ class ModuleViews:
         """Raises if a backward has bypassed the engine, through functions that take the parameter objects."""
         for index in take_stray_gradients(self.parameters):
             raise StateError(
-                f"a gradient of {self.unit.layout.slots[index].name!r} has gone past the engine and would be lost. "
+                f"a gradient of {self.unit.layout.slots[index].name!r} has bypassed the engine and would be lost. "
                 "Leave out DistributedDataParallel around the model: the sharded model averages over the ranks itself. "
                 "If a torch.autograd.Function, or scripted or compiled code, was given the parameter object, which "
                 "holds no values while it is sharded, take the weight from its module inside the forward "

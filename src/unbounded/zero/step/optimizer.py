@@ -39,8 +39,8 @@ class _NoStates(defaultdict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         raise StateError(
-            "optimizer.state is empty: the states of a sharded optimizer are arrays of whole units, where the plan put "
-            "them. unbounded.save writes them, and a new `shard` of the model begins with new ones."
+            "optimizer.state is empty: the states of a sharded optimizer are arrays of whole units, kept where the "
+            "plan put them. unbounded.save writes them, and a new `shard` of the model begins with new ones."
         )
 
     def clear(self) -> None:
@@ -254,7 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises if the options of the groups need states that the units do not keep."""
         if isinstance(self._given, JoinedOptimizer):
             raise StateError(
-                f"a group cannot be added to {self.kind}: it is not known which of them trains it. Add it before `shard`."
+                f"a group cannot be added to {self.kind}: which of them trains it is unknown. Add it before `shard`."
             )
         book = RuleBook(self._given, self.plan.optimizer_format)
         for unit in units:
