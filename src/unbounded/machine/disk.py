@@ -5,13 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from unbounded.native.disk import DiskEngine, DiskFile, place
+from unbounded.native.disk import DiskEngine, DiskFile, DiskHandle, place
 from unbounded.native.host_memory import host_buffer, touch
-
-if TYPE_CHECKING:
-    from unbounded.native.disk import DiskHandle
 
 TRANSFER_BYTES, IN_FLIGHT = 16 << 20, 6
 FILE_BYTES = 1 << 30
@@ -26,8 +22,7 @@ def measure_disk(folder: Path) -> dict[str, float]:
     for buffer in buffers:
         touch(buffer, 2)
     with DiskEngine() as engine:
-        files = place.open_anonymous(folder)
-        place.reserve(files.fd, 2 * size, str(folder))
+        files = place.open_anonymous(folder, 2 * size)
         with DiskFile(engine, str(folder), files) as file:
             _move(file, size, 2 * size, buffers, ("write",))  # blocks that were never written would cost no reading
             return {

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError
+from unbounded.optim.formats import DTYPES
 from unbounded.parallel.context import ContextParallel
 from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.schedules import check_schedule
@@ -31,8 +32,6 @@ from unbounded.ranks.mesh import Axes
 
 # Chunks of layers a rank has in the interleaved schedule.
 CHUNKS = 2
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
@@ -82,7 +81,7 @@ def take_parts(
             _match_ranks(model, axis, device)
     uncounted: set[int] = set()
     if cutting is not None:
-        lowered = _DTYPES[plan.precision] if plan.precision is not None else None
+        lowered = DTYPES[plan.precision] if plan.precision is not None else None
         applied.hollow = HollowModel(model, cutting, axes.pipeline, lowered)
         _take_stages(applied, applied.hollow, optimizer, axes.pipeline)
         uncounted |= {id(p) for ranks, held in applied.copies if axes.pipeline.rank > ranks[0] for p in held}

@@ -16,6 +16,7 @@ from torch import nn
 
 from unbounded.errors import PlanError
 from unbounded.optim.book import RuleBook
+from unbounded.optim.formats import DTYPES
 from unbounded.optim.rules import UpdateRule
 from unbounded.planner.models.configs import FAMILIES, read_model, shape_of
 from unbounded.planner.models.footprint import (
@@ -31,7 +32,7 @@ from unbounded.planner.models.footprint import (
 from unbounded.planner.models.shapes import Shape
 from unbounded.planner.plan import Plan
 from unbounded.zero.setup.admission import check_optimizer, common_precision
-from unbounded.zero.setup.specs import DTYPES, UnitSpec, find_specs
+from unbounded.zero.setup.specs import UnitSpec, find_specs
 from unbounded.zero.sites import find_members, find_sites
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import choose_policy
+from unbounded.optim.formats import DTYPES
 from unbounded.planner.evaluation import Request, evaluate
 from unbounded.planner.machine import MachineRates, saved_path
 from unbounded.planner.models.footprint import (
@@ -28,7 +29,6 @@ from unbounded.planning.module_footprint import footprint_of_module, rule_bytes
 from unbounded.sharding.running import sharded
 from unbounded.tiers import budget as budgets
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.setup.specs import DTYPES
 
 
 def predict_step(

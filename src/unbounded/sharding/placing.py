@@ -21,6 +21,7 @@ from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import PlanError, StateError
 from unbounded.optim.book import RuleBook
+from unbounded.optim.formats import DTYPES
 from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import unwrap
 from unbounded.parallel.applied import Applied, take_parts
@@ -39,7 +40,7 @@ from unbounded.zero.setup.assembly import Assembly, Entries, Fill
 from unbounded.zero.setup.blueprint import plan_units
 from unbounded.zero.setup.initial import Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
-from unbounded.zero.setup.specs import DTYPES, Holdings, find_specs
+from unbounded.zero.setup.specs import Holdings, find_specs
 from unbounded.zero.sites import find_sites
 from unbounded.zero.step.optimizer import ShardedOptimizer
 

@@ -16,12 +16,11 @@ from torch import nn
 from unbounded.errors import InputError
 from unbounded.native.host_memory import available_bytes
 from unbounded.observe.amounts import show_count
+from unbounded.optim.formats import DTYPES
 from unbounded.planner.sizes import format_bytes
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
 from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.options.settings import Settings
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 
-from unbounded.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry
+from unbounded.checkpoint.format.manifest import PAGE, FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.format.slices import plan_blocks
 from unbounded.errors import CheckpointError, DiskError
 from unbounded.native.disk import Checksums, DiskEngine, DiskFile, DiskHandle, crc32c
 from unbounded.native.host_memory import host_buffer
 
 CHUNK_BYTES = 16 << 20
-PAGE = 4096
 # Read ahead of small reads that follow each other, and the number of files of which the last such read is kept.
 AHEAD_BYTES, MOST_RECENT = 1 << 20, 8
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unbounded.checkpoint.format.manifest import WEIGHT, FileEntry, Manifest, TensorEntry
+from unbounded.checkpoint.format.manifest import PAGE, WEIGHT, FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.format.slices import GRAIN, RunMap
 from unbounded.optim import formats
 from unbounded.tiers.array import Array
 from unbounded.zero.layout import Slot, clip_range
 from unbounded.zero.unit import Unit
 
-PAGE = 4096
 # What is read straight into its place needs no buffer: the most that one read brings.
 DIRECT_BYTES = 64 << 20
 

@@ -21,14 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unbounded.native.disk import DiskEngine, DiskFile, place
+from unbounded.native.disk import DiskEngine, DiskFile, DiskHandle, place
 from unbounded.native.disk.bindings import READ, WRITE
 from unbounded.native.host_memory import host_buffer, touch
 
 if TYPE_CHECKING:
     import torch
-
-    from unbounded.native.disk import DiskHandle
 
 BLOCK_BYTES = 8 << 20
 BUFFER_BYTES = 256 << 20  # for each direction; loop and engine cycle through it
@@ -161,8 +159,7 @@ def opened(folder: Path, size_bytes: int) -> Iterator[Bench]:
     for buffer in buffers:
         touch(buffer, 2)
     with DiskEngine() as engine:
-        files = place.open_anonymous(folder)
-        place.reserve(files.fd, 2 * size_bytes, str(folder))
+        files = place.open_anonymous(folder, 2 * size_bytes)
         with DiskFile(engine, str(folder), files) as file:
             for offset in range(
                 0, 2 * size_bytes, BUFFER_BYTES

@@ -1,7 +1,7 @@
 """What will be built, before anything is: where the units of a model live, within what its ranks have.
 
-Nothing here allocates. A `Blueprint` comes from the units (`specs`), the plan and the budgets.
-`assembly` carries it out.
+`plan_units` measures and agrees; `draw`, a pure function, decides: from the units (`specs`), the plan and what every
+rank has. Nothing here allocates: `assembly` carries a `Blueprint` out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from unbounded.errors import BudgetError, PlanError
+from unbounded.optim.formats import DTYPES
 from unbounded.optim.rules import NativeRule
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.plan import Plan
@@ -30,7 +31,7 @@ from unbounded.planner.unit_bytes import (
 )
 from unbounded.ranks.axis import Axis
 from unbounded.tiers import budget as budgets
-from unbounded.zero.setup.specs import DTYPES, UnitSpec
+from unbounded.zero.setup.specs import UnitSpec
 
 # Of the device, for an element of the largest parameter whose update sees it whole: itself, its gradient, its states
 # and those of its neighbours on their way in and out, and what the update computes with.
@@ -54,6 +55,17 @@ class Blueprint:
     machine: MachineRates
 
 
+@dataclass(frozen=True)
+class Means:
+    """What every rank of the axis has at least, for the states and all that runs beside them."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    machine: MachineRates  # the first rank's, so that all ranks decide alike
+    host_threads: int  # this rank's own
+
+
 def plan_units(
     specs: Sequence[UnitSpec], plan: Plan, ranks: Axis, device: torch.device, *, world_size: int
 ) -> Blueprint:
@@ -62,48 +74,78 @@ def plan_units(
     `world_size` counts the ranks of all axes: those of one machine share its memory, its disk and its cores.
     """
     _check(specs, plan, ranks.size)
-    sizes = [spec.sizes(plan.stage, DTYPES[plan.accumulate_dtype]) for spec in specs]
-    ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
     own = budgets.measure(plan, device, budgets.local_size(world_size))
     everyone = ranks.objects((own, budgets.this_machine(plan, device, world_size)))
     on_device, host, disk = (min(column) for column in zip(*(sizes for sizes, _ in everyone), strict=True))
-    machine = everyone[0][1]  # so that all ranks decide alike
+    means = Means(on_device, host, disk, everyone[0][1], budgets.host_threads(plan, world_size))
+    drawn = draw(specs, plan, means, device.type)
+    ranks.check_same(repr(drawn.places), "placement")
+    return drawn
+
+
+def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) -> Blueprint:
+    """Decides everything that is open, from these values alone."""
+    sizes = [spec.sizes(plan.stage, DTYPES[plan.accumulate_dtype]) for spec in specs]
     arrays = 2 + max((len(spec.rule_if_trained.specs) for spec in specs if spec.rule_if_trained is not None), default=0)
-    buffers = budgets.size_buffers(host, arrays)
-    largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
-    wholes = largest * WHOLE_BYTES if device.type == "cuda" else 0
-    may_store = sum(use_of(unit, dict.fromkeys(KINDS, "disk") | fixed_tiers(unit, plan))["disk"] for unit in sizes)
-    budget = budgets.set_aside(
-        (on_device, host, disk), plan, device, ring=ring, buffers=buffers, wholes=wholes, may_store=may_store
-    )
-    solved = solve(sizes, budget, plan, machine)
+    buffers = budgets.size_buffers(means.host_bytes, arrays)
+    budget = _set_aside(specs, sizes, plan, means, buffers, device_type)
+    solved = solve(sizes, budget, plan, means.machine)
     if isinstance(solved, Shortage):
         raise solved.error()
     places = solved.places
-    _check_gathered(specs, places, plan, on_device)
-    ranks.check_same(repr(places), "placement")
+    _check_gathered(specs, places, plan, means.device_bytes)
+    rows = zip(specs, places, sizes, strict=True)
+    disk_bytes = sum(spec.disk_bytes(where, unit_bytes, plan.stage) for spec, where, unit_bytes in rows)
+    host_bytes = sum_bytes(sizes, places, "host") + buffers.num_bytes
+    if disk_bytes and host_bytes > means.host_bytes:
+        raise BudgetError(
+            f"host_bytes is {format_bytes(means.host_bytes)}, but with states on disk the buffers take "
+            f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
+            f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
+        )
+    streamed = _stream(specs, places, means.machine, carries=plan.move_states and device_type == "cuda")
+    early = _choose_early(specs, sizes, places, streamed, plan.early_units, solved.room["host"])
+    host_bytes += sum(_drafted(unit_bytes) for unit_bytes, chosen in zip(sizes, early, strict=True) if chosen)
+    closed = _close(plan, specs, places, means, early)
+    return Blueprint(
+        tuple(specs), places, streamed, early, closed, disk_bytes, host_bytes, buffers, plan, budget, means.machine
+    )
+
+
+def _set_aside(
+    specs: Sequence[UnitSpec],
+    sizes: Sequence[UnitBytes],
+    plan: Plan,
+    means: Means,
+    buffers: budgets.LeasedBuffers,
+    device_type: str,
+) -> Budget:
+    ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
+    largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
+    wholes = largest * WHOLE_BYTES if device_type == "cuda" else 0
+    may_store = sum(use_of(unit, dict.fromkeys(KINDS, "disk") | fixed_tiers(unit, plan))["disk"] for unit in sizes)
+    room = (means.device_bytes, means.host_bytes, means.disk_bytes)
+    return budgets.set_aside(
+        room, plan, torch.device(device_type), ring=ring, buffers=buffers, wholes=wholes, may_store=may_store
+    )
+
+
+def _close(
+    plan: Plan, specs: Sequence[UnitSpec], places: Sequence[UnitPlace], means: Means, early: Sequence[bool]
+) -> Plan:
+    """The plan with what was decided in the place of what it left open."""
     named = {
         kind: tuple((spec.name, getattr(where, kind)) for spec, where in zip(specs, places, strict=True))
         for kind in ("weights", "gradients", "optimizer")
     }
-    threads = budgets.host_threads(plan, world_size)
-    given = plan.device_bytes if plan.device_bytes is not None else on_device
-    closed = replace(plan, device_bytes=given, host_bytes=host, disk_bytes=disk, host_threads=threads, **named)  # type: ignore[arg-type]
-    rows = zip(specs, places, sizes, strict=True)
-    disk_bytes = sum(spec.disk_bytes(where, unit_bytes, plan.stage) for spec, where, unit_bytes in rows)
-    host_bytes = sum_bytes(sizes, places, "host") + buffers.num_bytes
-    if disk_bytes and host_bytes > host:
-        raise BudgetError(
-            f"host_bytes is {format_bytes(host)}, but with states on disk the buffers take "
-            f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
-            f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
-        )
-    streamed = _stream(specs, places, machine, carries=plan.move_states and device.type == "cuda")
-    early = _choose_early(specs, sizes, places, streamed, plan.early_units, solved.room["host"])
-    host_bytes += sum(_drafted(unit_bytes) for unit_bytes, chosen in zip(sizes, early, strict=True) if chosen)
-    closed = replace(closed, early_units=sum(early))
-    return Blueprint(
-        tuple(specs), places, streamed, early, closed, disk_bytes, host_bytes, buffers, plan, budget, machine
+    return replace(
+        plan,
+        device_bytes=plan.device_bytes if plan.device_bytes is not None else means.device_bytes,
+        host_bytes=means.host_bytes,
+        disk_bytes=means.disk_bytes,
+        host_threads=means.host_threads,
+        early_units=sum(early),
+        **named,  # type: ignore[arg-type]
     )
 
 

@@ -25,8 +25,6 @@ from unbounded.zero.factors import find_factors
 from unbounded.zero.layout import ALIGN, WHOLE_ALIGN, Layout, deal_slots, lay_out
 from unbounded.zero.sites import Member, Site, split_members
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 @dataclass(eq=False, kw_only=True)
 class UnitShape:

@@ -79,6 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.refuse_inside_full_params("optimizer.step")
+        self.engine.refuse_stray_gradients()
         self.engine.lending.snapshots.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)
