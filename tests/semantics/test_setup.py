@@ -131,7 +131,7 @@ def test_parameters_that_came_after_shard_are_not_left_out_of_a_checkpoint(plan:
     del model.last.scale
     last = model.last
     del model.last
-    with pytest.raises(StateError, match=r"taken out of the model after `shard`"):
+    with pytest.raises(StateError, match=r"removed from the model after `shard`"):
         unbounded.save(tmp_path / "c", model, optimizer)
     model.last = last
     unbounded.save(tmp_path / "c", model, optimizer)
