@@ -61,6 +61,7 @@ class Shape:
 
 SIZES = {
     "tiny": Shape(256, 4, 4, 704),
+    "narrow": Shape(64, 12, 4, 176, vocabulary=512),
     "tiny-bert": Shape(128, 2, 2, 512, vocabulary=512, is_bert=True),
     "0.1b": Shape(768, 12, 12, 2048),
     "bert-large": Shape(1024, 24, 16, 4096, vocabulary=30_528, is_bert=True),

@@ -31,7 +31,7 @@ from unbounded.ranks.phases import Phases
 from unbounded.zero.gradients.agreement import GradientAgreement
 from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.lending import Lending
-from unbounded.zero.parameters.views import takes_gradients
+from unbounded.zero.parameters.views import refuse_stray_gradients, takes_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
 from unbounded.zero.passes.direction import Pass, RunningSite
@@ -279,11 +279,7 @@ class Engine:
         if self.ranks.size == 1:
             self.forward.order.adopt(keep_all=False)
             self.backward.order.adopt(keep_all=False)
-        self.refuse_stray_gradients()
-
-    def refuse_stray_gradients(self) -> None:
-        for unit in self.units:
-            unit.views.refuse_stray_gradients()
+        refuse_stray_gradients(self.units)
 
     def _reduction_order(self) -> list[int]:
         """Every site once, in the order in which backwards are expected to leave them: those around others last."""

@@ -119,8 +119,6 @@ class Views(Protocol):
 
     def note_change(self) -> None: ...
 
-    def refuse_stray_gradients(self) -> None: ...
-
 
 class Unit:
     """See the module's docstring. `owned` is the part of the flat buffer whose states this rank keeps."""
