@@ -1,4 +1,4 @@
-"""The rules of one optimizer, or of several joined: read once for each kind of unit, before anything runs."""
+"""The rules of one optimizer, or of several joined. Each kind of unit gets one before anything runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RuleBook:
         self._rules: dict[object, UpdateRule] = {}
         for member, known in self._members:
             if any(isinstance(g.get("lr"), torch.Tensor) and g["lr"].numel() != 1 for g in member.param_groups):
-                raise PlanError("a param group has a learning rate of several elements. Give one number a group.")
+                raise PlanError("a param group has a learning rate of several elements. Give one number per group.")
             if known.is_to_be_tried:
                 try_declared(member, known.granularity)
 
@@ -35,16 +35,16 @@ class RuleBook:
         return len(self._members)
 
     def member_of(self, group: int) -> int:
-        """The optimizer that a param group is of, by its number; where there are several, -1 for what is in none."""
+        """The number of the optimizer that a param group belongs to; if there are several, -1 for what is in none."""
         return self._of_group[group] if group >= 0 else 0 if self.num_members == 1 else -1
 
     def kind(self, member: int) -> str:
         return self._members[member][1].kind
 
     def rule(self, member: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> UpdateRule | None:
-        """The rule for a unit of `dtype` with parameters of `shapes`; None where nobody updates it.
+        """The rule for a unit of `dtype` with parameters of `shapes`; None if nobody updates it.
 
-        Where there cannot be one, the error says why.
+        If there cannot be one, the error says why.
         """
         if member < 0:
             return None

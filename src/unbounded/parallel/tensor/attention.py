@@ -1,4 +1,4 @@
-"""Heads of attention modules: how many there are, whether they divide, and what a module must know of its own part.
+"""Heads of attention modules: how many there are, whether they divide, and what a module must know of its part.
 
 Attention code reads counts such as `num_heads` while it runs. On a rank that holds a part of the heads they are set on
 the instance to what it holds, and set back when the module is whole again.
@@ -6,12 +6,10 @@ the instance to what it holds, and set back when the module is whole again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
 from unbounded.errors import PlanError
+from unbounded.parallel.tensor.layers import Detach, set_attributes
 from unbounded.ranks.cut import Cut, cut_heads
 
 _WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "head_size")
@@ -21,7 +19,7 @@ _LENGTHS = ("split_size", "inner_dim", "all_head_size")
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """Features of one head, where the module is an attention."""
+    """Features of one head, if the module is an attention."""
     for name in _WIDTHS:
         value = getattr(module, name, None)
         if type(value) is int and value > 0:
@@ -30,7 +28,7 @@ def head_width(module: nn.Module | None) -> int | None:
 
 
 def cut_by_heads(name: str, shape: tuple[int, ...], dim: int, rank: int, size: int, width: int) -> Cut:
-    """Whole heads of a layer for each rank, or the same head for several where there are fewer."""
+    """Whole heads of a layer for each rank, or the same head for several ranks if there are fewer."""
     num_heads = shape[dim] // width
     if num_heads * width == shape[dim] and (num_heads % size == 0 or (num_heads and size % num_heads == 0)):
         return cut_heads(shape, dim, rank, size, num_heads=num_heads)
@@ -42,7 +40,7 @@ def cut_by_heads(name: str, shape: tuple[int, ...], dim: int, rank: int, size: i
 
 
 def check_query_heads(name: str, module: nn.Module, size: int) -> None:
-    """Query heads must divide: only those of keys and values may be held several times."""
+    """Query heads must divide; only those of keys and values may be on several ranks."""
     for attribute in _COUNTS:
         count = getattr(module, attribute, None)
         if type(count) is int and count % size:
@@ -53,31 +51,21 @@ def check_query_heads(name: str, module: nn.Module, size: int) -> None:
             )
 
 
-def adjust_counts(module: nn.Module, size: int, key_heads: tuple[int, int]) -> Callable[[], None]:
-    """Sets what an attention reads of itself to this rank's part; the returned function sets it back.
+def adjust_counts(module: nn.Module, size: int, key_heads: tuple[int, int]) -> Detach:
+    """Sets the counts that an attention reads from itself to this rank's part; the returned function sets them back.
 
     `key_heads` are the heads of the keys: of the whole layer, and those held here.
     """
-    before: dict[str, Any] = {}
     whole, held = key_heads
-
-    def put(name: str, value: int) -> None:
-        before[name] = getattr(module, name)
-        setattr(module, name, value)
-
+    parts: dict[str, int] = {}
     for name in (*_COUNTS, *_LENGTHS):
         value = getattr(module, name, None)
         if type(value) is int and value % size == 0:
-            put(name, value // size)
+            parts[name] = value // size
     for name in _KEY_COUNTS:
         if getattr(module, name, None) == whole:
-            put(name, held)
+            parts[name] = held
     groups = getattr(module, "num_key_value_groups", None)
     if type(groups) is int:
-        put("num_key_value_groups", groups * whole // size // held)
-
-    def restore() -> None:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-    return restore
+        parts["num_key_value_groups"] = groups * whole // size // held
+    return set_attributes(module, parts)

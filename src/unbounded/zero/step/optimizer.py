@@ -27,6 +27,7 @@ from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.managed_grad import keep_alive
 from unbounded.zero.parameters.parameter import ManagedParameter
 from unbounded.zero.parameters.tiled_parameter import parts_of
+from unbounded.zero.parameters.views import refuse_stray_gradients
 from unbounded.zero.step import digest
 from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.step.step_progress import StepProgress
@@ -79,6 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.refuse_inside_full_params("optimizer.step")
+        refuse_stray_gradients(self.engine.units)
         self.engine.lending.snapshots.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)

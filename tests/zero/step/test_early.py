@@ -1,0 +1,281 @@
+"""Updates inside the backward: the same bits as updates after it, whatever happens between backward and step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
+from unbounded.zero.step.drafts import Draft
+
+STEPS = 6
+HOST = {"weights": "host", "gradients": "host", "optimizer": "host"}
+
+
+class Training:
+    """One sharded model, and what a loop does with it; programs override a part of the step."""
+
+    num_backwards = 1
+    optimizer_of: Callable[..., torch.optim.Optimizer] = staticmethod(
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    )
+
+    def __init__(self, rank: int, plan: dict[str, Any], folder: Path) -> None:
+        torch.manual_seed(3)
+        self.rank, self.folder = rank, folder
+        model = TinyGPT()
+        self.model, self.optimizer = shard(model, self.optimizer_of(model.parameters()), {**HOST, **plan})
+
+    def run(self) -> dict[str, torch.Tensor]:
+        for step in range(STEPS):
+            for micro in range(self.backwards_in(step)):
+                self.optimizer.scale(self.model.loss(Batch(step, micro, self.rank).tokens())).backward()
+            self.between(step)
+            self.optimizer.step()
+            self.after(step)
+            self.optimizer.zero_grad()
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def backwards_in(self, step: int) -> int:
+        return self.num_backwards
+
+    def between(self, step: int) -> None:
+        """After the backwards, before the step."""
+
+    def after(self, step: int) -> None:
+        """After the step, before gradients go."""
+
+
+class Plain(Training):
+    pass
+
+
+class Accumulated(Training):
+    num_backwards = 3
+
+
+class Unclipped(Training):
+    def between(self, step: int) -> None:
+        self.optimizer.clip_grad_norm_(1e6)
+
+
+class ClippedLater(Training):
+    """Two steps in which nothing is clipped, then some in which everything is."""
+
+    optimizer_of = staticmethod(lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9))
+
+    def between(self, step: int) -> None:
+        self.optimizer.clip_grad_norm_(1e6 if step < 3 else 1e-3)
+
+
+class TorchClipped(ClippedLater):
+    def between(self, step: int) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e6 if step < 3 else 1e-3)
+
+
+class Scheduled(Training):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.7)
+
+    def after(self, step: int) -> None:
+        self.schedule.step()
+
+
+class LateRate(Training):
+    """The learning rate changes between the backward and the step."""
+
+    def between(self, step: int) -> None:
+        if step == 3:
+            self.optimizer.param_groups[0]["lr"] = 0.3
+
+
+class UnlikeSteps(Training):
+    """A backward that was taken for the last one was not."""
+
+    def backwards_in(self, step: int) -> int:
+        return 2 if step == 3 else 1
+
+
+class LeftOut(Training):
+    """Gradients that no step uses; then those of the next backward alone count."""
+
+    def between(self, step: int) -> None:
+        if step == 3:
+            self.optimizer.zero_grad()
+            self.model.loss(Batch(99, 0, self.rank).tokens()).backward()
+
+
+class WrittenWeights(Training):
+    def between(self, step: int) -> None:
+        if step == 3:
+            with unbounded.full_params(self.model):
+                for parameter in self.model.parameters():
+                    parameter.mul_(0.5)
+
+
+class Raised(Training):
+    """An exception between a backward and its step, and another backward that breaks off."""
+
+    def between(self, step: int) -> None:
+        if step != 3:
+            return
+        handle = self.model.blocks[0].register_full_backward_hook(self._break)
+        loss = self.model.loss(Batch(50, 0, self.rank).tokens())
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        self.optimizer.zero_grad()
+        self.model.loss(Batch(51, 0, self.rank).tokens()).backward()
+
+    def _break(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+class SavedBetween(Training):
+    """A checkpoint is saved with gradients that no step has used, and training goes on from it, and over it."""
+
+    def between(self, step: int) -> None:
+        if step in (3, 5):
+            path = self.folder / f"{type(self).__name__}{step}"
+            unbounded.save(path, self.model, self.optimizer, wait=step == 3)
+            if step == 3:
+                self.optimizer.param_groups[0]["lr"] = 7.0  # the checkpoint's comes back
+                self.optimizer.zero_grad()
+                unbounded.load(path, self.model, self.optimizer)
+
+    def after(self, step: int) -> None:
+        if step == 5:
+            self.late = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def run(self) -> dict[str, torch.Tensor]:
+        super().run()
+        unbounded.load(self.folder / f"{type(self).__name__}5", self.model, self.optimizer)
+        self.optimizer.step()  # with the gradients that were saved
+        again = {name: value.clone() for name, value in self.model.state_dict().items()}
+        assert all(torch.equal(value, self.late[name]) for name, value in again.items())
+        return again
+
+
+TAKEN = (Plain, Accumulated, Unclipped, Scheduled)
+REFUSED = (ClippedLater, TorchClipped, LateRate, UnlikeSteps, WrittenWeights, SavedBetween)
+PROGRAMS = (*TAKEN, *REFUSED, LeftOut)
+BF16, OTHERS = {"precision": "bf16"}, ({"precision": "fp32"}, {"precision": "bf16", "optimizer_format": "compact"})
+Cases = tuple[tuple[type[Training], dict[str, Any]], ...]
+
+
+def run_programs(rank: int, world_size: int, cases: Cases, folder: str) -> list[tuple[str, bool, int, int, int]]:
+    """Whether each program ends in the same bits with drafts and without, and what became of its drafts."""
+    found = []
+    for program, precision in cases:
+        late = program(rank, {**precision, "early_units": 0}, Path(folder)).run()
+        training = program(rank, {**precision, "early_units": 99}, Path(folder))
+        early = training.run()
+        outlook = training.optimizer.updates.drafts.outlook
+        same = all(torch.equal(value, late[name]) for name, value in early.items())
+        early_units = training.optimizer.plan.early_units
+        found.append((program.__name__, same, outlook.num_taken, outlook.num_refused, early_units))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_units_updated_inside_the_backward_end_in_the_same_bits(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    cases = [(program, BF16) for program in PROGRAMS]
+    if world_size == 1:  # a backward that breaks off on every rank ends the job's collectives
+        cases += [(Raised, BF16), *[(program, other) for program in (Plain, ClippedLater) for other in OTHERS]]
+    for results in ranks(world_size, run_programs, tuple(cases), str(tmp_path)):
+        for name, same, num_taken, num_refused, num_units in results:
+            assert same, name
+            assert num_units == 6, name  # blocks, embedding, head, and what is left
+            assert num_taken > 0, name
+            if name in [program.__name__ for program in REFUSED]:
+                assert num_refused > 0, name
+            elif name in [program.__name__ for program in TAKEN]:
+                assert num_refused == 0, name
+
+
+class Clipped(Task):
+    steps = 6
+    accumulate = 2
+    max_norm = 1.0  # some steps are clipped and some are not
+
+
+def test_training_with_drafts_is_that_of_torch(ranks: Any) -> None:
+    for world_size in (1, 2):
+        assert_parity(ranks(world_size, train_both, Clipped(), {**HOST, "early_units": 99}))
+
+
+def train_scaled(rank: int, world_size: int) -> list[Any]:
+    """fp16 with a loss scale that overflows in its fourth step, with drafts and without."""
+    found: list[Any] = []
+    for early_units in (99, 0):
+        torch.manual_seed(3)
+        model = TinyGPT()
+        plan = {**HOST, "precision": "fp16", "loss_scale": 8.0, "early_units": early_units}
+        model, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan)
+        for step in range(8):
+            loss = model.loss(Batch(step, 0, rank).tokens())
+            optimizer.scale(loss * (1e9 if step == 4 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outlook = optimizer.updates.drafts.outlook
+        found.append((model.state_dict(), optimizer.skipped_steps, outlook.num_taken, outlook.num_refused))
+    return found
+
+
+def test_an_overflow_takes_no_draft(ranks: Any) -> None:
+    for world_size in (1, 2):
+        for (early, skipped, num_taken, _), (late, *_) in ranks(world_size, train_scaled):
+            assert skipped == 1
+            assert num_taken > 0
+            assert all(torch.equal(value, late[name]) for name, value in early.items())
+
+
+def test_a_unit_is_updated_while_the_backward_of_others_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(0, {"early_units": 99}, Path())
+    written, plain_write = threading.Event(), Draft.write
+
+    def write(draft: Draft, *arguments: Any) -> bool:
+        done = plain_write(draft, *arguments)
+        if done and draft.unit.name == "blocks.2":
+            written.set()
+        return done
+
+    monkeypatch.setattr(Draft, "write", write)
+    waited: list[bool] = []
+    for step in range(3):
+        written.clear()
+        loss = training.model.loss(Batch(step, 0, 0).tokens())
+        if step == 2:
+            training.model.blocks[0].register_full_backward_hook(lambda *_: waited.append(written.wait(30)))
+            loss = training.model.loss(Batch(step, 0, 0).tokens())
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.optimizer.wait()
+    assert waited == [True]
+
+
+def test_drafts_stay_within_the_budget_and_the_plan_says_how_many_there_are() -> None:
+    counts = {}
+    for budget in ("36MiB", "128MiB"):
+        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+        plan = {**HOST, "host_bytes": budget, "early_units": 99}
+        model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
+        for _ in range(4):
+            model(torch.randn(2, 512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.wait()
+        use = optimizer.memory()["host"]
+        assert use.used_bytes <= use.budget_bytes
+        counts[budget] = optimizer.plan.early_units
+        assert (optimizer.updates.drafts.outlook.num_taken > 0) == (counts[budget] > 0)
+    assert 0 < counts["36MiB"] < counts["128MiB"] == 4
