@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=("exact", "compact", "any"), default="exact", help="of optimizer states (default exact)"
     )
+    parser.add_argument(
+        "--gradients",
+        choices=("device", "host", "disk", "none"),
+        help="where gradients live, otherwise chosen; none: used up inside the backward, which must not be clipped",
+    )
     parser.add_argument("--activations", choices=("keep", "recompute", "host"), help="for all blocks, otherwise chosen")
     parser.add_argument("--compiled", action="store_true", help="blocks are compiled")
     for name in _BUDGETS:
@@ -92,8 +97,9 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
     machine = read_machine(args.machine)
     names = ("exact", "compact") if args.format == "any" else (args.format,)
     fixed = {name: getattr(args, name) for name in _BUDGETS if getattr(args, name) is not None}
-    if args.activations:
-        fixed["activations"] = args.activations
+    for name in ("activations", "gradients"):
+        if getattr(args, name):
+            fixed[name] = getattr(args, name)
     request = Request(
         args.tokens if args.tokens is not None else ASSUMED_TOKENS * machine.num_devices,
         args.sequence,

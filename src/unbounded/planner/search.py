@@ -14,6 +14,7 @@ from functools import partial
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.linear.program import Group, Option, Solution, can_fit, solve_program
 from unbounded.planner.machine import MachineRates
+from unbounded.planner.models.capacity import Capacity, left_for_states
 from unbounded.planner.models.footprint import FORMATS, Cost, Footprint, StateBytes, UnitFootprint, expand
 from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
@@ -62,6 +63,7 @@ class Candidate:
     prediction: Prediction
     places: tuple[tuple[str, UnitPlace], ...]  # by unit, in the order of the forward
     policies: tuple[tuple[str, str], ...]  # by block
+    capacity: Capacity | None = None  # at stage 3, what else would fit
 
     @property
     def seconds(self) -> float:
@@ -135,6 +137,8 @@ def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> It
             for micro in _micro_batches(rows // data):
                 accumulate = rows // data // micro
                 if request.accumulate not in (None, accumulate) or (pipeline > 1 and accumulate < pipeline):
+                    continue
+                if accumulate > 1 and not request.plan.keeps_gradients:
                     continue
                 for stage in request.stages:
                     if (stage == 0 and data > 1 and 0 not in request.stages) or (pipeline > 1 and stage > 1):
@@ -306,7 +310,18 @@ class _Joint:
         return Candidate(
             self.footprint, self.setup, state_format, prediction,
             tuple(zip(names, places, strict=True)), tuple((part.name, policy) for part, policy in policies),
+            self._capacity(),
         )  # fmt: skip
+
+    def _capacity(self) -> Capacity | None:
+        """Of a model with more such blocks, run again one at a time: below stage 3 each rank has all weights."""
+        if self.setup.stage < 3:
+            return None
+        working = max(working_bytes(self.footprint, self.setup, gathers=True, recomputes=True))
+        ranks = self.setup.data * self.setup.model_ranks
+        room = rooms(self.machine, self.request.plan, ranks)
+        left = left_for_states(room, working=working, buffers=self.request.buffer_bytes, num_ranks=ranks)
+        return Capacity(self.footprint, left, self.request.plan.keeps_gradients)
 
     def _spread(self, counts: Sequence[Sequence[int]]) -> list[tuple[UnitFootprint, str]]:
         """The last blocks keep: what they keep is given back first."""
@@ -362,10 +377,10 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
     formatted = replace(footprint, states=min(request.formats.values(), key=lambda states: states.total))
     room = rooms(machine, request.plan, machine.num_devices)
     working = max(working_bytes(formatted, setup, gathers=True, recomputes=True))
-    states = formatted.numel * formatted.states.weights + formatted.trained_numel * (
-        formatted.states.total - formatted.states.weights
-    )
-    ranks = machine.num_devices
+    ranks, keeps = machine.num_devices, request.plan.keeps_gradients
+    total = left_for_states(room, working=working, buffers=0.0, num_ranks=ranks)
+    capacity = Capacity(formatted, total, keeps)
+    states = capacity.states_bytes(keeps_gradients=keeps)
     if working > room["device"]:
         fact = (
             f"running one unit at a time takes {format_bytes(working)} of a device, which has "
@@ -373,15 +388,13 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
         )
         remedy = "Take a device with more memory, a tensor axis, or fewer tokens a micro-batch."
     else:
-        total = ranks * (room["device"] - working + room["host"] + room["disk"])
         fact = (
             f"its states take {format_bytes(states)}, and {ranks} x {machine.name.partition(':')[0]} have "
             f"{format_bytes(total)} of device, host and disk left for them"
         )
         needed = math.ceil(states / (total / ranks)) if total > 0 else 0
-        most = int(formatted.numel * total / states) if states else 0
         remedy = (
-            f"It would fit on {needed} such devices; here {most / 1e9:.3g}B parameters fit. "
+            f"It would fit on {needed} such devices; here fit {capacity.describe()}. "
             'optimizer_format="compact" takes less than half.'
             if needed
             else "Give it a host or a disk budget."

@@ -4,7 +4,8 @@ What is open goes where the step is predicted to be shortest (`loads`, `program`
 be best:
 
 - weights, which every pass reads, are never on a slower tier than the moments of their unit, which a step reads once;
-- gradients are where the optimizer states are updated (on the host for those on disk), unless the plan says;
+- gradients are where the optimizer states are updated (on the host for those on disk), unless the plan says; they are
+  nowhere only where it says so, since that is a promise about the loop;
 - weights and gradients go to disk only where device and host cannot hold them all: of what is moved there, moments
   free the most memory for a byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8);
 - work of host, disk and links counts a little even where it is hidden; of equals the one that takes the least of the
@@ -13,6 +14,7 @@ be best:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -49,6 +51,7 @@ class Shortage:
     short: Mapping[str, int]
     spare: int
     budget: Budget
+    gradients_bytes: int = 0  # of the states, what gradients="none" would not store
 
     def error(self, what: str = "the states") -> BudgetError:
         facts = ", ".join(
@@ -62,6 +65,11 @@ class Shortage:
             remedy = (
                 f"Raise a budget by {format_bytes(missing - self.spare)} (disk_bytes with disk_path on a larger disk "
                 'is the cheapest), use more ranks, or optimizer_format="compact".'
+            )
+        if self.gradients_bytes:
+            remedy += (
+                ' Without clipping and with one backward a step, gradients="none" takes '
+                f"{format_bytes(self.gradients_bytes)} less."
             )
         taken = format_bytes(self.states_bytes)
         return BudgetError(f"{what} take {taken} on this rank and do not fit: {facts}. {remedy}")
@@ -205,11 +213,11 @@ def _shortage(units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: M
         if places is not None:
             break
     assert places is not None
-    use = dict.fromkeys(TIERS, 0)
+    use: Counter[str] = Counter()
     for unit, where in zip(units, places, strict=True):
-        for tier, taken in use_of(unit, {kind: getattr(where, kind) for kind in KINDS}).items():
-            use[tier] += taken
+        use += use_of(unit, {kind: getattr(where, kind) for kind in KINDS})
     short = {tier: use[tier] - room[tier] for tier in TIERS if use[tier] > room[tier]}
     spare = sum(max(0, room[tier] - use[tier]) for tier in TIERS)
-    total = sum(sum(use_of(unit, dict.fromkeys(KINDS, "device")).values()) for unit in units)
-    return Shortage(total, short, spare, budget)
+    stored = sum(unit.gradients for unit in units) if plan.keeps_gradients else 0
+    total = stored + sum(sum(use_of(unit, {"weights": "device", "optimizer": "device"}).values()) for unit in units)
+    return Shortage(total, short, spare, budget, stored)
