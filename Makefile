@@ -15,8 +15,11 @@ train: $(STAMP)
 
 # Ends with one line that says what held; anything that did not ends it with another exit code than 0.
 # Two processes a core: tests of several ranks mostly wait, for one another and for a watchdog.
+# Compiled first, whatever the environment says of bytecode: every process would do it for itself otherwise.
+test: export PYTHONDONTWRITEBYTECODE :=
 test:
 	@$(MAKE) --no-print-directory -j2 checks
+	@$(BIN)/python -m compileall -q -j 2 src tests
 	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
 	@$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 4 --dist worksteal
 

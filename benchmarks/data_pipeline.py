@@ -1,4 +1,4 @@
-"""What the data pipeline takes from a training step at 100,000 tokens a second.
+"""What the data pipeline takes from a training step at 100,000 tokens per second.
 
     python -m benchmarks.data_pipeline
 
@@ -24,7 +24,7 @@ LENGTH, ROWS = 2048, 16
 
 
 def run_steps(loader: Loader | None, num_steps: int) -> float:
-    """Seconds for the steps, each as long as a device that eats 100,000 tokens a second would need."""
+    """Seconds for the steps, each as long as a device that eats 100,000 tokens per second would need."""
     step_seconds = LENGTH * ROWS / TOKENS_PER_SECOND
     start = time.perf_counter()
     for _ in range(num_steps):
@@ -35,7 +35,7 @@ def run_steps(loader: Loader | None, num_steps: int) -> float:
 
 
 def measure(corpus: Corpus, num_steps: int) -> tuple[float, float]:
-    """The ratio of step times with and without the pipeline, and the tokens a second it can make when pressed."""
+    """The ratio of step times with and without the pipeline, and the tokens per second it can make when pressed."""
     loader = Loader(corpus, rows=ROWS)
     loader.next()
     time.sleep(2.0)  # opening the streams and getting ahead belongs to the start of a run
@@ -49,7 +49,7 @@ def measure(corpus: Corpus, num_steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print one line a kind of data."""
+    """Print one line per kind of data."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=15)
     num_steps = parser.parse_args().steps

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; also for processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of pytest-xdist take over the folder of warm Pythons from the one that starts them."""
+    if not hasattr(config, "workerinput"):
+        warm.prepare()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +41,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """After all else is printed, the one line that says whether it held."""
+    if not hasattr(config, "workerinput"):
+        warm.finish()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or config.option.collectonly or not reporter.stats:
         return

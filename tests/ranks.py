@@ -33,7 +33,8 @@ from tests.rank import Case, Report, serve
 
 PRELOAD = [
     *("torch", "torch.distributed", "torch._dynamo", "torch.testing", "pytest", "tests.rank"),
-    *("unbounded.sharding", "unbounded.planning", "unbounded.checkpoint.saving", "unbounded.checkpoint.loading"),
+    *("unbounded.sharding.placing", "unbounded.planning.choosing"),
+    *("unbounded.checkpoint.saving", "unbounded.checkpoint.loading"),
 ]
 """What the fork server imports before the first rank; a test module adds to it with `PRELOAD_IN_RANKS`."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import warm_python
 
 MINIMAL = Path(__file__).parent.parent / "examples" / "minimal.py"
 
@@ -15,7 +16,7 @@ MINIMAL = Path(__file__).parent.parent / "examples" / "minimal.py"
 @pytest.mark.parametrize("num_ranks", [None, 2], ids=["python", "torchrun, 2 ranks"])
 def test_the_minimal_example_learns(num_ranks: int | None) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    command = [sys.executable, *launcher, str(MINIMAL)]
+    command = [warm_python(), *launcher, str(MINIMAL)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]

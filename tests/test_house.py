@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import re
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
 
 import unbounded
 from tests.test_layers import files, imports_of, module_of
@@ -19,8 +24,12 @@ SAME_NAMES = {"plan.py"}
 """Basenames that occur twice: a command's file is named after its verb, and `unbounded plan` shows a `planner.plan`."""
 
 
-def test_no_folder_of_the_package_has_more_than_twelve_files() -> None:
-    counts = Counter(path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+@pytest.mark.parametrize("top", ["src/unbounded", "tests", "native", "benchmarks", "docs", "examples"])
+def test_no_folder_has_more_than_twelve_files(top: str) -> None:
+    paths = [path.relative_to(REPOSITORY) for path in (REPOSITORY / top).rglob("*") if path.is_file()]
+    written = [path for path in paths if path.suffix != ".so" and not {"__init__.py", "__pycache__"} & {*path.parts}]
+    counts = Counter(path.parent for path in written)
+    assert counts
     assert {str(folder): count for folder, count in counts.items() if count > MAX_FILES} == {}
 
 
@@ -59,6 +68,27 @@ def test_every_attribute_of_a_unit_has_one_owner() -> None:
             if is_set and ast.unparse(node.value).split(".")[-1] in ("unit", "_unit"):
                 found[str(path.relative_to(PACKAGE))].add(node.attr)
     assert found == OWNERS
+
+
+def test_no_part_of_the_package_reaches_into_privates_of_another() -> None:
+    """Names that begin with one underscore, and are not torch's or Python's own, stay inside the part that has them."""
+    others = {*dir(nn.Module()), *dir(torch.Tensor), *dir(namedtuple("Any", ())), *vars(ctypes.CDLL(None))}
+    owned, used = defaultdict(set), defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                owned[node.name].add(part)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owned[node.attr].add(part)
+            elif isinstance(node, ast.Attribute):
+                names = [node.attr]
+            for name in names:
+                if re.match(r"_[a-z]", name) and name not in others and not name.endswith("_"):
+                    used[name].add((part, f"{path.relative_to(PACKAGE)}:{node.lineno}"))
+    reached = [(name, place) for name in used for part, place in used[name] if owned[name] and part not in owned[name]]
+    assert not reached
 
 
 def test_the_numbers_of_ranks_are_read_in_one_place() -> None:

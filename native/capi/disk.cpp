@@ -8,7 +8,7 @@
 #include <new>
 #include <vector>
 
-#include "disk/crc32c.h"
+#include "checksum/crc32c.h"
 #include "disk/engine.h"
 
 #define UNBOUNDED_API extern "C" __attribute__((visibility("default")))

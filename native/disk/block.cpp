@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "disk/crc32c.h"
+#include "checksum/crc32c.h"
 
 namespace unbounded::disk {
 

@@ -1,8 +1,8 @@
 // Passes over one or two buffers: sum of squares, conversion, accumulation.
 #pragma once
 
-#include "kernels.h"
-#include "vector_scalar.h"
+#include "kernels/kernels.h"
+#include "kernels/simd/vector_scalar.h"
 
 namespace unbounded {
 namespace {

@@ -1,7 +1,7 @@
 // Chooses the instruction set at run time.
 #include <cstring>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace unbounded {
 namespace {

@@ -1,8 +1,8 @@
 // What an instruction set offers: a table of functions over parts of flat buffers, without threads or allocation.
 #pragma once
 
-#include "floats.h"
-#include "rules.h"
+#include "kernels/formats/floats.h"
+#include "kernels/rules.h"
 
 namespace unbounded {
 

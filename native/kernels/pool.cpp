@@ -1,4 +1,4 @@
-#include "pool.h"
+#include "kernels/pool.h"
 
 #include <cfenv>
 

@@ -5,7 +5,7 @@
 // What depends on the step alone is resolved once, in double, into `Step`.
 #pragma once
 
-#include "vector_scalar.h"
+#include "kernels/simd/vector_scalar.h"
 
 namespace unbounded {
 

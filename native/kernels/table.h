@@ -1,10 +1,10 @@
 // Fills an instruction set's table from the kernels written over its vectors.
 #pragma once
 
-#include "buffers.h"
-#include "compact.h"
-#include "exact.h"
-#include "update.h"
+#include "kernels/buffers.h"
+#include "kernels/formats/compact.h"
+#include "kernels/formats/exact.h"
+#include "kernels/update.h"
 
 namespace unbounded {
 namespace {

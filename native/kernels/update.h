@@ -2,8 +2,8 @@
 // array crosses the memory bus once each way.
 #pragma once
 
-#include "exact.h"
-#include "update_compact.h"
+#include "kernels/formats/exact.h"
+#include "kernels/formats/update_compact.h"
 
 namespace unbounded {
 namespace {

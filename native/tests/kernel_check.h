@@ -7,7 +7,7 @@
 #include <cstring>
 #include <memory>
 
-#include "kernels/floats.h"
+#include "kernels/formats/floats.h"
 #include "kernels/kernels.h"
 
 #define CHECK(condition)                                                           \

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "disk/crc32c.h"
+#include "checksum/crc32c.h"
 #include "disk/engine.h"
 #include "disk_check.h"
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "disk/block.h"
-#include "disk/crc32c.h"
+#include "checksum/crc32c.h"
 #include "disk/width.h"
 #include "disk_check.h"
 

@@ -27,7 +27,7 @@ _HOMES = {
     "import_checkpoint": "unbounded.checkpoint.foreign.importing",
     "trace": "unbounded.observe.trace",
     "Plan": "unbounded.planner.plan",
-    "plan": "unbounded.planning",
+    "plan": "unbounded.planning.choosing",
     "Machine": "unbounded.machine",
     "UnboundedError": "unbounded.errors",
     "PlanError": "unbounded.errors",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from unbounded.machine import Machine
     from unbounded.observe.trace import trace
     from unbounded.planner.plan import Plan
-    from unbounded.planning import plan
+    from unbounded.planning.choosing import plan
     from unbounded.sharding.block_policies import checkpoint_activations
     from unbounded.sharding.placing import shard, unshard
     from unbounded.sharding.running import full_params, pipeline

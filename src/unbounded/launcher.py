@@ -98,7 +98,7 @@ def tell_local_rank(launch: Launch, environment: MutableMapping[str, str]) -> No
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """The numbers and where the ranks meet; None for a process of its own."""
+    """The numbers and where the ranks meet; None for a process that runs alone."""
     numbers = read_numbers(environment)
     if numbers.size == 1:
         return None

@@ -15,9 +15,10 @@ from torch import nn
 from tests.zero.training import TinyGPT
 from unbounded.activations.choice import choose_policies, pick_blocks
 from unbounded.activations.geometry import is_movable, lay_flat
-from unbounded.activations.host_buffers import PAGE, HostBuffers
+from unbounded.activations.host_buffers import HostBuffers
 from unbounded.activations.structure import take_tensors
 from unbounded.errors import BudgetError, PlanError
+from unbounded.native.host_memory import PAGE_BYTES
 from unbounded.planner.plan import Plan
 from unbounded.tiers.arena import HostArena
 
@@ -138,38 +139,38 @@ def address(buffer: Any) -> int:
 
 
 def test_host_buffers_are_given_back_by_dropping_them_and_used_again() -> None:
-    room = Small(8 * PAGE)
+    room = Small(8 * PAGE_BYTES)
     buffers = HostBuffers(room)
-    first = buffers.take(3 * PAGE - 5)
+    first = buffers.take(3 * PAGE_BYTES - 5)
     home = address(first)
     del first
-    second, third = buffers.take(2 * PAGE), buffers.take(1)  # two parts of what the first one had
-    assert (address(second), address(third)) == (home, home + 2 * PAGE)
-    assert room.used == room.arena.used_bytes == 3 * PAGE
-    fourth = buffers.take(PAGE)
-    assert room.used == room.arena.used_bytes == 4 * PAGE
+    second, third = buffers.take(2 * PAGE_BYTES), buffers.take(1)  # two parts of what the first one had
+    assert (address(second), address(third)) == (home, home + 2 * PAGE_BYTES)
+    assert room.used == room.arena.used_bytes == 3 * PAGE_BYTES
+    fourth = buffers.take(PAGE_BYTES)
+    assert room.used == room.arena.used_bytes == 4 * PAGE_BYTES
     del third, second  # in any order they grow together again
-    assert address(buffers.take(3 * PAGE)) == home
+    assert address(buffers.take(3 * PAGE_BYTES)) == home
     del fourth
-    assert address(buffers.take(PAGE)) != home  # the smallest that fits
-    assert room.used == 4 * PAGE
+    assert address(buffers.take(PAGE_BYTES)) != home  # the smallest that fits
+    assert room.used == 4 * PAGE_BYTES
     buffers.trim()
     assert room.used == room.arena.used_bytes == 0
 
 
 def test_buffers_in_use_never_overlap() -> None:
-    room = Small(64 * PAGE)
+    room = Small(64 * PAGE_BYTES)
     buffers, held, generator = HostBuffers(room), {}, torch.Generator().manual_seed(1)
     for turn in range(400):
         size = int(torch.randint(1, 9, (), generator=generator))
         if len(held) > 6:
             gone = list(held)[int(torch.randint(len(held), (), generator=generator))]
             buffer, size, value = held.pop(gone)
-            assert (buffer.tensor(torch.int32, size * PAGE // 4) == value).all()
+            assert (buffer.tensor(torch.int32, size * PAGE_BYTES // 4) == value).all()
             del buffer
         else:
-            buffer = buffers.take(size * PAGE)
-            buffer.tensor(torch.int32, size * PAGE // 4).fill_(turn)
+            buffer = buffers.take(size * PAGE_BYTES)
+            buffer.tensor(torch.int32, size * PAGE_BYTES // 4).fill_(turn)
             held[turn] = (buffer, size, turn)
             del buffer
     assert room.used == room.arena.used_bytes <= room.total
@@ -179,16 +180,16 @@ def test_buffers_in_use_never_overlap() -> None:
 
 
 def test_unused_host_buffers_of_the_wrong_size_make_room() -> None:
-    room = Small(6 * PAGE)
+    room = Small(6 * PAGE_BYTES)
     buffers = HostBuffers(room)
-    buffers.take(2 * PAGE)
-    large = buffers.take(5 * PAGE)  # takes the place of the two pages
-    assert room.used == room.arena.used_bytes == 5 * PAGE
-    with pytest.raises(BudgetError, match=f"short of {2 * PAGE}"):
-        buffers.take(PAGE + 1)
-    assert room.arena.used_bytes == 5 * PAGE
+    buffers.take(2 * PAGE_BYTES)
+    large = buffers.take(5 * PAGE_BYTES)  # takes the place of the two pages
+    assert room.used == room.arena.used_bytes == 5 * PAGE_BYTES
+    with pytest.raises(BudgetError, match=f"short of {2 * PAGE_BYTES}"):
+        buffers.take(PAGE_BYTES + 1)
+    assert room.arena.used_bytes == 5 * PAGE_BYTES
     del large
-    buffers.take(PAGE + 1)
+    buffers.take(PAGE_BYTES + 1)
 
 
 def test_the_first_pattern_that_matches_a_block_counts() -> None:

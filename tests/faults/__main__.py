@@ -19,7 +19,11 @@ from tests.faults.shim import build
 
 FAULTS = ["kill", "EIO", "ENOSPC", "EDQUOT", "EROFS"]
 LONG = {"UNBOUNDED_FUZZ": "5000", "UNBOUNDED_KILLS": "100", "UNBOUNDED_FLIPS": "500"}
-TESTS = ["tests/checkpoint/test_faults.py", "tests/checkpoint/test_damage.py", "tests/checkpoint/test_hostile.py"]
+TESTS = [
+    "tests/checkpoint/test_faults.py",
+    "tests/checkpoint/refused/test_damage.py",
+    "tests/checkpoint/refused/test_hostile.py",
+]
 
 
 def run_all_calls() -> tuple[Counter[str], int]:

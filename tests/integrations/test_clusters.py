@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.warm import warm_python
+
 SCRIPTS = Path(__file__).parents[2] / "docs" / "integrations" / "scripts"
 TRAIN = SCRIPTS / "train.py"
 
@@ -58,7 +60,7 @@ def free_port() -> int:
 def test_a_worker_that_dies_is_restarted_and_goes_on_as_tasks_of_slurm_do_without(tmp_path: Path) -> None:
     script = tmp_path / "fails_once.py"
     script.write_text(FAILS_ONCE)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     text = run([*launcher, "--max-restarts", "1", str(script), str(TRAIN), str(tmp_path / "restarted"), "4"])
     restarted = losses(text)
     assert sorted(restarted) == [(rank, 2, step) for rank in range(2) for step in range(1, 5)]
@@ -75,7 +77,7 @@ def run_as_slurm_tasks(folder: Path) -> dict[Any, float]:
     }
     tasks = [
         subprocess.Popen(
-            [sys.executable, str(TRAIN), str(folder), "4"],
+            [warm_python(), str(TRAIN), str(folder), "4"],
             env={**os.environ, **common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -134,16 +134,26 @@ def test_the_loop_of_the_readme_trains() -> None:
     assert losses[1] < losses[0]
 
 
+def anchors_of(page: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+    for page in [DOCS.parent / "README.md", *DOCS.rglob("*.md")]:
+        for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert link.startswith("http") or target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}#{anchor}"
 
 
-def test_every_field_and_every_verb_has_a_line() -> None:
-    fields, verbs = (DOCS / "reference" / "plan.md").read_text(), (DOCS / "reference" / "commands.md").read_text()
+def test_every_field_every_verb_and_every_function_has_a_line() -> None:
+    fields, verbs, names = ((DOCS / "reference" / f"{page}.md").read_text() for page in ("plan", "commands", "python"))
     assert [f.name for f in dataclasses.fields(unbounded.Plan) if f"`{f.name}`" not in fields] == []
     assert [verb for verb in VERBS if f"`unbounded {verb}" not in verbs] == []
+    public = [name for name in unbounded.__all__ if not name.startswith("_")]
+    assert [name for name in public if not re.search(rf"`unbounded\.{name}\b", names)] == []
 
 
 def test_no_framework_is_imported_with_the_package() -> None:

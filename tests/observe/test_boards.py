@@ -116,6 +116,6 @@ def test_a_board_that_is_not_installed_is_named_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unbounded.observe.boards.find_spec", lambda name: None)
-    with pytest.raises(PlanError, match=r"--report-to wandb takes the package .* pip install wandb\."):
+    with pytest.raises(PlanError, match=r"--report-to wandb needs the package .* pip install wandb\."):
         train(tiny(tmp_path / "out", write_texts(tmp_path / "a.jsonl", 20), report_to=("wandb",)))
     assert not (tmp_path / "out").exists()

@@ -32,7 +32,7 @@ STEP = Step(
 
 def test_a_step_is_one_line_with_its_numbers() -> None:
     assert describe(STEP) == (
-        "step 20/50  loss 2.5000  norm 0.75  lr 0.0003  epoch 1.25  0.5 s a step, 42% of peak  "
+        "step 20/50  loss 2.5000  norm 0.75  lr 0.0003  epoch 1.25  0.5 s per step, 42% of peak  "
         "12,346 tokens/s  0.0421 TFLOP/s  device 3.0 MiB host 2.0 GiB  disk read 95%  2:05 left"
     )
 
@@ -54,7 +54,7 @@ def test_the_panel_shows_bars_of_memory_against_budgets() -> None:
     assert "step 20/50" in shown
     assert "3.0 MiB of 4.0 MiB" in shown
     assert "busiest: disk read 95%" in shown
-    assert "2:05 left, 0.5 s a step, 42% of peak" in shown
+    assert "2:05 left, 0.5 s per step, 42% of peak" in shown
     assert "norm 0.75  lr 0.0003  epoch 1.25" in shown
     assert "██████████░░░░░░░░░░░░░░" in shown  # 20 of 50, told apart without colour
     assert len(shown.splitlines()) == 6

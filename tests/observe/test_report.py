@@ -51,7 +51,7 @@ def test_the_page_is_one_file_with_every_chart_tier_and_lane(tmp_path: Path) -> 
     assert "<script" not in text
     words = " ".join(page.words)
     for expected in (
-        *("30 of 60", "loss", "gradient norm", "learning rate", "tokens a second", "held-out loss", "2.5"),
+        *("30 of 60", "loss", "gradient norm", "learning rate", "tokens per second", "held-out loss", "2.5"),
         *("step 30: training 2", "step 30: held out (dashed) 2.5"),
         *("3.0 MiB of 4.0 MiB, 75%", "1.0 GiB of 2.0 GiB, 50%", "0 B, no budget"),
         *("step 1 begins", "step 2", "forward", "backward", "disk read: blocks.1, 50 ms, 95.4 MiB at 2.00 GB/s"),
@@ -101,7 +101,7 @@ def test_a_trace_alone_and_a_run_without_one_are_reports_too(
     assert ElementTree.parse(tmp_path / "t.svg").getroot().tag == f"{{{SVG}}}svg"
     run = make_run(tmp_path / "run")
     (run / "trace.json").unlink()
-    assert "No trace" in read_report(run).body()
+    assert "There is no trace" in read_report(run).body()
     assert main(["report", str(run), "--svg", str(tmp_path / "u.svg")]) == 2
     assert "no trace to draw" in capsys.readouterr().err
 
@@ -111,11 +111,11 @@ def test_pages_and_drawings_replace_only_their_like(tmp_path: Path, capsys: pyte
     (tmp_path / "mine.html").write_text("<html>mine")
     for flag in ("--html", "--svg"):
         assert main(["report", str(run), flag, str(tmp_path / "mine.html")]) == 2
-        assert "no such file of ours" in capsys.readouterr().err
+        assert "was not written by unbounded" in capsys.readouterr().err
     assert (tmp_path / "mine.html").read_text() == "<html>mine"
     for _ in range(2):
         assert main(["report", str(run), "--html"]) == 0
-    with pytest.raises(PlanError, match="is no run"):
+    with pytest.raises(PlanError, match="is not a run"):
         read_report(tmp_path)
 
 

@@ -37,7 +37,7 @@ def test_numbers_count_nodes_of_a_node_and_gpus_of_a_gpu() -> None:
     ("name", "message"),
     [
         ("h201", r"there is no machine 'h201'. Did you mean 'h200'"),
-        ("h200:12", r"no whole number of nodes of 8 devices. Take 8 or 16"),
+        ("h200:12", r"not a whole number of nodes of 8 devices. Take 8 or 16"),
         ("h200:x", r"'x' after its colon"),
         ("laptop:2", r"has no network"),
     ],
@@ -61,13 +61,13 @@ def break_file(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": VERSION + 1}, r"is of version 2, and this release reads 1. Measure again"),
+        ({"version": VERSION + 1}, r"has version 2, but this release reads 1. Measure again"),
         ({"version": None}, r"has no version"),
         ({"matmul_flops": -1}, r"matmul_flops is -1, which is impossible"),
         ({"device_bytes": 0}, r"device_bytes is 0, which is impossible"),
-        ({"both_ways": "fast"}, r"both_ways is 'fast', which is no number"),
+        ({"both_ways": "fast"}, r"both_ways is 'fast', which is not a number"),
         ({"host_bandwidth": float("inf")}, r"host_bandwidth is infinite"),
-        ({"host_bandwidth": float("nan")}, r"no number"),
+        ({"host_bandwidth": float("nan")}, r"not a number"),
         ({"devices": 1.5}, r"must be a whole number"),
         ({"nodes": 4, "network_bandwidth": 0.0}, r"has 4 nodes but a network_bandwidth of 0"),
         ({"to_host": None}, r"lacks 'to_host'"),
@@ -83,7 +83,7 @@ def test_a_file_of_another_version_or_with_impossible_numbers_is_refused(
 
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text("{")
-    with pytest.raises(PlanError, match=r"is no machine file"):
+    with pytest.raises(PlanError, match=r"is not a machine file"):
         MachineRates.load(tmp_path / "machine.json")
 
 

@@ -15,7 +15,7 @@ from unbounded.planner.models.configs import read_model, shape_of
 from unbounded.planner.models.footprint import expand, footprint_of
 from unbounded.planner.models.shapes import PRESETS
 from unbounded.planner.plan import Plan
-from unbounded.planning import footprint_of_module
+from unbounded.planning.module_footprint import footprint_of_module
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -144,7 +144,7 @@ def test_presets_have_the_sizes_they_are_named_after() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lama-7b", r"no config folder, no config.json and no preset. Did you mean 'llama-7b'"),
+        ("lama-7b", r"not a config folder, a config.json or a preset. Did you mean 'llama-7b'"),
         ("layers=2", r"leaves out hidden"),
         ("layers=2,hiden=64", r"has no 'hiden'. Did you mean 'hidden'"),
         ("layers=two,hidden=64", r"must be a whole number"),
@@ -163,7 +163,7 @@ def test_a_model_that_cannot_be_read_is_one_clear_error(text: str, message: str)
         ({"model_type": "lama"}, r"model_type 'lama', whose bytes are not known here. The nearest known is 'llama'"),
         ({"model_type": "llama", "hidden_size": 64}, r"has no 'num_hidden_layers'"),
         ({"model_type": "llama", "num_hidden_layers": -1}, r"num_hidden_layers=-1"),
-        ([1], r"is no config of a model"),
+        ([1], r"is not the config of a model"),
     ],
 )
 def test_a_config_of_an_unknown_architecture_is_one_clear_error(config: Any, message: str, tmp_path: Path) -> None:

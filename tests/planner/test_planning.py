@@ -21,7 +21,7 @@ from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.presets import UNMEASURED
-from unbounded.planning import predict_step
+from unbounded.planning.running_step import predict_step
 from unbounded.sharding import block_policies
 
 
@@ -135,7 +135,7 @@ def test_a_prediction_has_blocks_keep_what_they_will_keep(monkeypatch: pytest.Mo
 def test_the_command_prints_bytes_times_and_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-7b", "--machine", "rtx4090", "--tokens", "8192", "--compare"]) == 0
     text = capsys.readouterr().out
-    for words in ("weights", "together", "tokens/s", "TFLOP/s a device", "bottleneck", "remedy", "stage 2"):
+    for words in ("weights", "together", "tokens/s", "TFLOP/s per device", "bottleneck", "remedy", "stage 2"):
         assert words in text
 
 

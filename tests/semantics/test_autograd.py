@@ -239,3 +239,58 @@ def old_graph(model: nn.Module, optimizer: Any) -> Any:
 @EVERYWHERE
 def test_a_graph_from_before_a_step_is_refused(ranks: Any, world: tuple[int, str, int]) -> None:
     compare(ranks, world, old_graph)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Held(Net):
+    """Uses a weight by a reference to it, which is not the tensor that its module has inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [self.blocks[1].up.weight]
+        self.is_direct = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held[0] if self.is_direct else self.held[0].view_as(self.held[0])
+        return super().forward(x) + Double.apply(held).sum()
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_gradient_that_would_go_past_the_engine_is_refused(plan: str) -> None:
+    plain, model = make(Held), make(Held)
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    reference = adamw(plain)
+    assert step(model, optimizer) == pytest.approx(step(plain, reference))
+    model.is_direct = True
+    with pytest.raises(StateError, match=r"blocks\.1\.up\.weight.*view_as"):
+        model(data()).square().mean().backward()
+    Double.apply(model.held[0]).sum().backward()  # outside the model
+    with pytest.raises(StateError, match=r"blocks\.1\.up\.weight.*view_as"):
+        optimizer.step()
+    model.is_direct = False
+    optimizer.zero_grad()
+    assert step(model, optimizer, 1) == pytest.approx(step(plain, reference, 1))
+
+
+def test_a_placeholder_answers_what_needs_no_values() -> None:
+    model = make()
+    model, _ = unbounded.shard(model, adamw(model), PLANS["host"])
+    model(data()).sum().backward()
+    weight = model.first.weight
+    for tensor in (weight, weight.grad):
+        assert tensor.is_contiguous()
+        assert tensor.stride() == (5, 1)
+    parameters = list(model.parameters())  # each with an address of its own, by which tied weights are told apart
+    assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
+    assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == len(parameters)
+    with pytest.raises(StateError, match=r"detach\(\)\.clone\(\)"):
+        nn.Parameter(weight)

@@ -50,6 +50,8 @@ def traced(model: nn.Module, optimizer: Any) -> None:
     for trace in (lambda: torch.jit.trace(model, data()), lambda: torch.export.export(model, (data(),))):
         with pytest.raises(StateError, match=r"cannot be traced or exported.*copy\.deepcopy"):
             trace()
+    with pytest.raises(StateError, match=r"cannot be scripted.*copy\.deepcopy"):
+        torch.jit.script(model)
 
 
 def late_hook(model: nn.Module, optimizer: Any) -> None:

@@ -40,6 +40,13 @@ def write(how: str, model: nn.Module) -> None:
         elif how == "data":
             weight.data = weight.data * 0.9 + 0.01
             other.data.add_(0.5)
+            model.blocks[0].up.weight.data.lerp_(model.blocks[2].up.weight, 0.25)
+            model.blocks[0].down.weight.data[0].copy_(other[1])
+        elif how == "inference":
+            with torch.inference_mode():
+                weight.mul_(0.5)
+                other.data[0].zero_()
+                model.last.weight.view(-1)[2:4] = 1.0
         elif how == "copy":
             other.copy_(torch.full_like(other, 0.25))
         elif how == "vector":
@@ -47,7 +54,7 @@ def write(how: str, model: nn.Module) -> None:
             nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
 
 
-HOWS = ["init", "reset", "item of data", "detached", "foreach", "out", "data", "copy", "vector"]
+HOWS = ["init", "reset", "item of data", "detached", "foreach", "out", "data", "inference", "copy", "vector"]
 
 
 class Write:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests.warm import warm_python
 from tests.zero.training import Batch, TinyGPT, shard
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format.data_files import Files
@@ -370,7 +371,7 @@ if sys.argv[2] == "wait":
 @pytest.mark.parametrize("end", ["exits", "wait"], ids=["at-its-end", "killed"])
 def test_the_disk_tier_leaves_nothing_behind(tmp_path: Path, end: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    command = [sys.executable, "-c", CHILD, str(tmp_path), end]
+    command = [warm_python(), "-c", CHILD, str(tmp_path), end]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "trained\n"

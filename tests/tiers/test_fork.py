@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 import unbounded
 from tests.tiers.forking import TIMEOUT, Child, error_in_child
+from tests.warm import warm_python
 from tests.zero.training import Batch, TinyGPT, shard
 from unbounded.native import kernels
 from unbounded.native.disk import ExtentStore
@@ -193,7 +193,7 @@ assert train(2) == train(0)
 
 
 def test_the_loop_of_the_readme_trains_with_data_workers() -> None:
-    command = [sys.executable, "-c", LOADER]
+    command = [warm_python(), "-c", LOADER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
 

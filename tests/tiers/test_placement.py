@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from unbounded.errors import BudgetError, PlanError
+from unbounded.optim.book import RuleBook
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.step.streaming import choose_streamed, streamed_part
 from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_patterns, read_placement
+from unbounded.zero.setup.blueprint import Means, draw
+from unbounded.zero.setup.specs import find_specs
+from unbounded.zero.sites import find_sites
 
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.
@@ -155,3 +161,18 @@ def test_the_streamed_part_is_spread_evenly_over_the_candidates(part: float) -> 
 def test_only_candidates_are_streamed() -> None:
     assert choose_streamed([False, True, False, True], 1.0) == [False, True, False, True]
     assert choose_streamed([False, False], 1.0) == [False, False]
+
+
+def test_a_blueprint_is_drawn_from_values_alone_for_a_gpu_that_is_not_here() -> None:
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    groups = {id(parameter): 0 for parameter in model.parameters()}
+    book = RuleBook(optimizer, "exact")
+    specs = find_specs(find_sites(model), groups, 1, None, book=book)
+    plan = Plan(precision="bf16", weights="device", gradients="host", optimizer="host")
+    few_cores = replace(UNMEASURED, host_threads=3)
+    drawn = draw(specs, plan, Means(2**30, 2**33, 2**33, few_cores, 3), "cuda")
+    assert drawn.places == (UnitPlace("device", "host", "host"),) * len(specs)
+    assert sum(drawn.streamed) == int(len(specs) * streamed_part(few_cores)) > 0
+    assert drawn.plan.optimizer == tuple((spec.name, "host") for spec in specs)
+    assert (drawn.plan.device_bytes, drawn.plan.host_threads) == (2**30, 3)

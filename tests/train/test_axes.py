@@ -115,7 +115,7 @@ def test_flags_say_how_a_batch_goes_through_a_pipeline() -> None:
     assert closed.micro_batch == 2  # of the 8 sequences of a rank: two parts for every stage
     given = make_config({"pipeline": 2, "plan": (("microbatches", 8),), "sequence_length": 32, "batch_tokens": 512})
     assert close_settings(given, kind="cpu", world_size=2).micro_batch == 1
-    with pytest.raises(InputError, match=r"microbatches=8 does not go with the 8 sequences .* and --micro-batch 4"):
+    with pytest.raises(InputError, match=r"microbatches=8 does not fit the 8 sequences .* and --micro-batch 4"):
         close_settings(replace(given, micro_batch=4), kind="cpu", world_size=2)
     with pytest.raises(InputError, match=r"--pipeline and --plan pipeline=... contradict each other"):
         make_config({"pipeline": 2, "plan": (("pipeline", 2),)})

@@ -12,6 +12,7 @@ import torch
 
 from tests.train.corpora import make_corpus, save_model, save_tokenizer, sentences, write_jsonl, write_texts
 from tests.train.jobs import losses
+from tests.warm import warm_python
 from unbounded.cli import main
 from unbounded.observe.metrics import read_metrics
 from unbounded.train.data.document import Split
@@ -68,7 +69,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pytest
     assert main(["train", *TINY, *map(str, run), "--steps", "1"]) == 0
     capsys.readouterr()
     said = refuse(capsys, *TINY, *run, "--steps", 2, "--width", 48)
-    assert "holds another run: its shape is [2, 32, 2, 32], and not [2, 48, 2, 32]. Choose another --output" in said
+    assert "holds another run: its shape is [2, 32, 2, 32], not [2, 48, 2, 32]. Choose another --output" in said
     assert main(["train", *TINY, *map(str, run), "--steps", "2", "--width", "48", "--resume", "never"]) == 0
 
 
@@ -101,7 +102,7 @@ def test_a_run_killed_outright_goes_on_with_the_losses_of_one_that_was_not(tmp_p
 def test_torchrun_starts_it_on_several_ranks(tmp_path: Path) -> None:
     data = write_texts(tmp_path / "a.jsonl", 100)
     run = [*TINY, "--data", str(data), "--steps", "3", "--sample", "", "--trace", str(tmp_path / "t.json")]
-    launch = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m unbounded train".split()
+    launch = f"{warm_python()} -m torch.distributed.run --standalone --nproc-per-node 2 -m unbounded train".split()
     with (tmp_path / "said").open("w+") as said:  # a file: a pipe would be waited on as long as a rank lives
         command = [*launch, *run, "--output", str(tmp_path / "two")]
         code = subprocess.run(command, stdout=said, stderr=said, timeout=120, check=False).returncode

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.corpora import write_texts
+from tests.warm import warm_python
 from unbounded.cli import main
 from unbounded.observe.trace import span, trace
 
@@ -36,7 +37,7 @@ def test_a_run_whose_reader_goes_away_goes_on_to_its_end(tmp_path: Path) -> None
         "--layers 1 --width 16 --heads 2 --sequence-length 16 --batch-tokens 64 --steps 5 --device cpu --eval-every 0"
     )
     command = (
-        f"{sys.executable} -m unbounded train {small} --log-every 1 --data {data} --output {tmp_path}/out --sample ''"
+        f"{warm_python()} -m unbounded train {small} --log-every 1 --data {data} --output {tmp_path}/out --sample ''"
     )
     done = run("sh", "-c", f"({command}; echo $? > {tmp_path}/code) | head -n 1")
     assert done.stdout.startswith("training a GPT")

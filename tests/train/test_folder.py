@@ -65,15 +65,13 @@ def test_a_finished_run_says_so_and_what_to_do(tmp_path: Path, texts: Path, caps
     assert train(config).step == 2
     said = capsys.readouterr().out
     assert 'this run is finished: "' in said
-    assert "raise --steps to go on, or begin anew with --resume never" in said
+    assert "Raise --steps to continue, or start over with --resume never" in said
 
 
 def test_another_runs_folder_is_refused_with_what_differs(tmp_path: Path, texts: Path) -> None:
     config = tiny(tmp_path / "out", texts, steps=1)
     train(config)
-    with pytest.raises(
-        InputError, match=r'holds another run: its optimizer is "adamw", and not "sgd"\. Choose another'
-    ):
+    with pytest.raises(InputError, match=r'holds another run: its optimizer is "adamw", not "sgd"\. Choose another'):
         train(replace(config, optimizer="sgd"))
 
 
@@ -81,11 +79,11 @@ def test_an_output_that_is_no_folder_or_holds_somebody_elses_metrics_is_refused(
     (tmp_path / "file").write_text("mine")
     os.mkfifo(tmp_path / "fifo")
     for name in ("file", "fifo"):
-        with pytest.raises(InputError, match="is no folder"):
+        with pytest.raises(InputError, match="is not a folder"):
             train(tiny(tmp_path / name, texts))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "metrics.jsonl").write_text('{"loss": 1}\n')
-    with pytest.raises(InputError, match="is no file of ours"):
+    with pytest.raises(InputError, match="is not our metrics file"):
         train(tiny(tmp_path / "theirs", texts))
     assert (tmp_path / "theirs" / "metrics.jsonl").read_text() == '{"loss": 1}\n'
     with pytest.raises(InputError, match="cannot be made"):
@@ -95,7 +93,7 @@ def test_an_output_that_is_no_folder_or_holds_somebody_elses_metrics_is_refused(
 def test_a_trace_replaces_a_trace_and_nothing_else(tmp_path: Path, texts: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file.json").write_text('{"mine": 1}')
-    refused = {"fifo": "a FIFO", "file.json": "no such file of ours", ".": "a folder"}
+    refused = {"fifo": "a FIFO", "file.json": "was not written by unbounded", ".": "a folder"}
     if os.geteuid() == 0:  # as root a rename would replace the device
         os.mknod(tmp_path / "device", 0o020600, os.makedev(1, 3))
         refused["device"] = "a device"

@@ -6,10 +6,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import warm_python
 
 SCRIPT = """
 import os, signal, sys, torch, unbounded
@@ -56,7 +57,7 @@ def start(rank: int, port: int, script: Path, where: str, culprit: int, stage: i
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    command = [sys.executable, str(script), where, str(culprit), str(stage)]
+    command = [warm_python(), str(script), where, str(culprit), str(stage)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=0
     )
@@ -96,7 +97,7 @@ def test_a_failing_rank_ends_its_peer_without_a_launchers_help(
 def test_torchrun_ends_the_job_with_the_culprits_message(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, str(script), "loop", "1", "2"], capture_output=True, text=True, timeout=180, check=False
     )

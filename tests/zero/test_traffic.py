@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.zero.counting import counted_traffic
-from tests.zero.test_control_flow import OrderByRank
+from tests.zero.passes.test_control_flow import OrderByRank
 from tests.zero.test_memory import DEPTH, NUMEL, WIDTH, Stack
 from tests.zero.training import Batch, shard, train_ours
 from unbounded.ranks.axis import Axis

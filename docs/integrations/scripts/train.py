@@ -1,4 +1,4 @@
-"""A job that any launcher starts, and that goes on where it was when it is started again.
+"""A job that any launcher can start, and that continues where it was when it is started again.
 
 python train.py FOLDER [STEPS]        or under torchrun, srun, a PyTorchJob
 """

@@ -89,7 +89,7 @@ class Checkpointed:
 
     @torch.compiler.disable
     def choose(self, args: Any, kwargs: Any) -> str | None:
-        """The policy of this call; None where there is no backward of ours to come."""
+        """The policy of this call; None if there is no backward of ours to come."""
         if not torch.is_grad_enabled() or self._is_checkpointed_already():
             return None
         return self.policy if self.headroom is None else self.headroom.choose((args, kwargs))

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from unbounded.native.host_memory import PAGE_BYTES
 from unbounded.tiers.room import Room
-
-PAGE = 4096
 
 
 @dataclass(eq=False)
@@ -97,7 +96,7 @@ class HostBuffers:
 
     def take(self, num_bytes: int, *, pin: bool = False) -> Buffer:
         """A buffer of at least `num_bytes`; BudgetError, before anything is allocated, where there is no room."""
-        size = -(-num_bytes // PAGE) * PAGE
+        size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             self._collect()
             fits = ((chunk, part) for chunk in self._chunks for part in chunk.free if part.size >= size)
@@ -110,7 +109,7 @@ class HostBuffers:
         with self._lock:
             self._collect()
             parts = (part.size for chunk in self._chunks for part in chunk.free)
-            return max(self.room.spare_bytes(), *parts, 0) >= num_bytes + PAGE
+            return max(self.room.spare_bytes(), *parts, 0) >= num_bytes + PAGE_BYTES
 
     def trim(self) -> None:
         """Frees the chunks that are not in use."""

@@ -58,7 +58,7 @@ class ShardPlan:
 
 
 def plan_shards(tensors: Sequence[Planned], max_bytes: int) -> list[ShardPlan]:
-    """Files of at most `max_bytes` of tensors (one that is larger has a file of its own), in the order given."""
+    """Files of at most `max_bytes` of tensors (one that is larger has its own file), in the order given."""
     groups: list[list[Planned]] = [[]]
     for tensor in tensors:
         if groups[-1] and sum(t.nbytes for t in groups[-1]) + tensor.nbytes > max_bytes:

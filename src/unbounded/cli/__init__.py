@@ -1,7 +1,7 @@
-"""The command line: `unbounded VERB ...`, one module a verb.
+"""The command line: `unbounded VERB ...`, one module per verb.
 
-A verb's module has HELP, add_arguments(parser) and run(args) -> exit code, and imports what is heavy (torch, rich)
-inside run, so that `unbounded --help` stays instant: only the verb that was typed has its arguments built.
+A verb's module has HELP, add_arguments(parser) and run(args) -> exit code. It imports heavy packages (torch, rich)
+inside run, and arguments are built only for the verb that was typed, so that `unbounded --help` stays instant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def build_parser(typed: str | None = None) -> argparse.ArgumentParser:
     """The parser, with the arguments of the verb `typed` and the one-line help of all."""
     import unbounded
 
-    parser = StrictParser(prog="unbounded", description="Trains models that do not fit.")
+    parser = StrictParser(prog="unbounded", description="Trains models that do not fit in memory.")
     parser.add_argument("--version", action="version", version=f"unbounded {unbounded.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in available_verbs():
@@ -42,7 +42,7 @@ def build_parser(typed: str | None = None) -> argparse.ArgumentParser:
 
 
 def _module_name(verb: str) -> str:
-    """The module of a verb; one that is a word of Python's cannot have its name."""
+    """The module of a verb. A verb that is a Python keyword needs another name."""
     return f"unbounded.cli.{'import_checkpoint' if verb == 'import' else verb}"
 
 
@@ -51,17 +51,17 @@ def _verb_module(verb: str) -> ModuleType:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns the exit code: its own, 2 for what the user can put right, 130 for Ctrl-C."""
+    """Runs one verb and returns the exit code: its own, 2 for an error that the user can fix, 130 for Ctrl-C."""
     if not _has_output():
         return EXIT_USER_ERROR
-    for stream in (sys.stdout, sys.stderr):  # names of files may hold bytes that are no text
+    for stream in (sys.stdout, sys.stderr):  # file names may hold bytes that are not text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     verb = next((word for word in words if not word.startswith("-")), None)
     parser = build_parser(verb)
     if any("\0" in word for word in words):
-        parser.error("an argument has a zero byte in it. Leave that out.")
+        parser.error("an argument contains a zero byte. Remove it.")
     args = parser.parse_args(words)
     try:
         code = int(_verb_module(args.verb).run(args) or 0)
@@ -86,12 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """What could not be written goes nowhere: Python would try again at its end, and exit with a code of its own."""
+    """Discards what could not be written. Otherwise Python would try again at exit, and change the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(error: Exception) -> str | None:
-    """What to tell the user of an error that he can put right; None for one that is a fault of this program."""
+    """The message for an error that the user can fix; None for a bug in this program."""
     from unbounded.errors import UnboundedError
 
     if isinstance(error, UnboundedError):
@@ -102,12 +102,12 @@ def describe(error: Exception) -> str | None:
 
 
 def _has_output() -> bool:
-    """Whether there is a standard output; a closed stream is opened on nothing, so that no file takes its number."""
+    """Whether there is a standard output. Closed streams are opened on /dev/null, so that no file gets their number."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
     if sys.stdout is None:
         _complain("standard output is closed. Send it to a file, or to /dev/null.")

@@ -11,18 +11,18 @@ HELP = "write a checkpoint's weights (or its adapters) as a safetensors folder t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="the folder of a checkpoint")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
-    parser.add_argument("--config", metavar="DIR", help="a folder whose configuration and tokenizer are copied along")
+    parser.add_argument("--config", metavar="DIR", help="a folder whose configuration and tokenizer are copied too")
     parser.add_argument("--max-shard", default="5GB", metavar="BYTES", help='largest file, such as "5GB" (the default)')
 
 
 def run(args: argparse.Namespace) -> int:
     from unbounded.checkpoint.conversion import export_checkpoint
 
-    # Of a user who is not known, ~name is a name like any other; below, Path.expanduser would raise.
+    # The ~name of an unknown user is a plain name here; Path.expanduser would raise.
     out, config = (path and os.path.abspath(os.path.expanduser(path)) for path in (args.out, args.config))
     folder = export_checkpoint(args.checkpoint, out, config=config, max_shard_bytes=args.max_shard)
     files = sorted(folder.rglob("*.safetensors"))
     print(f"{folder}: {sum(path.stat().st_size for path in files):,} bytes in {len(files)} file(s) of weights")
     if not (folder / "config.json").exists() and not any(folder.rglob("adapter_config.json")):
-        print("no config.json: the checkpoint has none. Give --config DIR to copy one along.")
+        print("There is no config.json, because the checkpoint has none. Give --config DIR to copy one.")
     return 0

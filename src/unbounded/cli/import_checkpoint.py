@@ -1,10 +1,10 @@
-"""`unbounded import CKPT OUT`: a checkpoint of DeepSpeed ZeRO-3 or of torch's distributed checkpoint becomes ours."""
+"""`unbounded import CKPT OUT`: converts a DeepSpeed ZeRO-3 or torch distributed checkpoint into one of ours."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "turn a DeepSpeed ZeRO-3 or torch distributed checkpoint, optimizer states included, into one of ours"
+HELP = "convert a DeepSpeed ZeRO-3 or torch distributed checkpoint, including optimizer states, for unbounded.load"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unbounded.checkpoint.format.manifest import Manifest
 
-HELP = "show what is in a checkpoint, and with --verify check every byte of it"
+HELP = "show what is in a checkpoint; with --verify, check every byte of it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(folder: Path, manifest: Manifest, *, tensors: bool = False) -> None:
-    """Prints what the checkpoint is of, and a table of its bytes by kind."""
+    """Prints what was saved, and a table of bytes by kind."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The parser of every verb: a complaint is one line with exit code 2, a misspelt flag gets a suggestion."""
+"""The parser of every verb: an error is one line and exit code 2, and a misspelt flag gets a suggestion."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unbounded.planner.spelling import did_you_mean
 
 
 class StrictParser(argparse.ArgumentParser):
-    """argparse's, without abbreviations, without usage above its complaints, and with nothing left over."""
+    """argparse's parser, without abbreviations, without usage above its errors, and with no unknown arguments."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, but nothing is left over for a caller to report."""
+        """As in argparse, but unknown arguments are an error here and not in the caller."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             what = "flag" if unknown[0].startswith("-") else "argument"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from unbounded.planner.evaluation import Candidate, Request
     from unbounded.planner.machine import MachineRates
     from unbounded.planner.models.footprint import Footprint
-    from unbounded.planner.search import Candidate, Request
 
-HELP = "predict bytes, step time and bottleneck of a model on a machine"
+HELP = "predict the memory, step time and bottleneck of a model on a machine"
 _BUDGETS = ("device_bytes", "host_bytes", "disk_bytes")
 
 
@@ -21,31 +21,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", metavar="MODEL", help="a config folder, a config.json, a preset, or layers=..,hidden=.."
     )
     parser.add_argument(
-        "--machine", metavar="M", help="a preset (h200:8, dgx2:32, rtx4090) or a saved file; otherwise this machine"
+        "--machine", metavar="M", help="a preset (h200:8, dgx2:32, rtx4090) or a saved file (default: this machine)"
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens a step over all devices (4,096 a device)")
-    parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens a sequence (default 2048)")
     parser.add_argument(
-        "--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO's stage (otherwise the fastest of 1 to 3)"
+        "--tokens", type=int, metavar="N", help="tokens per step over all devices (default: 4,096 per device)"
     )
+    parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens per sequence (default: 2048)")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: the fastest of 1 to 3)")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument(
-        "--format", choices=("exact", "compact", "any"), default="exact", help="of optimizer states (default exact)"
+        "--format",
+        choices=("exact", "compact", "any"),
+        default="exact",
+        help="format of optimizer states (default: exact)",
     )
     parser.add_argument(
         "--gradients",
         choices=("device", "host", "disk", "none"),
-        help="where gradients live, otherwise chosen; none: used up inside the backward, which must not be clipped",
+        help="where gradients live, otherwise chosen; none: each is used up inside the backward, without clipping",
     )
-    parser.add_argument("--activations", choices=("keep", "recompute", "host"), help="for all blocks, otherwise chosen")
-    parser.add_argument("--compiled", action="store_true", help="blocks are compiled")
+    parser.add_argument(
+        "--activations",
+        choices=("keep", "recompute", "host"),
+        help="policy for all blocks (default: chosen for each block)",
+    )
+    parser.add_argument("--compiled", action="store_true", help="assume that blocks are compiled")
     for name in _BUDGETS:
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="SIZE", help=f"{name} of a rank, such as 24GiB")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", metavar="SIZE", help=f"{name.split('_')[0]} memory of a rank, such as 24GiB"
+        )
     parser.add_argument("--compare", action="store_true", help="rank the alternatives")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the plan as one page")
-    parser.add_argument("--measure", action="store_true", help="measure this machine first (under 30 s) and keep it")
-    parser.add_argument("--papers", action="store_true", help="print the papers' tables beside ours")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure this machine first (under 30 s) and keep the result"
+    )
+    parser.add_argument("--papers", action="store_true", help="print the tables of the papers next to our figures")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,11 +99,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
+    from unbounded.planner.evaluation import Request
     from unbounded.planner.models.configs import read_model
     from unbounded.planner.models.footprint import COMPILED, EAGER, FORMATS, footprint_of
     from unbounded.planner.plan import read_plan
-    from unbounded.planner.search import Request
-    from unbounded.planning import ASSUMED_TOKENS, read_machine
+    from unbounded.planning.choosing import ASSUMED_TOKENS, read_machine
 
     machine = read_machine(args.machine)
     names = ("exact", "compact") if args.format == "any" else (args.format,)
@@ -111,7 +122,7 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
 
 
 def scaling(footprint: Footprint, machine: MachineRates, request: Request) -> list[Candidate]:
-    """The same model and tokens a device on half, twice, ... as many nodes: what scales, and how."""
+    """The same model and tokens per device on half, twice, ... as many nodes."""
     from dataclasses import replace
 
     from unbounded.errors import UnboundedError
@@ -125,7 +136,7 @@ def scaling(footprint: Footprint, machine: MachineRates, request: Request) -> li
         tokens = max(request.sequence, request.tokens * nodes // machine.nodes // request.sequence * request.sequence)
         try:
             found.append(search(footprint, replace(machine, nodes=nodes), replace(request, tokens=tokens)))
-        except UnboundedError:  # too few of them: the curve begins where the model fits
+        except UnboundedError:  # too few nodes: the curve begins where the model fits
             continue
     return found
 

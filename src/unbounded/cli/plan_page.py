@@ -6,9 +6,9 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from unbounded.planner.evaluation import Candidate, rooms
 from unbounded.planner.explanation import KINDS, count, describe, seconds
 from unbounded.planner.plan import Plan
-from unbounded.planner.search import Candidate, rooms
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import LANES, PHASES, TIERS
 from unbounded.planner.step.prediction import NAMES
@@ -47,13 +47,13 @@ def render(candidate: Candidate, scaling: Sequence[Candidate]) -> str:
         lanes_of_step(candidate),
     ]
     if len(scaling) > 1:
-        parts += ["<h2>Scaling with the tokens of a device held</h2>", scaling_curve(scaling)]
+        parts += ["<h2>Scaling with constant tokens per device</h2>", scaling_curve(scaling)]
     parts.append("<p>Predicted by arithmetic over the machine's rates; nothing was run.</p></body></html>")
     return "\n".join(parts)
 
 
 def memory_map(candidate: Candidate) -> str:
-    """A bar a tier, as long as what a rank may use of it, filled by kind."""
+    """One bar per tier, as long as what a rank may use of it, filled by kind of state."""
     held = candidate.prediction.held
     setup, machine = candidate.setup, candidate.prediction.machine
     room = rooms(machine, Plan(), setup.data * setup.model_ranks)

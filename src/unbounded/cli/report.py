@@ -12,11 +12,13 @@ from unbounded.cli.parser import whole_number
 if TYPE_CHECKING:
     from unbounded.observe.report.page import Report
 
-HELP = "show a run or a trace: in numbers, as a page (--html), live (--watch), or as a picture of its lanes (--svg)"
+HELP = "show a run or a trace in numbers, as a page (--html), live (--watch), or as a picture of its lanes (--svg)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the --output of `unbounded train`, or a file of unbounded.trace")
+    parser.add_argument(
+        "run", metavar="RUN", help="the --output folder of `unbounded train`, or a file written by unbounded.trace"
+    )
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="write one page that needs nothing else (default: report.html in the run's folder)",
     )
-    parser.add_argument("--svg", metavar="FILE", default=None, help="draw the lanes into this file (default: none)")
+    parser.add_argument("--svg", metavar="FILE", default=None, help="draw the lanes to this file (default: none)")
     parser.add_argument(
         "--trace", metavar="FILE", default=None, help="the trace whose lanes are shown (default: the run's own)"
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from unbounded.train.run.summary import Summary
 
-HELP = "train a model beyond its memory; without arguments, a real job on what every machine has"
+HELP = "train a model that does not fit in memory; without arguments, run a small real job"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from unbounded.train.options.flags import make_config
     from unbounded.train.run.interrupts import exit_code
 
-    read_numbers(os.environ)  # what makes no sense is refused before torch is there
+    read_numbers(os.environ)  # refuses numbers that make no sense before torch is imported
     config = make_config(vars(args))
     from unbounded.train.training import run as train
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         summary = train(config)
     except UnboundedError as error:
         if isinstance(error, (InputError, PlanError, CheckpointError)):
-            raise  # for the command line to say, with exit code 2
+            raise  # the command line prints it and exits with code 2
         print(f"unbounded: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     if summary.speaks:
@@ -52,4 +52,4 @@ def _print(summary: Summary) -> None:
     for line in describe_summary(summary):
         print(line)
     if summary.signal is not None:
-        print(f"\ninterrupted after step {summary.step} and saved. The same command goes on from there.")
+        print(f"\ninterrupted after step {summary.step} and saved. The same command continues from there.")

@@ -25,7 +25,7 @@ _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """What a DeepSpeed configuration asks for. None where it says "auto" or nothing."""
+    """What a DeepSpeed configuration asks for. None if it says "auto" or nothing."""
 
     plan: Plan
     train_batch_size: int | None = None

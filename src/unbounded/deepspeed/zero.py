@@ -54,7 +54,7 @@ def _broadcast(parameters: list[nn.Parameter], source: int | None) -> None:
 
 
 class TiledLinear(nn.Module):
-    """A linear layer as a grid of smaller ones, each a unit of its own, so that no whole weight is ever gathered."""
+    """A linear layer as a grid of smaller ones, each its own unit, so that no whole weight is ever gathered."""
 
     def __init__(
         self,

@@ -194,7 +194,7 @@ class ShardingTrainer:
 
 
 def _uses_cache(model: Any) -> bool | None:
-    """The `use_cache` of a model, or of one by its name; None where it says nothing."""
+    """The `use_cache` of a model, or of one by its name; None if it says nothing."""
     if isinstance(model, str):
         found = PreTrainedConfig.get_config_dict(model)[0].get("use_cache")
     else:

@@ -1,6 +1,6 @@
-"""The machine at hand, measured: `unbounded.Machine.measure()`.
+"""Measures this machine: `unbounded.Machine.measure()`.
 
-`planner.machine` is the pure value that plans are made with; here is what fills it in.
+`planner.machine` is the pure value that plans are made with; this package fills it in.
 """
 
 from __future__ import annotations

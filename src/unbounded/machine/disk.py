@@ -5,13 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from unbounded.native.disk import DiskEngine, DiskFile, place
+from unbounded.native.disk import DiskEngine, DiskFile, DiskHandle, place
 from unbounded.native.host_memory import host_buffer, touch
-
-if TYPE_CHECKING:
-    from unbounded.native.disk import DiskHandle
 
 TRANSFER_BYTES, IN_FLIGHT = 16 << 20, 6
 FILE_BYTES = 1 << 30
@@ -19,17 +15,16 @@ SECONDS = 2.0  # at most, of each of the three
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
-    """Rates in bytes a second; `disk_both` is the sum of both ways. A file of 1 GiB is there meanwhile."""
+    """Rates in bytes per second; `disk_both` is the sum of both directions. Takes a file of 1 GiB meanwhile."""
     place.check_folder(folder)
     size = min(FILE_BYTES, max(4 * TRANSFER_BYTES, place.free_bytes(folder) // 8 // TRANSFER_BYTES * TRANSFER_BYTES))
     buffers = (host_buffer(IN_FLIGHT * TRANSFER_BYTES), host_buffer(IN_FLIGHT * TRANSFER_BYTES))
     for buffer in buffers:
         touch(buffer, 2)
     with DiskEngine() as engine:
-        files = place.open_anonymous(folder)
-        place.reserve(files.fd, 2 * size, str(folder))
+        files = place.open_anonymous(folder, 2 * size)
         with DiskFile(engine, str(folder), files) as file:
-            _move(file, size, 2 * size, buffers, ("write",))  # blocks never written would read as nothing
+            _move(file, size, 2 * size, buffers, ("write",))  # blocks that were never written would cost no reading
             return {
                 "disk_write": _move(file, 0, size, buffers, ("write",)),
                 "disk_read": _move(file, 0, size, buffers, ("read",)),
@@ -38,7 +33,7 @@ def measure_disk(folder: Path) -> dict[str, float]:
 
 
 def _move(file: DiskFile, start: int, stop: int, buffers: tuple, ways: tuple[str, ...]) -> float:  # type: ignore[type-arg]
-    """Moves [start, stop) in transfers with several in flight, for `SECONDS` at most; bytes a second in sum.
+    """Moves [start, stop) in transfers with several in flight, for `SECONDS` at most; bytes per second in sum.
 
     What is read lies in one half of the file and what is written in the other.
     """

@@ -1,4 +1,4 @@
-"""Each rate of this machine, measured with what training does to it: the fastest of a few repetitions.
+"""Measures each rate of this machine with the work that training does: the fastest of a few repetitions.
 
 Shapes are those of steps, not the ones that are fastest: products of a few thousand tokens with matrices of a few
 thousand rows, forwards and backwards; elementwise operations over tensors that no cache holds; the host's own fused
@@ -23,10 +23,11 @@ from unbounded.machine.disk import measure_disk
 from unbounded.native import kernels
 from unbounded.native.host_memory import available_bytes, host_buffer
 from unbounded.native.kernels import Pool, Rule
+from unbounded.planner.step.streaming import UPDATED
 from unbounded.tiers.arena import HostArena
 
 REPETITIONS = 5
-UPDATED, COMPACTED = 26, 12.125  # bytes that AdamW of either format reads and writes a parameter
+COMPACTED = 12.125  # bytes per parameter that AdamW of the compact format reads and writes; of the exact one UPDATED
 
 
 def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
 
 def _least_seconds(work: Callable[[], object], device: torch.device, repetitions: int = REPETITIONS) -> float:
-    """Of one run of `work`, the device finished; the first run warms up."""
+    """Of one run of `work` until the device has finished; the first run is a warm-up."""
     taken = []
     for _ in range(repetitions + 1):
         _finish(device)
@@ -112,7 +113,7 @@ def _elementwise_rate(device: torch.device) -> float:
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         weight * (wide * scale).to(dtype)
 
-    # A tensor that has its dtype already is not copied.
+    # A tensor that already has the dtype is not copied.
     num_bytes = (6 + 8 + 4 + 8 + 6 + 4) if dtype == torch.bfloat16 else (8 + 4 + 8 + 8)
     return num_bytes * x.numel() / _least_seconds(work, device)
 
@@ -122,7 +123,7 @@ def _kernel_seconds(device: torch.device) -> float:
     model = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))))
     model, x = model.to(device), torch.randn(4, 16, device=device)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # what several threads cost so small an operation is none of Python's time
+    torch.set_num_threads(1)  # several threads would slow down such small operations, which is not Python's time
     try:
         return _least_seconds(lambda: model(x), device) / len(model)
     finally:
@@ -164,11 +165,11 @@ def _measure_host() -> dict[str, float]:
     weight, grad = (host_buffer(2 * numel).view(torch.bfloat16) for _ in range(2))
     weight.fill_(0.01)
     grad.fill_(0.001)
-    memory = [host_buffer(4 * numel) for _ in range(5)]  # an array of either format each
+    memory = [host_buffer(4 * numel) for _ in range(5)]  # one array for each format
     cpu = torch.device("cpu")
 
     def rate(state_format: str, num_threads: int, part: int) -> float:
-        """Elements a second."""
+        """Elements per second."""
         specs = kernels.state_arrays("adamw", state_format, torch.bfloat16)
         states = {
             name: raw[: spec.numel(part) * spec.dtype.itemsize].view(spec.dtype)
@@ -184,7 +185,7 @@ def _measure_host() -> dict[str, float]:
 
     alone, together = UPDATED * rate("exact", 1, numel // 8), UPDATED * rate("exact", threads, numel)
     plain = 2 * memory[0].nbytes / _least_seconds(lambda: memory[1].copy_(memory[0]), cpu)
-    is_full = together < 0.9 * threads * alone  # then memory is what holds the kernel up, whatever a copy reaches
+    is_full = together < 0.9 * threads * alone  # then memory is the kernel's limit, whatever a copy reaches
     return {
         "host_bandwidth": together if is_full else max(together, plain),
         "host_threads": threads,

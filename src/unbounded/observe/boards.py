@@ -1,4 +1,4 @@
-"""Boards that other tools show: TensorBoard's event files, and Weights & Biases. Imported only when asked for."""
+"""Metrics for other tools: TensorBoard's event files, and Weights & Biases. Imported only when asked for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TensorBoard:
     def __init__(self, folder: Path, *, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that will be done again are hidden from the events of the run before.
+        # Events of the earlier run for steps that will be done again are hidden.
         self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)  # type: ignore[no-untyped-call]
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -40,13 +40,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb, which its own environment variables steer: WANDB_PROJECT, WANDB_MODE=offline, WANDB_RUN_ID."""
+    """A wandb run, controlled by wandb's own environment variables: WANDB_PROJECT, WANDB_MODE=offline, WANDB_RUN_ID."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
         self._run: Any = wandb.init(dir=str(folder), name=folder.name, config=dict(settings), resume="allow")
-        # By our own count: a resumed run repeats steps, which wandb's own would drop.
+        # Our own step count: a resumed run repeats steps, which wandb's count would drop.
         self._run.define_metric("train_step")
         self._run.define_metric("*", step_metric="train_step")
 
@@ -60,10 +60,10 @@ class WeightsAndBiases:
 
 
 def check_boards(names: Sequence[str]) -> None:
-    """Raises where a board's package is missing, before any work is done."""
+    """Raises if a board's package is missing, before any work is done."""
     for name in names:
         if find_spec(_PACKAGES[name]) is None:
-            raise PlanError(f'--report-to {name} takes the package "{name}". Install it: pip install {name}.')
+            raise PlanError(f'--report-to {name} needs the package "{name}". Install it: pip install {name}.')
 
 
 def open_boards(names: Sequence[str], folder: Path, *, after_step: int, settings: Mapping[str, Any]) -> list[Board]:

@@ -1,8 +1,8 @@
 """Spans of work on a CUDA stream: pairs of events, resolved to the host's clock after they have happened.
 
 Nothing here makes the host wait while training: events come from a pool, are recorded on the caller's stream and read
-once they are done. A reference event per device ties its clock to the host's; it is renewed as time goes on because
-`elapsed_time` is a 32-bit float that coarsens with the distance.
+once they are done. A reference event per device ties its clock to the host's. It is renewed from time to time, because
+`elapsed_time` is a 32-bit float that gets coarser with the distance.
 """
 
 from __future__ import annotations

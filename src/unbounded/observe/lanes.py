@@ -1,7 +1,7 @@
 """The lanes of a training step, and how long each has been busy.
 
-A lane is one kind of work that can run beside the others. The totals are kept at all times, with or without a trace
-file: one addition a span. Times are `time.perf_counter_ns`, which is the monotonic clock native threads read too.
+A lane is one kind of work that can run at the same time as the others. The totals are always kept, with or without
+a trace file: one addition per span. Times are `time.perf_counter_ns`, the monotonic clock that native threads read too.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LaneTotal:
 class Totals:
     """Running totals of all lanes, safe to add to from any thread.
 
-    Spans that overlap within a lane are counted once: of a span that arrives only the part after the last end seen
-    is added. That is exact where spans end in the order they began, as transfers in a queue do.
+    Spans that overlap within a lane are counted once: only the part of a span after the last end seen so far is
+    added. That is exact if spans end in the order they began, as transfers in a queue do.
     """
 
     def __init__(self) -> None:

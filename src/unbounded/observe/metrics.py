@@ -1,4 +1,4 @@
-"""The numbers of a run: one JSON object a line, and the same for the boards that were asked for."""
+"""The numbers of a run: one JSON object per line, and the same for the boards that were asked for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Metrics:
 
 
 def read_metrics(path: Path, kind: str = "step") -> list[dict[str, Any]]:
-    """The lines of one kind, a torn last line left out."""
+    """The lines of one kind, without a torn last line."""
     lines = []
     for text in path.read_text(errors="replace").splitlines():
         try:
@@ -52,7 +52,7 @@ def read_metrics(path: Path, kind: str = "step") -> list[dict[str, Any]]:
 
 
 def is_metrics(path: Path) -> bool:
-    """Whether `path` is free for metrics: nothing there, or a file whose first line is one of ours (or torn)."""
+    """Whether metrics may go to `path`: it does not exist, or its first line is one of ours (or torn)."""
     if not path.exists():
         return not path.is_symlink()
     if not path.is_file():

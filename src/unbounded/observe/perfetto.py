@@ -1,4 +1,4 @@
-"""The trace file: Chrome's JSON event format, which ui.perfetto.dev opens, one track a lane."""
+"""The trace file: Chrome's JSON event format, which ui.perfetto.dev opens, one track per lane."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from unbounded.observe.lanes import LANES
 
 BEGINNING = '{"displayTimeUnit": "ms", "otherData": {"epoch_ns": '
-"""Every trace file begins so: what does not is not ours to replace."""
+"""Every trace file begins like this; a file that does not is not ours to replace."""
 
 _ROWS_PER_LANE = 64
 
@@ -27,7 +27,7 @@ class SpanRecord(NamedTuple):
 
 
 def layout(spans: Iterable[SpanRecord]) -> list[tuple[SpanRecord, int]]:
-    """Give each span a row within its lane such that no two on a row overlap: a viewer would draw those wrongly."""
+    """Give each span a row within its lane so that no two on a row overlap, which a viewer would draw wrongly."""
     free_from: dict[str, list[int]] = {}
     placed = []
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
@@ -66,7 +66,7 @@ def events(spans: Iterable[SpanRecord], *, origin_ns: int, rank: int) -> Iterato
 
 
 def write(path: Path, spans: list[SpanRecord], *, origin_ns: int, epoch_ns: int, rank: int, num_dropped: int) -> None:
-    """Write the whole file beside its place and rename it there, so that a reader never meets half of one."""
+    """Write the whole file under another name and rename it, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{secrets.token_hex(6)}.partial")
     try:

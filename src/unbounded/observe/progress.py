@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from unbounded.observe.amounts import show_bytes, show_seconds
 
-_WIDTH = 24  # of bars, so that the panel fits 80 columns
+_WIDTH = 24  # width of bars, so that the panel fits 80 columns
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Bytes in use of a tier, its budget where it has one, and how many of those bytes are activations."""
+    """Bytes in use of a tier, its budget if it has one, and how many of those bytes are activations."""
 
     used_bytes: int
     budget_bytes: int | None
@@ -40,18 +40,18 @@ class Step:
 
     @property
     def speed(self) -> str:
-        """Tokens and operations a second."""
+        """Tokens and operations per second."""
         return f"{self.tokens_per_second:,.0f} tokens/s  {self.tflops:.3g} TFLOP/s"
 
     @property
     def pace(self) -> str:
-        """Seconds of a step, and the share reached of what the device can do where that is known."""
+        """Seconds per step, and the share of the device's peak that is reached, if the peak is known."""
         share = f", {self.tflops / self.peak_tflops:.0%} of peak" if self.peak_tflops else ""
-        return f"{self.seconds:.3g} s a step{share}"
+        return f"{self.seconds:.3g} s per step{share}"
 
     @property
     def optimization(self) -> str:
-        """The gradient's norm, the learning rate, and how far into the data the run is."""
+        """The gradient norm, the learning rate, and how far into the data the run is."""
         return f"norm {self.norm:.3g}  lr {self.lr:.3g}  epoch {self.epoch:.2f}"
 
     @property

@@ -1,7 +1,7 @@
-"""Files that the user names for us to write: newly made, or put in the place of an older one of ours.
+"""Files that the user names for us to write: new ones, or replacements for older ones of ours.
 
-Anything else that is found there (a device, a FIFO, a folder, a file of another kind or of another user) stays as
-it is, and is an error before any work is done.
+Anything else that is found there (a device, a FIFO, a folder, a file of another kind or of another user) is not
+touched, and is an error before any work is done.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unbounded.errors import PlanError
 
 
 def check_replaceable(path: str | os.PathLike[str], what: str, begins: bytes) -> Path:
-    """The real path to write `what` to; what is there already must begin with `begins`, or be empty."""
+    """The real path to write `what` to. A file that is already there must begin with `begins`, or be empty."""
     target = Path(os.path.realpath(os.path.expanduser(path)))
     try:
         found = os.stat(target)
@@ -32,12 +32,14 @@ def check_replaceable(path: str | os.PathLike[str], what: str, begins: bytes) ->
     with target.open("rb") as file:
         first = file.read(len(begins))
     if first and first != begins:
-        raise PlanError(f'{what} would replace "{path}", which is no such file of ours. Choose another, or remove it.')
+        raise PlanError(
+            f'{what} would replace "{path}", which was not written by unbounded. Choose another file, or remove it.'
+        )
     return target
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write the whole file beside its place and rename it there, so that a reader never meets half of one."""
+    """Write the whole file under another name and rename it, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{secrets.token_hex(6)}.partial")
     try:
@@ -48,11 +50,11 @@ def write_file(path: Path, text: str) -> None:
 
 
 def _check_folder(folder: Path, what: str) -> None:
-    """The nearest folder that is there must take new files."""
+    """The nearest folder that exists must accept new files."""
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise PlanError(f'{what} cannot go below "{folder}", which is no folder. Choose another file.')
+        raise PlanError(f'{what} cannot go below "{folder}", which is not a folder. Choose another file.')
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PlanError(f'{what} cannot go below "{folder}", where this user may not write. Choose another file.')
 

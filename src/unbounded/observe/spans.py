@@ -17,7 +17,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """Work in a lane; times are seconds from the first span. `phase` is forward or backward where that is known."""
+    """Work in a lane; times are seconds from the first span. `phase` is forward or backward, if that is known."""
 
     lane: str
     start: float
@@ -42,7 +42,7 @@ def read_spans(path: str | Path) -> list[TraceSpan]:
     try:
         spans = _parse(_load(Path(path)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise PlanError(f'"{path}" is no trace ({error}). Give a file written by unbounded.trace.') from None
+        raise PlanError(f'"{path}" is not a trace ({error}). Give a file written by unbounded.trace.') from None
     if not spans:
         raise PlanError(f'the trace "{path}" has no spans. Record at least one step.')
     return spans
@@ -50,7 +50,7 @@ def read_spans(path: str | Path) -> list[TraceSpan]:
 
 def _load(path: Path) -> list[dict[str, Any]]:
     if path.exists() and not path.is_file():
-        raise PlanError(f'"{path}" is no file. Give a file written by unbounded.trace.')
+        raise PlanError(f'"{path}" is not a file. Give a file written by unbounded.trace.')
     document = json.loads(path.read_text())
     events: list[dict[str, Any]] = document["traceEvents"] if isinstance(document, dict) else document
     return events
@@ -87,7 +87,7 @@ def lane_uses(spans: Sequence[TraceSpan]) -> list[LaneUse]:
 
 
 def at_once(spans: list[TraceSpan]) -> dict[int, float]:
-    """For every number of lanes, the seconds in which just so many ran."""
+    """For every number of lanes, the seconds in which exactly so many ran."""
     edges: list[tuple[float, int]] = []
     for lane in lanes_of(spans):
         for start, stop in merge([(span.start, span.stop) for span in spans if span.lane == lane]):
@@ -118,7 +118,7 @@ def lanes_of(spans: Sequence[TraceSpan]) -> list[str]:
 
 
 def passes_of(spans: Sequence[TraceSpan]) -> list[tuple[str, float, float]]:
-    """The forward and backward passes, as they were marked or as the order of the units tells."""
+    """The forward and backward passes, as they were marked or as inferred from the order of the units."""
     marked = [(span.name, span.start, span.stop) for span in spans if span.lane == PASS]
     if marked:
         return marked
@@ -145,7 +145,7 @@ def border_steps(spans: Sequence[TraceSpan]) -> list[tuple[str, float]]:
 
 
 def mark_phases(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
-    """The spans, those that compute within a pass with its phase."""
+    """The spans; those that compute within a pass get its phase."""
     passes = passes_of(spans)
 
     def phase_at(time: float) -> str:

@@ -2,7 +2,7 @@
 
     with span(DISK_READ, "block 3", bytes=n):  ...      # work of this thread
     with device_span(COMPUTE, "block 3"):      ...      # work put on a CUDA stream; on CPU the same as span
-    record(DISK_READ, "block 3", start_ns, end_ns, n)   # work timed elsewhere, on the monotonic clock
+    record(DISK_READ, "block 3", start_ns, end_ns, n)   # work timed elsewhere, with the monotonic clock
 
 Totals per lane are always kept (`lane_totals`). Single spans are kept only between `start` and `stop`, or inside
 `trace(path)`, which writes them to a file. Work on CUDA streams is timed by events, and only while a trace is being
@@ -34,7 +34,7 @@ _times_device = False
 
 
 class Recorder:
-    """Keeps spans from its making until `finish`, which writes them to `path`."""
+    """Keeps spans from its construction until `finish`, which writes them to `path`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = check_path(path)
@@ -124,7 +124,7 @@ def device_span(lane: str, name: str, stream: Any = None, bytes: int = 0) -> Abs
 
 
 def _find_device() -> bool:
-    """Whether CUDA is in use: once it is, it stays so in this process, and is not asked again on the hot path."""
+    """Whether CUDA is in use. Once it is, it stays so in this process, and the hot path does not ask again."""
     global _has_device
     torch = sys.modules.get("torch")
     _has_device = torch is not None and torch.cuda.is_initialized()
@@ -145,13 +145,13 @@ def mark(kind: str, name: str) -> AbstractContextManager[None]:
 
 
 def time_device(enabled: bool) -> None:
-    """Say whether device spans are timed for `lane_totals` while no trace is recorded: two CUDA events a span."""
+    """Say whether device spans are timed for `lane_totals` while no trace is recorded: two CUDA events per span."""
     global _times_device
     _times_device = enabled
 
 
 def lane_totals() -> dict[str, LaneTotal]:
-    """Busy seconds, bytes and spans of every lane since the process began; differences give those of a while.
+    """Busy seconds, bytes and spans of every lane since the process began. Subtract two readings for a period.
 
     Never waits: device spans still running are counted by a later call.
     """
@@ -160,7 +160,7 @@ def lane_totals() -> dict[str, LaneTotal]:
 
 
 def start(path: str | os.PathLike[str]) -> None:
-    """Begin recording to `path` (under several ranks, one file a rank: `name.rank1.json`)."""
+    """Begin recording to `path` (under several ranks, one file per rank: `name.rank1.json`)."""
     global _recorder
     if _recorder is not None:
         raise StateError(f'a trace is already being recorded to "{_recorder.path}". Stop that one first.')
@@ -169,7 +169,7 @@ def start(path: str | os.PathLike[str]) -> None:
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Where this rank would write a trace for `path`; raises where a trace must not go there."""
+    """Where this rank would write a trace for `path`; raises if a trace must not go there."""
     return check_replaceable(_path_of_rank(Path(path)), "the trace", BEGINNING.encode())
 
 
@@ -179,7 +179,7 @@ def is_recording() -> bool:
 
 
 def stop() -> Path:
-    """Wait for the device spans that are out, write the file and return its path."""
+    """Wait for unfinished device spans, write the file and return its path."""
     global _recorder
     if _recorder is None:
         raise StateError("no trace is being recorded. Call start(path) first.")

@@ -26,7 +26,7 @@ class RuleBook:
         self._rules: dict[object, UpdateRule] = {}
         for member, known in self._members:
             if any(isinstance(g.get("lr"), torch.Tensor) and g["lr"].numel() != 1 for g in member.param_groups):
-                raise PlanError("a param group has a learning rate of several elements. Give one number a group.")
+                raise PlanError("a param group has a learning rate of several elements. Give one number per group.")
             if known.is_to_be_tried:
                 try_declared(member, known.granularity)
 
@@ -42,7 +42,7 @@ class RuleBook:
         return self._members[member][1].kind
 
     def rule(self, member: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> UpdateRule | None:
-        """The rule for a unit of `dtype` with parameters of `shapes`; None where nobody updates it.
+        """The rule for a unit of `dtype` with parameters of `shapes`; None if nobody updates it.
 
         Where there cannot be one, the error says why.
         """

@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 
 from unbounded.native.kernels import Rule
-from unbounded.native.states import moments
+from unbounded.native.states import BLOCK, moments
 
 RULES = {"adamw": 0, "adam": 1, "sgd": 2, "lion": 3, "adagrad": 4}
 FORMATS = {"fp32": 0, "exact": 1, "compact": 2}
-ROWS = 8  # blocks of 128 elements a program takes
-BLOCK = 128
+ROWS = 8  # blocks of elements that a program takes
 
 
 def update(

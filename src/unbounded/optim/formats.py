@@ -13,6 +13,9 @@ import torch
 from unbounded.native import kernels
 from unbounded.optim.rules import UpdateRule
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtype of each precision that a plan may name."""
+
 MASTER_STATES = ("remainder", "master")
 """The states that belong to the weights: with them they are the master that is trained."""
 

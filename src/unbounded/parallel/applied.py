@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError
+from unbounded.optim.formats import DTYPES
 from unbounded.parallel.context import ContextParallel
 from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.schedules import check_schedule
 from unbounded.parallel.pipeline.stages import Cutting, cut_model
-from unbounded.parallel.tensor.cutting import TensorParallel
 from unbounded.parallel.tensor.given import GivenTensors, find_given
 from unbounded.parallel.tensor.layers import attach_loading
+from unbounded.parallel.tensor.tensor_parallel import TensorParallel
 from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.planner.plan import Plan
 from unbounded.ranks.axis import Axis
@@ -31,8 +32,6 @@ from unbounded.ranks.mesh import Axes
 
 # Chunks of layers a rank has in the interleaved schedule.
 CHUNKS = 2
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
@@ -82,7 +81,7 @@ def take_parts(
             _match_ranks(model, axis, device)
     uncounted: set[int] = set()
     if cutting is not None:
-        lowered = _DTYPES[plan.precision] if plan.precision is not None else None
+        lowered = DTYPES[plan.precision] if plan.precision is not None else None
         applied.hollow = HollowModel(model, cutting, axes.pipeline, lowered)
         _take_stages(applied, applied.hollow, optimizer, axes.pipeline)
         uncounted |= {id(p) for ranks, held in applied.copies if axes.pipeline.rank > ranks[0] for p in held}

@@ -7,7 +7,7 @@
 
 Everything outside the blocks (masks, positions, the embedding, the head and the loss) is the model's own code on whole
 sequences, the same on every rank, and attention, which sees whole sequences too, takes its masks as they are. Gradients
-of the blocks are parts and are summed, one collective a block. It holds for `scaled_dot_product_attention`; a block
+of the blocks are parts and are summed, one collective per block. It holds for `scaled_dot_product_attention`; a block
 that attends in another way is refused when it first runs, and a mask that is made inside a block, of its part.
 """
 

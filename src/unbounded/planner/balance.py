@@ -1,14 +1,14 @@
 """How a device's budget is shared between states and activations, once steps have been seen.
 
 Before the first batch nobody knows what activations take, so part of the budget is set aside for them. After a few
-steps it is known what was left, and what blocks kept that could be computed again. A GiB of states on the device
-saves about 14 ms a step, a GiB of kept activations 4 to 6 (docs/design/activations.md), so states are moved to the
-device, first into what nobody used, then in place of what was kept, for as long as the step gets shorter:
+steps it is known what was left over, and what blocks kept that could be recomputed. A GiB of states on the device saves
+about 14 ms per step, a GiB of kept activations 4 to 6 (docs/design/activations.md). So states are moved to the device,
+first into unused memory and then in place of what was kept, as long as the step gets shorter:
 
     WARMING --> MEASURING --(shorter)--> more states to the device, and MEASURING again
                           --(not shorter)--> the last ones back, DONE
 
-This is the decision alone: numbers in, a number of units out. `zero.step.relocation` carries it out.
+This is only the decision: numbers in, a number of units out. `zero.step.relocation` carries it out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from statistics import median
 WARM_STEPS, SETTLE_STEPS = 4, 2
 # Steps whose median counts, and by how much it must be shorter.
 TIMED_STEPS, GAIN = 3, 0.99
-# Of what nobody used at the peak, what is left alone: the next batch may be a little larger.
+# The share of memory unused at the peak that is left alone: the next batch may be a little larger.
 MARGIN_PART = 1 / 16
-# Of what blocks kept, what one move takes.
+# The share of what blocks kept that one move takes.
 KEPT_PART = 1 / 4
 
 
@@ -37,10 +37,10 @@ class Balance:
         self._moved = 0
 
     def after_step(self, seconds: float, *, free_bytes: int, kept_bytes: int, waiting: Sequence[int]) -> int:
-        """How many units' states are to be moved to the device now; those of the last move back where negative.
+        """How many units' states to move to the device now; if negative, those of the last move go back.
 
         `free_bytes` of the device were not used at the peak of these steps, `kept_bytes` were taken by what blocks
-        kept. `waiting` are the sizes of the states that could be moved, in the order in which they would be.
+        kept. `waiting` are the sizes of the states that could be moved, in that order.
         """
         if self.is_done:
             return 0
@@ -61,12 +61,12 @@ class Balance:
         return self._moved
 
     def stop(self) -> None:
-        """A batch had no room: what is on the device is enough."""
+        """A batch did not fit, so no more states go to the device."""
         self.is_done = True
 
 
 def _count(waiting: Sequence[int], free_bytes: int, kept_bytes: int) -> int:
-    """Those that fit into what was not used; if none does, into a part of what was kept as well."""
+    """How many fit into unused memory or, if none does, also into a part of what was kept."""
     return _fitting(waiting, free_bytes * (1 - MARGIN_PART)) or _fitting(waiting, free_bytes + kept_bytes * KEPT_PART)
 
 

@@ -1,11 +1,11 @@
-"""A way to train in words: bytes by tier and kind, the step and its phases, what sets the pace and what lifts it."""
+"""Describes a way to train: bytes by tier and kind, the step and its phases, the bottleneck and what removes it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from unbounded.planner.search import Candidate
+from unbounded.planner.evaluation import Candidate
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import LANES, TIERS
 from unbounded.planner.step.prediction import NAMES, REMEDIES
@@ -30,7 +30,7 @@ def describe(candidate: Candidate) -> list[str]:
         *bytes_table(candidate),
         "",
         f"step         {seconds(prediction.seconds)} for {prediction.tokens:,} tokens: "
-        f"{prediction.tokens_per_second:,.0f} tokens/s, {prediction.tflops:.3g} TFLOP/s a device",
+        f"{prediction.tokens_per_second:,.0f} tokens/s, {prediction.tflops:.3g} TFLOP/s per device",
     ]
     for phase, taken in prediction.phases().items():
         if taken:
@@ -42,7 +42,7 @@ def describe(candidate: Candidate) -> list[str]:
 def bytes_table(candidate: Candidate) -> list[str]:
     """Bytes of one rank, by kind and tier."""
     held = candidate.prediction.held
-    lines = [f"{'bytes a rank':<16}" + "".join(f"{tier:>12}" for tier in TIERS)]
+    lines = [f"{'bytes per rank':<16}" + "".join(f"{tier:>12}" for tier in TIERS)]
     for kind in KINDS:
         if any(held[tier].get(kind) for tier in TIERS):
             lines.append(f"{kind:<16}" + "".join(f"{_bytes(held[tier].get(kind, 0.0)):>12}" for tier in TIERS))
@@ -50,7 +50,7 @@ def bytes_table(candidate: Candidate) -> list[str]:
 
 
 def bottleneck(candidate: Candidate) -> list[str]:
-    """What sets the pace, what a step would take without it, and what would lift it."""
+    """What sets the pace, what a step would take without it, and what would remove it."""
     prediction = candidate.prediction
     lane, without = prediction.bottleneck, prediction.without_bottleneck()
     return [

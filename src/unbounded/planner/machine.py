@@ -27,7 +27,7 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class MachineRates:
-    """One kind of node, `nodes` of them. What is "of a device" holds for each; the rest is shared by a node's devices.
+    """`nodes` nodes of one kind. What is "of a device" holds for each device; the devices of a node share the rest.
 
     `device_bytes`, `host_bytes` and `disk_bytes` are what a job may use. `host_bandwidth` is what the optimizer's mix
     of reads and writes reaches, `host_thread_rate` what one thread of it does. `link_bandwidth` bounds the sum over
@@ -65,7 +65,7 @@ class MachineRates:
         if self.nodes > 1 and not self.network_bandwidth:
             raise PlanError(
                 f"the machine {self.name!r} has {self.nodes} nodes but a network_bandwidth of 0. "
-                "Give what one node's links reach, in bytes a second."
+                "Give what one node's links reach, in bytes per second."
             )
 
     @property
@@ -79,17 +79,17 @@ class MachineRates:
 
     @property
     def host_rate(self) -> float:
-        """What the host optimizers of a node move together, in bytes of memory traffic a second."""
+        """What the host optimizers of a node move together, in bytes of memory traffic per second."""
         return min(self.host_bandwidth, self.host_threads * self.host_thread_rate)
 
     def update_rate(self, state_format: str) -> float:
-        """The same for one format of states: smaller ones take more computing a byte."""
+        """The same for one format of states: smaller ones need more computing per byte."""
         if state_format != "compact" or not self.host_compact_rate:
             return self.host_rate
         return min(self.host_bandwidth, self.host_threads * self.host_compact_rate)
 
     def up(self, *, both: bool = True) -> float:
-        """To one device while all of a node's are served, in bytes a second."""
+        """To one device while all devices of its node are served, in bytes per second."""
         return min(self.both_ways if both else self.to_device, self.link_bandwidth / self.devices)
 
     def down(self, *, both: bool = True) -> float:
@@ -114,17 +114,21 @@ class MachineRates:
         try:
             values = json.loads(source.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(f'"{source}" is no machine file: {error}. Measure again with Machine.measure().') from None
+            raise PlanError(
+                f'"{source}" is not a machine file: {error}. Measure again with Machine.measure().'
+            ) from None
         return cls.from_values(values, f'the machine file "{source}"')
 
     @classmethod
     def from_values(cls: type[_M], values: Any, what: str) -> _M:
         """A machine from plain values, each checked."""
         if not isinstance(values, Mapping) or "version" not in values:
-            raise PlanError(f"{what} has no version, so it is no machine file. Measure again with Machine.measure().")
+            raise PlanError(
+                f"{what} has no version, so it is not a machine file. Measure again with Machine.measure()."
+            )
         if values["version"] != VERSION:
             raise PlanError(
-                f"{what} is of version {values['version']!r}, and this release reads {VERSION}. "
+                f"{what} has version {values['version']!r}, but this release reads {VERSION}. "
                 "Measure again with Machine.measure()."
             )
         known = {item.name for item in fields(cls)}
@@ -148,7 +152,9 @@ def _check_number(name: str, value: Any) -> None:
     if name in ("name", "sources", "is_cpu"):
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise PlanError(f"the machine's {name} is {value!r}, which is no number. Give it in bytes, seconds or FLOP/s.")
+        raise PlanError(
+            f"the machine's {name} is {value!r}, which is not a number. Give it in bytes, seconds or FLOP/s."
+        )
     if value < 0 or (value == 0 and name not in _OPTIONAL):
         raise PlanError(f"the machine's {name} is {value}, which is impossible. Give a number above 0.")
     if name in ("devices", "nodes", "host_threads") and value != int(value):

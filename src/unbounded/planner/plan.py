@@ -1,7 +1,7 @@
 """The plan: what is decided before training, as one frozen value with a readable repr.
 
-A `Plan` may leave fields open (None); `shard` closes every one of them at the edge (see `solve`), so that
-nothing below it ever meets an open field.
+A `Plan` may leave fields open (None). `shard` closes every one of them at the edge (see `solve`), so nothing
+below it ever sees an open field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACTIVATIONS = ("auto", "keep", "recompute", "host")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 Placement = str | tuple[tuple[str, str], ...]
 
-_SAID = ("predicted_seconds", "reasons")  # what a plan says, not what it decides
+_SAID = ("predicted_seconds", "reasons")  # what a plan reports, not what it decides
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "precision": PRECISIONS,
@@ -48,11 +48,11 @@ _LEAST = {
 class Plan:
     """What lives where and how a step runs. A field left None is decided by "auto".
 
-    `disk_checksums` has everything that is read back from the disk tier held against the checksum of what was written.
-    It takes a thousandth of the disk's bytes in host memory. `early_units` are updated inside the backward, beside
-    their old states in host memory. `move_states` lets states move between device and host as steps show what is left.
-    `gradients="none"` has every unit updated inside the backward, so that no gradient is ever stored: for loops with
-    one backward a step and no clipping.
+    docs/reference/plan.md describes every field. With `disk_checksums`, everything that is read back from the disk tier
+    is checked against the checksum of what was written, which takes a thousandth of the disk's bytes in host memory.
+    So many `early_units` are updated inside the backward, into a second set of arrays in host memory. `move_states`
+    lets states move between device and host once steps show what is left. With `gradients="none"` every unit is updated
+    inside the backward and no gradient is stored, for loops with one backward per step and no clipping.
     """
 
     stage: int = 3
@@ -72,8 +72,8 @@ class Plan:
     move_states: bool = False
     host_threads: int | None = None
     accumulate_dtype: str = "fp32"
-    loss_scale: float = 2.0**16  # of fp16 at the start
-    loss_scale_window: int = 2000  # good steps until it doubles; 0 keeps it as it is
+    loss_scale: float = 2.0**16  # for fp16, at the start
+    loss_scale_window: int = 2000  # steps without overflow until it doubles; 0: it never changes
     loss_scale_hysteresis: int = 1  # overflows until it halves
     loss_scale_minimum: float = 1.0
     watchdog_seconds: float = 60.0
@@ -84,7 +84,7 @@ class Plan:
     pipeline: int = 1
     schedule: str | None = None
     microbatches: int | None = None
-    predicted_seconds: float | None = field(default=None, compare=False)  # of a step, where `unbounded.plan` knew it
+    predicted_seconds: float | None = field(default=None, compare=False)  # of a step, if `unbounded.plan` knew it
     reasons: str = field(default="", compare=False)  # a table of bytes and times: why the plan is as it is
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Plan:
             object.__setattr__(self, "styles", _read_styles(self.styles))
 
     def _check_gradients(self) -> None:
-        """What cannot be meant where no gradient is stored."""
+        """Refuses what contradicts that no gradient is stored."""
         tiers = {tier for _, tier in self.gradients} if isinstance(self.gradients, tuple) else {self.gradients}
         if NOWHERE not in tiers:
             return

@@ -1,8 +1,8 @@
 """Machines to plan ahead with, by name: "h200", "h200:8", "dgx2:32", "rtx4090", "laptop".
 
-After the name of a node a number counts nodes, after that of a GPU it counts GPUs with their part of a node. Where a
-rate is not measured it is the datasheet's times the part of it that work is taken to reach
-(`REACHED`), the same for every preset. Each constant has its source beside it, and says so where it is assumed.
+A number after the name of a node counts nodes; after the name of a GPU it counts GPUs with their part of a node. A rate
+that is not measured is the datasheet's times the share of it that work is expected to reach (`REACHED`), the same for
+every preset. Each constant has its source next to it, and says if it is assumed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _modern(
         to_device=64 * REACHED["link"] * GB,
         to_host=64 * REACHED["link"] * GB,
         both_ways=64 * REACHED["link"] * REACHED["both ways"] * GB,
-        link_bandwidth=8 * 64 * REACHED["link"] * GB * 0.5,  # what the memory of both sockets takes beside it
+        link_bandwidth=8 * 64 * REACHED["link"] * GB * 0.5,  # what the memory of both sockets takes at the same time
         host_bytes=2 * TB,
         host_bandwidth=614 * REACHED["host memory"] * GB,
         host_threads=112,
@@ -62,7 +62,7 @@ def _modern(
             "host": "datasheet: 2 TB, 2 x 8 channels DDR5-4800 = 614 GB/s, 2 x 56 cores",
             "disk": "datasheet: 8 x 3.84 TB U.2 NVMe; 6.5 and 3.5 GB/s each assumed",
             "peer_bandwidth": f"NVLink {nvlink:g} GB/s both ways (datasheet), half of it each way",
-            "network_bandwidth": f"{network:g} Gbit/s of InfiniBand a node (datasheet)",
+            "network_bandwidth": f"{network:g} Gbit/s of InfiniBand per node (datasheet)",
         },
     )
 
@@ -121,10 +121,10 @@ DGX2 = _node(
         "matmul_flops": "chosen to fit the table of throughputs, one number for all rows: 60 of 125 TFLOP/s. "
         "ZeRO-Infinity takes 70 as what V100 reach in large products alone",
         "device_bandwidth": "V100's 900 GB/s (datasheet); ZeRO-Infinity figure 2b has 600 to 900",
-        "link_bandwidth, disk": "ZeRO-Infinity figure 2b: 3.0 GB/s a GPU to the CPU and 1.6 GB/s a GPU to NVMe when "
+        "link_bandwidth, disk": "ZeRO-Infinity figure 2b: 3.0 GB/s per GPU to the CPU and 1.6 to NVMe when "
         "all 16 work at once; 12 GB/s for one alone",
         "host_bytes, disk_bytes": "ZeRO-Infinity figure 2b: 1.5 TB of host memory, 28 TB of NVMe",
-        "peer_bandwidth": "NVSwitch, 150 GB/s each way a GPU (datasheet), 0.8 of it assumed",
+        "peer_bandwidth": "NVSwitch, 150 GB/s each way per GPU (datasheet), 0.8 of it assumed",
         "network_bandwidth": "the lower end of the 60 to 100 GB/s in ZeRO-Infinity figure 2b",
     },
 )
@@ -153,7 +153,7 @@ DGX_A100 = _node(
         "matmul_flops": "chosen to fit the table of throughputs, one number for all rows: 0.72 of 312 TFLOP/s",
         "device_bytes, device_bandwidth": "datasheet: 80 GB at 2.0 TB/s, 0.82 of it assumed",
         "peer_bandwidth": "NVLink 600 GB/s both ways (datasheet), 0.75 of one way assumed",
-        "network_bandwidth": "8 x 200 Gbit/s of InfiniBand a node (Megatron section 5), 0.8 of it assumed",
+        "network_bandwidth": "8 x 200 Gbit/s of InfiniBand per node (Megatron section 5), 0.8 of it assumed",
         "host, disk": "datasheet: 2 x 64 cores, 2 TB, 8 x 3.84 TB NVMe; rates assumed",
     },
 )
@@ -181,25 +181,25 @@ def find_machine(name: str) -> MachineRates:
     if base not in NAMES:
         close = difflib.get_close_matches(base, NAMES, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"The presets are {', '.join(NAMES)}."
-        raise PlanError(f"there is no machine {name!r}. {hint} A file that Machine.save wrote will do as well.")
+        raise PlanError(f"there is no machine {name!r}. {hint} A file that Machine.save wrote works too.")
     if colon and (not count.isdigit() or int(count) < 1):
-        raise PlanError(f"the machine {name!r} has {count!r} after its colon, which is no count. Try {base}:8.")
+        raise PlanError(f"the machine {name!r} has {count!r} after its colon, which is not a number. Try {base}:8.")
     number = int(count or 1)
     if base in _GPUS:
         return _with_devices(_NODES[_GPUS[base]], number, name)
     if number > 1 and not _NODES[base].network_bandwidth:
-        raise PlanError(f"{base!r} has no network, so there is no {name!r}. Plan for one, or for a DGX node.")
+        raise PlanError(f"{base!r} has no network, so there is no {name!r}. Plan for one machine, or for DGX nodes.")
     return replace(_NODES[base], nodes=number, name=name)
 
 
 def _with_devices(node: MachineRates, count: int, name: str) -> MachineRates:
-    """`count` devices: whole nodes, or a part of one with its share of what devices share."""
+    """`count` devices: whole nodes, or a part of one node with its share of common resources."""
     if count % node.devices == 0:
         return replace(node, nodes=count // node.devices, name=name)
     if count > node.devices:
         fits = count // node.devices * node.devices
         raise PlanError(
-            f"{name!r} is no whole number of nodes of {node.devices} devices. Take {fits} or {fits + node.devices}."
+            f"{name!r} is not a whole number of nodes of {node.devices} devices. Take {fits} or {fits + node.devices}."
         )
     shares = {
         key: type(getattr(node, key))(getattr(node, key) * count / node.devices)
@@ -209,7 +209,7 @@ def _with_devices(node: MachineRates, count: int, name: str) -> MachineRates:
     return replace(node, devices=count, name=name, **shares)
 
 
-# What `shard` takes for a machine that nobody has measured: the rates of the H200 machine that results are from.
+# What `shard` assumes for a machine that nobody has measured: the rates of the H200 machine of docs/results.md.
 UNMEASURED = MachineRates(
     name="unmeasured",
     matmul_flops=650 * TFLOP,

@@ -1,6 +1,6 @@
-"""A given way of training on a given machine: a step's time, and its bytes on each tier. Pure arithmetic.
+"""Simulates a given way of training on a given machine: the time of a step, and its bytes on each tier. Pure.
 
-The simulator follows what it is told: one tier for each kind of state, one policy for all blocks. `search` chooses.
+The simulator does what it is told: one tier for each kind of state, one policy for all blocks. `search` chooses.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def simulate(footprint: Footprint, machine: MachineRates, setup: Setup, way: Way
     gathers = way.place.weights != "device" or (setup.stage == 3 and setup.data > 1)
     recomputes = way.activations != "keep"
     turn, end = working_bytes(footprint, setup, gathers=gathers, recomputes=recomputes)
-    held["device"]["working memory"] = max(turn, end)  # the papers' systems hold gradients all the time
+    held["device"]["working memory"] = max(turn, end)  # the papers' systems always hold gradients
     tokens = setup.tokens * setup.accumulate * setup.data
     flops = tokens * footprint.flops(setup.sequence)
     return Prediction(setup, machine, tuple(lanes), flops, held)

@@ -1,15 +1,16 @@
 """Where every kind of state of every unit lives: `solve`, one pure function of sizes, budget, plan and machine.
 
-What is open goes where the step is predicted to be shortest (`loads`, `program`). Rules keep the choice to what can
-be best:
+What the plan leaves open goes where the step is predicted to be shortest (`loads`, `program`). Rules rule out what
+cannot be best:
 
 - weights, which every pass reads, are never on a slower tier than the moments of their unit, which a step reads once;
-- gradients are where the optimizer states are updated (on the host for those on disk), unless the plan says; they are
-  nowhere only where it says so, since that is a promise about the loop;
-- weights and gradients go to disk only where device and host cannot hold them all: of what is moved there, moments
-  free the most memory for a byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8);
-- work of host, disk and links counts a little even where it is hidden; of equals the one that takes the least of the
-  device counts, which activations can use. The first units get the fastest places: the next forward needs them first.
+- gradients are where the optimizer states are updated (on the host for those on disk), unless the plan says otherwise;
+  they are nowhere only if it says so, because that is a promise about the loop;
+- weights and gradients go to disk only if device and host cannot hold them all, because moments free more memory per
+  byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8);
+- work of host, disk and links counts a little even when it is hidden; among equals, the one that takes the least of
+  the device wins, because activations can use it. The first units get the fastest places: the next forward needs them
+  first.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from unbounded.planner.step.loads import LANES, PHASES, TIERS, Setup, place_load
 from unbounded.planner.step.peaks import place_bytes
 from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, fixed_tiers, use_of
 
-# What a second of a lane counts even where it is hidden: it takes memory bandwidth from the others (beside copies both
+# What a second of a lane counts even when it is hidden: it takes memory bandwidth from the others (during copies both
 # ways the host's optimizer keeps 80 % of its rate), and a prediction is not exact.
 HIDDEN_COSTS = {"host memory": 0.05, "disk": 0.05, "to device": 0.01, "to host": 0.01}
-# And device memory, so little that it only tells equals apart.
+# Device memory counts too, but only enough to break ties.
 HELD_COST = 1e-6
 
 
@@ -45,13 +46,13 @@ class Solved:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Nothing fits: what each tier is short of, with what would remove it."""
+    """Nothing fits: what each tier is short of, and what would help."""
 
     states_bytes: int
     short: Mapping[str, int]
     spare: int
     budget: Budget
-    gradients_bytes: int = 0  # of the states, what gradients="none" would not store
+    gradients_bytes: int = 0  # part of the states that gradients="none" would not store
 
     def error(self, what: str = "the states") -> BudgetError:
         facts = ", ".join(
@@ -60,7 +61,7 @@ class Shortage:
         )
         missing = sum(self.short.values())
         if self.spare >= missing:
-            remedy = 'The other tiers have the room: leave the placement to plan="auto", or place fewer units there.'
+            remedy = 'The other tiers have room: leave the placement to plan="auto", or place fewer units there.'
         else:
             remedy = (
                 f"Raise a budget by {format_bytes(missing - self.spare)} (disk_bytes with disk_path on a larger disk "
@@ -68,7 +69,7 @@ class Shortage:
             )
         if self.gradients_bytes:
             remedy += (
-                ' Without clipping and with one backward a step, gradients="none" takes '
+                ' Without clipping and with one backward per step, gradients="none" takes '
                 f"{format_bytes(self.gradients_bytes)} less."
             )
         taken = format_bytes(self.states_bytes)
@@ -90,7 +91,7 @@ def solve(
 def _place(
     units: Sequence[UnitBytes], room: Mapping[str, int], plan: Plan, machine: MachineRates, setup: Setup
 ) -> tuple[UnitPlace, ...] | None:
-    """First without, then with weights and gradients on disk."""
+    """Tries first without and then with weights and gradients on disk."""
     for uses_disk in (False, True):
         choice = StateChoice(units, plan, machine, setup, uses_disk=uses_disk)
         solution = solve_program(choice.program(room))
@@ -151,7 +152,7 @@ class StateChoice:
 def build_program(
     groups: Sequence[Group], setup: Setup, room: Sequence[float], base: Sequence[float] | None
 ) -> Program:
-    """Phases and rooms around the groups, in a unit of time in which no number is tiny."""
+    """The program of the groups with phases and rooms, in a unit of time in which no number is tiny."""
     width = len(LANES)
     base = base or [0.0] * (len(PHASES) * width)
     most = max([sum(base), *(sum(option.seconds) for group in groups for option in group.options)], default=0.0)

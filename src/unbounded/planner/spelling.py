@@ -25,7 +25,7 @@ _CALLED_ELSEWHERE = {
 
 
 def find_closest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that was meant by `name`, as far as can be told."""
+    """The one of `known` that `name` probably means, if any."""
     choices = list(known)
     meant = _CALLED_ELSEWHERE.get(name.lower())
     close = [meant] if meant in choices else get_close_matches(name[:100], choices, n=1, cutoff=0.6)
@@ -33,6 +33,6 @@ def find_closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence naming the closest of `known`, with a space before it; empty where nothing is close."""
+    """A sentence naming the closest of `known`, with a space before it; empty if nothing is close."""
     closest = find_closest(name, known)
     return f' Did you mean "{closest}"?' if closest else ""

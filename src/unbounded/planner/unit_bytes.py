@@ -1,4 +1,4 @@
-"""What one rank keeps of each unit, the tiers it may be on, and what of that a plan has fixed already."""
+"""What one rank keeps of each unit, the tiers it may be on, and what a plan has already fixed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class UnitBytes:
     gradients: int
     optimizer: int
     remainder: int = 0  # the bits that complete 16-bit weights to their master
-    summed_gradients: int = 0  # gradients in the dtype they are added up in, as the disk keeps them
-    deferred: int = 0  # whole gradients that wait for their reduction, on the device wherever they go then
+    summed_gradients: int = 0  # gradients in the dtype in which they are added up, as the disk keeps them
+    deferred: int = 0  # whole gradients that wait for their reduction: on the device, wherever they go afterwards
 
-    owned: int | None = None  # of the weights, what this rank updates; None: all it keeps
+    owned: int | None = None  # the part of the weights that this rank updates; None: all it keeps
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """All but the name."""
+        """Everything except the name."""
         kinds = (self.weights, self.gradients, self.optimizer, self.remainder)
         return (*kinds, self.summed_gradients, self.deferred, self.owned)
 
@@ -50,7 +50,7 @@ class UnitBytes:
 class Budget:
     """What one rank may use of each tier, and the part of it that buffers and activations need.
 
-    Where states do not fit beside the reserves, the next pair of `tighter` ones counts instead.
+    If states do not fit next to the reserves, the next pair of `tighter` ones is used.
     """
 
     device: int
@@ -77,7 +77,7 @@ class UnitPlace:
 
     @property
     def remainder(self) -> str:
-        """With the optimizer states; where those are on disk, with the weights, which saves a fifth of the traffic."""
+        """With the optimizer states or, if those are on disk, with the weights, which saves a fifth of the traffic."""
         return str(_remainder_tier({"weights": self.weights, "optimizer": self.optimizer}))
 
 
@@ -99,13 +99,13 @@ def use_of(unit: UnitBytes, tiers: Mapping[str, str]) -> Counter[str]:
 
 
 def _remainder_tier(tiers: Mapping[str, str]) -> str | None:
-    """Where what completes the weights lives, as far as the placement is known."""
+    """Where the remainder of the weights lives, as far as the placement is known."""
     optimizer = tiers.get("optimizer", "disk")
     return optimizer if optimizer != "disk" else tiers.get("weights")
 
 
 def fixed_tiers(unit: UnitBytes, plan: Plan) -> dict[str, str]:
-    """What the plan leaves no choice about."""
+    """The tiers that the plan has fixed."""
     named = {kind: read_placement(getattr(plan, kind), unit.name) for kind in KINDS}
     tiers = {kind: tier for kind, tier in named.items() if tier is not None}
     if plan.stage < 3:
@@ -116,14 +116,14 @@ def fixed_tiers(unit: UnitBytes, plan: Plan) -> dict[str, str]:
 
 
 def read_placement(placement: Placement | None, unit: str) -> str | None:
-    """The tier that `placement` names for `unit`: the first pattern that matches, or None where it is left open."""
+    """The tier that `placement` names for `unit`: the first pattern that matches, or None if it is left open."""
     if placement is None or isinstance(placement, str):
         return placement
     return next((tier for pattern, tier in placement if fnmatch.fnmatchcase(unit, pattern)), None)
 
 
 def check_patterns(placement: Placement | None, kind: str, names: Sequence[str]) -> None:
-    """Raises where a pattern matches no unit: a misspelt one would silently place nothing."""
+    """Raises if a pattern matches no unit: a misspelt one would silently place nothing."""
     if placement is None or isinstance(placement, str):
         return
     for pattern, _ in placement:

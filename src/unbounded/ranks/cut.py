@@ -83,7 +83,7 @@ class Cut:
             yield position, (*box[: self.dim], self._side(*box[self.dim]), *box[self.dim + 1 :])
 
     def in_blocks(self, length: int) -> Cut | None:
-        """The same part where one element stands for `length` in a row; None where a rank's part is not whole blocks.
+        """The same part where one element stands for `length` in a row; None if a rank's part is not whole blocks.
 
         The answer is the same on every rank.
         """

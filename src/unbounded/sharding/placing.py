@@ -21,6 +21,7 @@ from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import PlanError, StateError
 from unbounded.optim.book import RuleBook
+from unbounded.optim.formats import DTYPES
 from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import unwrap
 from unbounded.parallel.applied import Applied, take_parts
@@ -36,9 +37,10 @@ from unbounded.zero.parameters.parameter import unmanage
 from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision
 from unbounded.zero.setup.assembly import Assembly, Entries, Fill
-from unbounded.zero.setup.blueprint import DTYPES, Holdings, find_specs, plan_units
+from unbounded.zero.setup.blueprint import plan_units
 from unbounded.zero.setup.initial import Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
+from unbounded.zero.setup.specs import Holdings, find_specs
 from unbounded.zero.sites import find_sites
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
@@ -56,7 +58,7 @@ def shard(
     """All ranks must call this. Places the states of `model` and `optimizer` and returns them ready to train.
 
     The model is changed in place and returned; the optimizer returned is a `torch.optim.Optimizer` over the same
-    param groups (None where none was given); several optimizers, Muon for matrices and AdamW for the rest, become one
+    param groups (None if none was given); several optimizers, Muon for matrices and AdamW for the rest, become one
     that steps them all. `plan` is "auto", a `Plan`, or a dict of its fields. `weights` is a
     folder of safetensors that is streamed into a model on the meta device. `mesh` gives the axes of the job (data,
     tensor, pipeline), where the plan's sizes shall not make them. Where a launcher such as torchrun started this

@@ -14,11 +14,10 @@ from typing import Protocol
 import torch
 
 from unbounded.native.disk import DiskHandle, ExtentStore
+from unbounded.native.host_memory import PAGE_BYTES as PAGE
 from unbounded.observe import trace
 from unbounded.tiers.lane import finished
 from unbounded.tiers.pool import BufferPool
-
-PAGE = 4096
 
 
 class Waitable(Protocol):

@@ -64,5 +64,5 @@ def resident_bytes() -> int:
 
 
 def page_table_bytes(num_bytes: int) -> int:
-    """What the tables of so many bytes in small pages take: an entry a page."""
+    """What the tables of so many bytes in small pages take: an entry per page."""
     return num_bytes // os.sysconf("SC_PAGE_SIZE") * 8

@@ -1,4 +1,4 @@
-"""A small GPT, for the job that needs nothing but this package: pre-norm blocks, learned positions, causal attention.
+"""A small GPT, so that a job needs nothing but this package: pre-norm blocks, learned positions, causal attention.
 
 Every module that owns parameters can initialise itself with `reset_parameters`, so that the model may be built on the
 meta device and made real unit by unit.
@@ -27,7 +27,7 @@ class GPTShape:
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias, whose weights begin as narrow normal noise."""
+    """A linear layer without bias, initialised with small normal noise."""
 
     def __init__(self, inputs: int, outputs: int, gain: float = 1.0) -> None:
         self.gain = gain
@@ -39,7 +39,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose rows begin as narrow normal noise."""
+    """An embedding initialised with small normal noise."""
 
     def reset_parameters(self) -> None:
         """Draw the rows again."""
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.outputs = Linear(shape.width, shape.width, gain=1 / math.sqrt(2 * shape.layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mix each position with those before it, or with those that `mask` names."""
+        """Mix each position with those before it, or with those that `mask` allows."""
         rows, length, _ = x.shape
         split = self.inputs(x).view(rows, length, 3, self.num_heads, self.head_dim)
         query, key, value = split.permute(2, 0, 3, 1, 4)
@@ -76,7 +76,7 @@ class GPTBlock(nn.Module):
         self.feed_out = Linear(4 * shape.width, shape.width, gain=1 / math.sqrt(2 * shape.layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Add what the two layers make of `x`."""
+        """Add the outputs of the two layers to `x`."""
         x = x + self.attention(self.attention_norm(x), mask)
         return x + self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x)), approximate="tanh"))
 
@@ -109,7 +109,7 @@ class GPT(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits for every position of `input_ids` (rows, length).
 
-        With `position_ids` each run of them that begins at 0 is a document, and sees nothing of the others.
+        With `position_ids`, each run of positions that starts at 0 is a document and sees only itself.
         """
         mask = None if position_ids is None else mask_documents(position_ids)
         if position_ids is None:
@@ -121,7 +121,7 @@ class GPT(nn.Module):
 
 
 def mask_documents(position_ids: Tensor) -> Tensor:
-    """(rows, 1, length, length): what each position may look at: those before it in its own document."""
+    """(rows, 1, length, length): each position may look at those before it in its own document."""
     document = (position_ids == 0).cumsum(-1)
     length = position_ids.shape[-1]
     causal = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()

@@ -1,7 +1,7 @@
-"""Hugging Face models: from a folder with weights, from a configuration alone, or with adapters by peft.
+"""Hugging Face models: from a folder with weights, from a configuration alone, or with peft adapters.
 
-All are built on the meta device, adapters too: `unbounded.shard` streams the weights in and has peft draw the adapters,
-unit by unit.
+All are built on the meta device, including adapters. `unbounded.shard` streams the weights in and lets peft initialise
+the adapters, unit by unit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unbounded.train.options.settings import Settings
 def build_pretrained(
     settings: Settings, dtype: torch.dtype
 ) -> tuple[nn.Module, FolderTokenizer, str | None, tuple[int, int]]:
-    """The model, its tokenizer, the folder to stream weights from (None: none), and its layers and width."""
+    """The model, its tokenizer, the folder to stream weights from (or None), and its layers and width."""
     path = _find(settings)
     config = _read_config(path, needs_weights=settings.model is not None)
     _check_length(settings, config)
@@ -48,7 +48,7 @@ def _read_config(path: Path, *, needs_weights: bool) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise InputError(f'"{path}" takes transformers. Install it: pip install "unbounded[hf]".') from None
+        raise InputError(f'"{path}" needs transformers. Install it: pip install "unbounded[hf]".') from None
     if needs_weights and not list(path.glob("*.safetensors")):
         raise InputError(f'model folder "{path}" has no safetensors file. Save the model there with save_pretrained.')
     try:
@@ -66,16 +66,16 @@ def _build_empty(path: Path, config: Any, dtype: torch.dtype, objective: str) ->
     try:
         with torch.device("meta"):
             model: nn.Module = kind.from_config(config, dtype=dtype)
-    except Exception as error:  # a model's code meets whatever the configuration says
+    except Exception as error:  # a model's code may fail in any way on an odd configuration
         raise InputError(
-            f'"{path}" is no language model that can be trained with --objective {objective}: {_first_line(error)}'
+            f'"{path}" is not a language model that --objective {objective} can train: {_first_line(error)}'
         ) from None
     _read_generation(path, model)
     return model
 
 
 def _read_generation(path: Path, model: Any) -> None:
-    """The folder's own settings of generation, which go along into checkpoints and exports."""
+    """The folder's own generation settings, which checkpoints and exports keep."""
     from transformers import GenerationConfig
 
     if (path / "generation_config.json").is_file():
@@ -86,7 +86,7 @@ def _read_generation(path: Path, model: Any) -> None:
 
 
 def _check_shape(path: Path, config: Any) -> None:
-    """Refuse sizes that no model has, before a loop over them begins."""
+    """Refuse impossible sizes before anything loops over them."""
     text = config.get_text_config()
     for key, most in (("num_hidden_layers", 10_000), ("hidden_size", 1 << 20), ("vocab_size", 1 << 28)):
         value = getattr(text, key, 1)
@@ -98,7 +98,7 @@ def _adapt(settings: Settings, rank: int, model: nn.Module) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise InputError('--lora-rank takes peft. Install it: pip install "unbounded[hf]".') from None
+        raise InputError('--lora-rank needs peft. Install it: pip install "unbounded[hf]".') from None
     adapters = LoraConfig(
         r=rank,
         lora_alpha=settings.lora_alpha or 2 * rank,  # type: ignore[arg-type]

@@ -16,17 +16,16 @@ from torch import nn
 from unbounded.errors import InputError
 from unbounded.native.host_memory import available_bytes
 from unbounded.observe.amounts import show_count
+from unbounded.optim.formats import DTYPES
 from unbounded.planner.sizes import format_bytes
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
 from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.options.settings import Settings
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be sharded: `weights` is the folder to stream into it, `layers` and `width` count its attention."""
+    """A model to shard. `weights` is the folder to stream into it; `layers` and `width` are for counting attention."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -36,16 +35,16 @@ class Subject:
 
     @property
     def num_parameters(self) -> int:
-        """All of them, trained or not, shared ones once."""
+        """All parameters, trained or not; shared ones count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def num_trained(self) -> int:
-        """Those that get updates."""
+        """Parameters that are updated."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Of a step, recompute not counted: 6 a parameter (4 where it is frozen) and attention's share."""
+        """FLOPs of a step without recomputation: 6 per parameter (4 if it is frozen), plus attention."""
         frozen = self.num_parameters - self.num_trained
         return 6.0 * self.num_trained + 4.0 * frozen + 12.0 * self.layers * self.width * sequence_length
 
@@ -74,7 +73,7 @@ def _build_gpt(settings: Settings) -> Subject:
 
 
 def _check_size(settings: Settings, vocabulary: int) -> None:
-    """Refuse a GPT whose states no tier of this machine could hold, before its blocks are built."""
+    """Refuse a GPT whose states this machine could not hold, before its blocks are built."""
     width = settings.width
     numel = settings.layers * (12 * width + 4) * width + (2 * vocabulary + settings.sequence_length + 2) * width
     needed = numel * (16 if settings.precision == "fp32" else 14)
@@ -85,6 +84,6 @@ def _check_size(settings: Settings, vocabulary: int) -> None:
     if needed > room:
         raise InputError(
             f"a GPT of {settings.layers} blocks of width {width} for {settings.sequence_length} positions has "
-            f"{show_count(numel)} parameters, whose states take {format_bytes(needed)}; memory and disk here have "
-            f"{format_bytes(room)}. Choose a smaller --layers, --width or --sequence-length."
+            f"{show_count(numel)} parameters, whose states take {format_bytes(needed)}, but memory and disk here have "
+            f"only {format_bytes(room)}. Choose a smaller --layers, --width or --sequence-length."
         )

@@ -36,7 +36,7 @@ from unbounded.train.world import World, join_world, using_threads
 
 
 def run(config: Config) -> Summary:
-    """All ranks must call this: train as `config` says and return what it came to."""
+    """All ranks must call this. Trains as `config` says and returns a summary."""
     check(config)
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -108,7 +108,7 @@ class TrainingJob:
             self.record.close()
 
     def _hold_out(self, *, asked: bool) -> list[Sequence]:
-        """The evaluation set; empty where there is none, which is an error only if one was asked for."""
+        """The evaluation set; empty if there is none, which is an error only if one was asked for."""
         if self.eval_data is None or not self.settings.eval_every:
             return []
         try:
@@ -119,13 +119,13 @@ class TrainingJob:
             return []
 
     def _begins_anew(self) -> bool:
-        """Whether checkpoints that are there are another run's: if the user says so, or the demonstration is over."""
+        """Whether to ignore checkpoints that are there: if the user says so, or if they finished the demonstration."""
         newest = max(self.folder.steps(), default=0)
         finished_demonstration = newest >= self.settings.steps and not self.names_output
         return self.settings.resume == "never" or (self.settings.resume == "auto" and finished_demonstration)
 
     def _resume(self) -> int:
-        """Load the last checkpoint where there is one; returns the steps done."""
+        """Load the last checkpoint, if there is one; returns the number of steps done."""
         settings = self.settings
         extra = self.folder.load(self.model, self.optimizer)
         if extra is None:
@@ -149,8 +149,8 @@ class TrainingJob:
         say(repr(self.optimizer.plan))
         if step >= settings.steps:
             say(
-                f'this run is finished: "{self.folder.last}" has its {settings.steps} steps. Nothing is trained; raise '
-                "--steps to go on, or begin anew with --resume never."
+                f'this run is finished: "{self.folder.last}" has all {settings.steps} steps. Nothing is trained. Raise '
+                "--steps to continue, or start over with --resume never."
             )
         elif step:
             say(f'resumed from "{self.folder.last}" after step {step}')
@@ -158,7 +158,7 @@ class TrainingJob:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _train(self, step: int, interrupts: Interrupts) -> tuple[int, int | None]:
-        """Steps until the end or a signal that any rank got; returns the last step and that signal."""
+        """Train until the end, or until any rank gets a signal; returns the last step and that signal."""
         saved_at = time.monotonic()
         while step < self.settings.steps:
             batch = self.loader.next()
@@ -177,7 +177,7 @@ class TrainingJob:
         return step, None
 
     def _vote(self, interrupts: Interrupts, saved_at: float) -> tuple[float, ...]:
-        """What this rank asks of all: to stop for either signal, or to save because time is up (the first rank's)."""
+        """What this rank asks all ranks to do: stop for either signal or, if it is the first, save on time."""
         minutes = self.settings.checkpoint_minutes
         is_time = minutes is not None and self.world.is_first and time.monotonic() - saved_at > 60 * minutes
         got = interrupts.received

@@ -1,7 +1,7 @@
 """The ranks of the job: who this one is, its device, and the few small collectives that the loop needs.
 
 Under torchrun (or any launcher that `launcher` knows) the process group is made here; one that is there already is
-used as it is. A single process has none.
+used as it is. A single process needs none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class World:
 
     @property
     def data(self) -> Axis:
-        """The ranks that share out the batch."""
+        """The ranks that divide the batch."""
         return self.axes.data
 
     @property
@@ -44,11 +44,11 @@ class World:
         return self.axes.world.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """All ranks must call this: the sums over the ranks that share out the batch, in double precision."""
+        """All ranks must call this. Sums over the ranks that divide the batch, in double precision."""
         return self._sum(values, self.data)
 
     def sum_all(self, values: Sequence[float]) -> list[float]:
-        """All ranks must call this: the sums over all ranks of the job, in double precision."""
+        """All ranks must call this. Sums over all ranks of the job, in double precision."""
         return self._sum(values, self.axes.world)
 
     def _sum(self, values: Sequence[float], axis: Axis) -> list[float]:
@@ -59,11 +59,11 @@ class World:
         return [float(value) for value in axis.sum(tensor).tolist()]
 
     def collect(self, value: Any) -> list[Any]:
-        """All ranks must call this: the value of every rank, on every rank."""
+        """All ranks must call this. Gives every rank the values of all ranks."""
         return self.axes.world.objects(value)
 
     def barrier(self) -> None:
-        """All ranks must call this: wait until every rank has come this far."""
+        """All ranks must call this. Waits until every rank has come this far."""
         self.collect(None)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class World:
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """Has torch compute with `count` CPU threads inside: its sums are split by them, and so round by them."""
+    """Inside, torch computes with `count` CPU threads. Its sums are split by threads, so rounding depends on them."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -84,7 +84,7 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def join_world(device: str | None = None, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> World:
-    """All ranks must call this: the world of this job, on `device` ("cpu", "cuda", or what there is)."""
+    """All ranks must call this. The world of this job, on `device` (None: a GPU if there is one)."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda was given, but torch sees no CUDA device here. Use --device cpu.")

@@ -28,7 +28,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 def describe_adapters(model: nn.Module) -> dict[str, Any]:
     """For every adapter of a peft model its configuration, and the model's name of every tensor in its file.
 
-    `tensors` is None where peft computes what it saves, as it does for prompts. Without peft there are no adapters.
+    `tensors` is None if peft computes what it saves, as it does for prompts. Without peft there are no adapters.
     """
     configs = getattr(model, "peft_config", None)
     if "peft" not in sys.modules or not isinstance(configs, Mapping):

@@ -287,6 +287,11 @@ class Engine:
         if self.ranks.size == 1:
             self.forward.order.adopt(keep_all=False)
             self.backward.order.adopt(keep_all=False)
+        self.refuse_stray_gradients()
+
+    def refuse_stray_gradients(self) -> None:
+        for unit in self.units:
+            unit.views.refuse_stray_gradients()
 
     def _reduction_order(self) -> list[int]:
         """Every site once, in the order in which backwards are expected to leave them: those around others last."""

@@ -135,7 +135,7 @@ def find_runs(layout: Layout, keys: Sequence[object]) -> list[Run]:
 
 
 def counted_ranges(layout: Layout, owned: tuple[int, int]) -> list[tuple[int, int]] | None:
-    """The stretches inside the owned part that count in sums over the model; None where all of it does."""
+    """The stretches inside the owned part that count in sums over the model; None if all of it does."""
     if all(slot.is_counted for slot in layout.slots):
         return None
     runs = find_runs(layout, [slot.is_counted or None for slot in layout.slots])
@@ -144,6 +144,6 @@ def counted_ranges(layout: Layout, owned: tuple[int, int]) -> list[tuple[int, in
 
 
 def clip_range(start: int, stop: int, low: int, high: int) -> tuple[int, int] | None:
-    """The part of [start, stop) inside [low, high), or None where they do not meet."""
+    """The part of [start, stop) inside [low, high), or None if they do not meet."""
     start, stop = max(start, low), min(stop, high)
     return (start, stop) if start < stop else None

@@ -21,7 +21,7 @@ from unbounded.zero.parameters.tiles import has_tiles, tiled_of
 
 _no_forward = nn.Module.forward
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-# A leaf module outside the blocks with at least this many elements is a unit of its own.
+# A leaf module outside the blocks with at least this many elements is its own unit.
 SMALL_NUMEL = 2**20
 # A block holding more than this part of the model is split into its own repeated blocks, where it has some.
 LARGE_PART = 0.25

@@ -84,6 +84,8 @@ class UnitEngine(Protocol):
 
     def train(self, unit: Unit, index: int, *, is_trained: bool) -> None: ...
 
+    def is_in_pass(self) -> bool: ...
+
 
 class Views(Protocol):
     """What modules hold of a unit, and when (`ModuleViews`)."""
@@ -116,6 +118,8 @@ class Views(Protocol):
     def lend(self) -> Sequence[torch.Tensor]: ...
 
     def note_change(self) -> None: ...
+
+    def refuse_stray_gradients(self) -> None: ...
 
 
 class Unit:

@@ -12,7 +12,7 @@ from unbounded.zero.unit import Unit, WeightState
 
 
 def unit_values(engine: Engine, unit: Unit) -> list[torch.Tensor]:
-    """All ranks of a stage must call this. One whole host tensor a parameter, the unit released after it."""
+    """All ranks of a stage must call this. One whole host tensor per parameter, the unit released after it."""
     was_gathered = unit.state is WeightState.GATHERED
     engine.gathering.gather([unit])
     values = []

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.activations.tiled.recipe import ELEMENTWISE, Application, Product, Recipe, map_inputs, products_of
 
-# Takes a recipe of (rows, classes), labels and the arguments of cross_entropy; None where it wants to see logits.
+# Takes a recipe of (rows, classes), labels and the arguments of cross_entropy; None if it wants to see logits.
 Loss = Callable[[Recipe, torch.Tensor, Mapping[str, Any]], torch.Tensor | None]
 
 _Tensor = torch.Tensor
@@ -146,7 +146,7 @@ _SAME_ROWS = frozenset({"view", "reshape", "flatten", "contiguous", "__getitem__
 
 
 def _derive(owner: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Deferred | None:
-    """What `func` gives without the values: the same for every element, or other rows. None where it is neither."""
+    """What `func` gives without the values: the same for every element, or other rows. None if it is neither."""
     like = _result_like(owner, func, args, kwargs)
     if like is None or like.shape[-1:] != owner.shape[-1:]:
         return None
@@ -160,7 +160,7 @@ def _derive(owner: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _result_like(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Shape and dtype of the result, from a run on the meta device. None where it fails or moves."""
+    """Shape and dtype of the result, from a run on the meta device. None if it fails or moves."""
 
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -245,7 +245,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """`torch.nn.functional.cross_entropy` of deferred logits, tiled; None where it is one that is not."""
+    """`torch.nn.functional.cross_entropy` of deferred logits, tiled; None if it is one that is not."""
     is_plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
     is_deferred = isinstance(input, Deferred) and input._made is None and input.dim() == 2
     if not (is_plain and is_deferred) or isinstance(target, Deferred):

@@ -55,7 +55,7 @@ class FeedForward:
             del self.module.__dict__["_compiled_call_impl"]
 
     def tile_rows(self, inputs: torch.Tensor) -> int | None:
-        """Rows of a tile; None where the layer is small enough as it is. Each output is taken to be there twice."""
+        """Rows of a tile; None if the layer is small enough as it is. Each output is taken to be there twice."""
         row_bytes = max(1, 2 * self._width * inputs.element_size())
         num_rows = inputs.numel() // max(1, inputs.shape[-1])
         if num_rows * row_bytes <= self.sizes.whole_bytes:

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 
-from unbounded.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry
+from unbounded.checkpoint.format.manifest import PAGE, FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.format.slices import plan_blocks
 from unbounded.errors import CheckpointError, DiskError
 from unbounded.native.disk import Checksums, DiskEngine, DiskFile, DiskHandle, crc32c
 from unbounded.native.host_memory import host_buffer
 
 CHUNK_BYTES = 16 << 20
-PAGE = 4096
 # Read ahead of small reads that follow each other, and the number of files of which the last such read is kept.
 AHEAD_BYTES, MOST_RECENT = 1 << 20, 8
 
@@ -112,7 +111,7 @@ class Files:
         return self._open[number]
 
     def expected(self, number: int, offset: int, nbytes: int) -> Checksums | None:
-        """The checksums of whole blocks at `offset`, or None where a shorter block lies between others."""
+        """The checksums of whole blocks at `offset`, or None if a shorter block lies between others."""
         file = self.manifest.files[number]
         first, last = bisect_left(file.edges, offset), bisect_left(file.edges, offset + nbytes)
         if first == last or file.edges[last - 1] != offset + (last - first - 1) * file.block_bytes:

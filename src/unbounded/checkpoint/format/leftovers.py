@@ -32,7 +32,7 @@ class SaveLock:
 
     @classmethod
     def take(cls, folder: Path) -> SaveLock | None:
-        """The lock, or None where a save that is alive holds it. One that only cleans up is waited for."""
+        """The lock, or None if a save that is alive holds it. One that only cleans up is waited for."""
         lock, deadline = cls.find(folder), time.monotonic() + CLEANING_SECONDS
         while lock is None and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -26,6 +26,7 @@ FILE_NAME = "manifest.json"
 FORMAT = "unbounded checkpoint"
 VERSION = 1
 BLOCK_BYTES = 1 << 20
+PAGE = 4096  # tensors begin on one in their files, whatever machine wrote them
 
 # Kinds of tensors. Others are states of the optimizer, by their names there.
 WEIGHT, BUFFER, GRADIENT, UNREDUCED, LOOSE = "weight", "buffer", "gradient", "unreduced", "value"

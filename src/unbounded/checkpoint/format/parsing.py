@@ -29,6 +29,7 @@ from unbounded.checkpoint.format.manifest import (
     FORMAT,
     GRADIENT,
     LOOSE,
+    PAGE,
     UNREDUCED,
     VERSION,
     WEIGHT,
@@ -45,7 +46,6 @@ from unbounded.ranks.cut import Interval, Side
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_DIMS = 64
 MAX_RUNS = 1 << 22  # of one tensor
-PAGE = 4096
 _LARGEST = 2**62
 # Kinds by the names that early checkpoints have for them.
 _FORMER_KINDS = {"low": "remainder"}

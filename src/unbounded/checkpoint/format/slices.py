@@ -121,7 +121,7 @@ class RunMap:
         return found
 
     def first_gap(self) -> int | None:
-        """The first element that no run holds, or None where all are there."""
+        """The first element that no run holds, or None if all are there."""
         try:
             self.covering(0, self.numel)
         except LookupError as gap:

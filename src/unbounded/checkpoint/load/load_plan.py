@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unbounded.checkpoint.format.manifest import WEIGHT, FileEntry, Manifest, TensorEntry
+from unbounded.checkpoint.format.manifest import PAGE, WEIGHT, FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.format.slices import GRAIN, RunMap
 from unbounded.optim import formats
 from unbounded.tiers.array import Array
 from unbounded.zero.layout import Slot, clip_range
 from unbounded.zero.unit import Unit
 
-PAGE = 4096
 # What is read straight into its place needs no buffer: the most that one read brings.
 DIRECT_BYTES = 64 << 20
 
@@ -123,7 +122,7 @@ def _has_bytes(unit: Unit, slot: Slot, kind: str, source: StoredTensors) -> bool
 
 
 def _plan_copies(unit: Unit, kind: str, source: StoredTensors, every: int) -> list[Copy] | None:
-    """One array's copies, or None where it is on disk and the pages of file and array do not agree."""
+    """One array's copies, or None if it is on disk and the pages of file and array do not agree."""
     array = array_of(unit, kind)
     itemsize = array.dtype.itemsize
     joined: list[Copy] = []
@@ -183,7 +182,7 @@ def _fill(copy: Copy, source: StoredTensors) -> Copy:
 
 
 def _align(copy: Copy, source: StoredTensors) -> Copy | None:
-    """A copy into a disk array widened by padding to whole pages, or None where the pages do not agree."""
+    """A copy into a disk array widened by padding to whole pages, or None if the pages do not agree."""
     front = copy.position % PAGE
     end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
     back = min(-(-end // PAGE) * PAGE, total) - end

@@ -46,7 +46,7 @@ class StoredGradients:
                 later(partial(reduction.restore, unit, reduced, unreduced, used))
 
     def _read(self, unit: Unit, kind: str, files: Files, low: int, high: int) -> torch.Tensor | None:
-        """A stretch of a unit's flat buffer out of named tensors, or None where the checkpoint has none of it."""
+        """A stretch of a unit's flat buffer out of named tensors, or None if the checkpoint has none of it."""
         flat: torch.Tensor | None = None
         for slot in unit.layout.slots:
             entry = self.entries.get((kind, self.source.names[slot.name]))

@@ -233,7 +233,7 @@ class Transfer:
         return values
 
     def _fetch(self, kind: str, slot: Slot, start: int, stop: int) -> torch.Tensor | None:
-        """The stored elements of [start, stop) of the flat buffer, or None where there is no such state."""
+        """The stored elements of [start, stop) of the flat buffer, or None if there is no such state."""
         entry = self.source.entry(kind, slot.name)
         if entry is None:
             return None

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 import torch
 
 from unbounded.checkpoint.format.data_files import CHUNK_BYTES
-from unbounded.checkpoint.format.manifest import BLOCK_BYTES
+from unbounded.checkpoint.format.manifest import BLOCK_BYTES, PAGE
 from unbounded.native.disk import Checksums, DiskHandle
 from unbounded.tiers.array import Array, Waitable
 from unbounded.tiers.pool import Lease
 from unbounded.tiers.reader import Reader
 
-PAGE = 4096
 LARGE_BYTES = BLOCK_BYTES
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unbounded.checkpoint.format.manifest import GRADIENT, LOOSE, UNREDUCED, WEIGHT, TensorEntry
+from unbounded.checkpoint.format.manifest import GRADIENT, LOOSE, PAGE, UNREDUCED, WEIGHT, TensorEntry
 from unbounded.checkpoint.format.slices import Slice, box_numel, deal
-from unbounded.checkpoint.save.segments import PAGE, FileSegment
+from unbounded.checkpoint.save.segments import FileSegment
 from unbounded.native.disk import crc32c
 from unbounded.native.kernels import BLOCK
 from unbounded.optim import formats

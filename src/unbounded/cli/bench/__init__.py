@@ -1,4 +1,4 @@
-"""`unbounded bench host|disk`: how fast the native core is here, beside a reference measured in the same run."""
+"""`unbounded bench host|disk`: how fast the native core is here, compared with a reference in the same run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from unbounded.cli.parser import whole_number
 if TYPE_CHECKING:
     from unbounded.cli.bench.disk_engine import Result
 
-HELP = "measure the host optimizers or the disk engine against a reference in the same run"
+HELP = "measure the host optimizers or the disk engine, compared with a reference in the same run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="host|disk", required=True)
-    host = kinds.add_parser("host", help="host optimizers against torch.optim")
+    host = kinds.add_parser("host", help="compare the host optimizers with torch.optim")
     host.add_argument(
         "--parameters",
         type=whole_number(1, 1 << 40),
         default=100_000_000,
         metavar="N",
-        help="parameters (default 100 million)",
+        help="number of parameters (default: 100 million)",
     )
     host.add_argument(
         "--threads", type=whole_number(1, 4096), default=None, metavar="N", help="threads for both (default: all cores)"
@@ -32,23 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1, 10_000),
         default=7,
         metavar="N",
-        help="repetitions, of which the median counts (default 7)",
+        help="repetitions; the median counts (default: 7)",
     )
-    disk_parser = kinds.add_parser("disk", help="the disk engine against the best plain O_DIRECT loop")
-    disk_parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
+    disk_parser = kinds.add_parser("disk", help="compare the disk engine with the best plain O_DIRECT loop")
+    disk_parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: the current one)")
     disk_parser.add_argument(
         "--size",
         type=whole_number(1, 1 << 30),
         default=1024,
         metavar="MIB",
-        help="MiB read and written each time (default 1024)",
+        help="MiB read and written each time (default: 1024)",
     )
     disk_parser.add_argument(
         "--repetitions",
         type=whole_number(1, 10_000),
         default=7,
         metavar="N",
-        help="repetitions, of which the median counts (default 7)",
+        help="repetitions; the median counts (default: 7)",
     )
 
 

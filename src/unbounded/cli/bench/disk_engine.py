@@ -1,9 +1,9 @@
 """`unbounded bench disk`: the disk engine against the best plain O_DIRECT loop, in one run.
 
 The reference is a loop of os.preadv/os.pwritev in blocks of 8 MiB on 1, 2, 4 and 8 threads, over the same file and
-the same memory; it shares nothing with the engine. The number of threads that is best for it is found first; then
-loop and engine take turns, first the one and then the other in front, so that what else the machine does hits both,
-and the median ratio of neighbours counts.
+the same memory; it shares nothing with the engine. Its best number of threads is found first. Then loop
+and engine take turns, each going first in turn, so that other load on the machine hits both, and the median ratio of
+neighbouring repetitions counts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unbounded.native.disk import DiskEngine, DiskFile, place
+from unbounded.native.disk import DiskEngine, DiskFile, DiskHandle, place
 from unbounded.native.disk.bindings import READ, WRITE
 from unbounded.native.host_memory import host_buffer, touch
 
 if TYPE_CHECKING:
     import torch
 
-    from unbounded.native.disk import DiskHandle
-
 BLOCK_BYTES = 8 << 20
-BUFFER_BYTES = 256 << 20  # for each direction; loop and engine go round in it
+BUFFER_BYTES = 256 << 20  # for each direction; loop and engine cycle through it
 THREAD_COUNTS = (1, 2, 4, 8)
 IN_FLIGHT_BYTES = 128 << 20
 
@@ -111,7 +109,7 @@ def engine_loop(bench: Bench, operations: tuple[int, ...], transfer_bytes: int) 
 
 
 def measure(bench: Bench, *, transfer_bytes: int, repetitions: int) -> Iterator[Result]:
-    """Read, write and both at once, each as the median of alternating repetitions, as they are measured."""
+    """Yields read, write and both at once, each as the median of alternating repetitions."""
     size = bench.size_bytes
     cases: list[tuple[str, int, Callable[[int], None], tuple[int, ...]]] = [
         ("read", size, lambda threads: raw_loop(bench, READ, threads), (READ,)),
@@ -130,7 +128,7 @@ def measure(bench: Bench, *, transfer_bytes: int, repetitions: int) -> Iterator[
 def _take_turns(
     one: Callable[[], None], other: Callable[[], None], repetitions: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of both, side by side; neither always comes after the other."""
+    """Seconds of both in each repetition; they alternate in going first."""
     seconds: tuple[list[float], list[float]] = [], []
     for turn in range(repetitions):
         for times, work in [(seconds[0], one), (seconds[1], other)][:: -1 if turn % 2 else 1]:
@@ -155,16 +153,17 @@ def _seconds(work: Callable[[], None]) -> float:
 
 @contextlib.contextmanager
 def opened(folder: Path, size_bytes: int) -> Iterator[Bench]:
-    """An anonymous file of twice `size_bytes`, written once all over; nothing is left in the folder."""
+    """An anonymous file of twice `size_bytes`, completely written once; nothing is left in the folder."""
     place.check_folder(folder)
     buffers = (host_buffer(BUFFER_BYTES), host_buffer(BUFFER_BYTES))
     for buffer in buffers:
         touch(buffer, 2)
     with DiskEngine() as engine:
-        files = place.open_anonymous(folder)
-        place.reserve(files.fd, 2 * size_bytes, str(folder))
+        files = place.open_anonymous(folder, 2 * size_bytes)
         with DiskFile(engine, str(folder), files) as file:
-            for offset in range(0, 2 * size_bytes, BUFFER_BYTES):  # blocks never written would read as nothing
+            for offset in range(
+                0, 2 * size_bytes, BUFFER_BYTES
+            ):  # blocks that were never written would cost no reading
                 file.write(offset, buffers[1]).wait()
             yield Bench(file, files.fd, size_bytes, buffers)
 

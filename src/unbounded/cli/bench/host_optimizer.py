@@ -1,8 +1,8 @@
-"""`unbounded bench host`: the host optimizer beside torch's fused AdamW, measured in one run.
+"""`unbounded bench host`: the host optimizer compared with torch's fused AdamW in one run.
 
-Cases take turns, repetition by repetition, so that other load on the machine falls on all of them alike; the ratio
-is of median times. Ours work in host buffers, where a training keeps its states, and torch where its users have them:
-in torch's own memory. A row of torch on the tensors of the fp32 case shows how much is owed to the buffers.
+Cases take turns, repetition by repetition, so that other load on the machine hits all of them alike; the ratio is of
+median times. Ours work in host buffers, where training keeps its states, and torch in its own memory, where its users
+have them. A row of torch on the tensors of the fp32 case shows how much comes from the buffers.
 """
 
 from __future__ import annotations

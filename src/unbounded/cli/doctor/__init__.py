@@ -8,11 +8,11 @@ import tempfile
 
 from unbounded.cli.doctor.finding import BROKEN, NOTE, OK, Finding
 
-HELP = "check this machine: native core, disk, memory, GPU; with a remedy for each problem"
+HELP = "check this machine (native core, disk, memory, GPU), with a remedy for each problem"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--path", default=None, help="a folder meant for the disk tier (default: the temporary one)")
+    parser.add_argument("--path", default=None, help="a folder for the disk tier (default: the temporary folder)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
-    """Looks at everything; one finding each, in the order of the table."""
+    """Checks everything; one finding each, in the order of the table."""
     from unbounded.cli.doctor import checks
 
     folder = os.fspath(path) if path is not None else tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""What `unbounded doctor` looks at: one function a finding, none of which raises."""
+"""What `unbounded doctor` checks: one function per finding, none of which raises."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def simd() -> Finding:
     kernel = _optimizer_kernel()
     value = f"optimizers {kernel}, checksums {checksum}"
     if kernel == "scalar":
-        return Finding("simd", NOTE, value, "No AVX2, AVX-512 or NEON was found: host updates will be slow here.")
+        return Finding("simd", NOTE, value, "No AVX2, AVX-512 or NEON was found, so host updates will be slow.")
     return Finding("simd", OK, value)
 
 
@@ -75,7 +75,11 @@ def disk_path(folder: str) -> list[Finding]:
         findings = [Finding("disk path", NOTE, fact, remedy)]
     else:
         findings = [Finding("disk path", OK, where)]
-    remedy = "" if direct else f"{kind} refuses O_DIRECT: transfers go through the page cache. Choose ext4 or xfs."
+    remedy = (
+        ""
+        if direct
+        else f"{kind} refuses O_DIRECT, so transfers go through the page cache. Choose a folder on ext4 or xfs."
+    )
     findings.append(Finding("O_DIRECT", OK if direct else NOTE, "yes" if direct else "no", remedy))
     short = free < GIB
     findings.append(
@@ -112,7 +116,7 @@ def host_memory() -> Finding:
     free = available_bytes()
     value = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB, {os.cpu_count()} cores"
     if free < GIB:
-        return Finding("host memory", NOTE, value, "Less than 1 GiB is left; end other programs or raise the limit.")
+        return Finding("host memory", NOTE, value, "Less than 1 GiB is free. End other programs, or raise the limit.")
     return Finding("host memory", OK, value)
 
 
@@ -123,7 +127,7 @@ def huge_pages(setting: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled
         return Finding("huge pages", OK, "unknown")
     mode = modes[modes.find("[") + 1 : modes.find("]")]
     if mode == "never":
-        remedy = f"echo madvise > {setting}: large buffers are touched and copied faster with them."
+        remedy = f"Run `echo madvise > {setting}`: huge pages make large buffers faster to touch and copy."
         return Finding("huge pages", NOTE, mode, remedy)
     return Finding("huge pages", OK, mode)
 
@@ -134,13 +138,15 @@ def memory_lock() -> Finding:
         return Finding("memory lock limit", OK, "unlimited")
     value = f"{soft >> 10:,} KiB"
     if soft < 1 << 20:
-        remedy = "ulimit -l unlimited: pinned memory for a GPU may be refused, and transfers are then slower."
+        remedy = (
+            "Run `ulimit -l unlimited`: otherwise pinned memory for a GPU may be refused, which makes transfers slower."
+        )
         return Finding("memory lock limit", NOTE, value, remedy)
     return Finding("memory lock limit", OK, value)
 
 
 def gpus() -> list[Finding]:
-    """One finding a GPU; without one, why."""
+    """One finding per GPU; if there is none, why."""
     try:
         import torch
     except ImportError:
@@ -150,10 +156,10 @@ def gpus() -> list[Finding]:
     if torch.version.cuda is None:
         drivers = Path("/proc/driver/nvidia").exists()
         remedy = (
-            "This torch is the CPU build, but an NVIDIA driver is there: install torch for CUDA." if drivers else ""
+            "This torch is the CPU build, but there is an NVIDIA driver. Install torch for CUDA." if drivers else ""
         )
         return [Finding("gpu", NOTE if drivers else OK, "none: the device tier is ordinary memory", remedy)]
-    remedy = "torch is built for CUDA but sees no GPU: check `nvidia-smi`, the driver and CUDA_VISIBLE_DEVICES."
+    remedy = "torch is built for CUDA but sees no GPU. Check `nvidia-smi`, the driver and CUDA_VISIBLE_DEVICES."
     return [Finding("gpu", NOTE, "none visible", remedy)]
 
 

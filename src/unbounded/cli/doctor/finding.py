@@ -1,4 +1,4 @@
-"""What `unbounded doctor` finds: one thing looked at, how it is, and what to do about it."""
+"""A finding of `unbounded doctor`: what was checked, how it is, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OK, NOTE, BROKEN = "ok", "note", "broken"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. A note works, but could be better; a broken one has to be put right."""
+    """One thing that was checked. A note works, but could be better; something broken must be fixed."""
 
     name: str
     status: str

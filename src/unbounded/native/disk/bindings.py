@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 
+from unbounded.native.host_memory import PAGE_BYTES
 from unbounded.native.library import declare
 
 _pointer, _int, _unsigned, _u64, _i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_int64
@@ -12,7 +13,7 @@ _array = ctypes.c_void_p  # ctypes passes an array of any element type as the ad
 
 SHORT_READ, CHECKSUM_MISMATCH = -1, -2
 READ, WRITE = 0, 1
-ALIGNMENT = 4096
+ALIGNMENT = PAGE_BYTES
 
 
 class Disk:

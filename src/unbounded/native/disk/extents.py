@@ -72,14 +72,7 @@ class ExtentStore:
             raise
 
     def _open(self, folder: Path) -> DiskFile:
-        descriptors = place.open_anonymous(folder, direct=self.engine.direct)
-        try:
-            place.reserve(descriptors.fd, self._file_bytes, str(folder))
-        except DiskError:
-            descriptors.close()
-            if descriptors.named:
-                descriptors.named.unlink(missing_ok=True)
-            raise
+        descriptors = place.open_anonymous(folder, self._file_bytes, direct=self.engine.direct)
         if descriptors.named:
             self._named.append(descriptors.named)
         return DiskFile(self.engine, str(folder), descriptors, temporary=True)

@@ -94,13 +94,25 @@ def _cannot_open(path: Path, error: OSError) -> str:
     return f"{path} could not be opened: {error.strerror} (errno {error.errno}). {remedy}"
 
 
-def open_anonymous(folder: Path, *, direct: bool = True) -> Descriptors:
-    """A new file in `folder` that is gone when its descriptors are, also after `kill -9`.
+def open_anonymous(folder: Path, size_bytes: int, *, direct: bool = True) -> Descriptors:
+    """A new file of `size_bytes`, reserved, in `folder` that is gone when its descriptors are, also after `kill -9`.
 
     Without O_TMPFILE it is created and removed at once; where an open file cannot be removed it stays, locked,
     and whoever starts next in that folder reclaims it (`reclaim`).
     """
     reclaim(folder)
+    descriptors = _open_unnamed(folder, direct=direct)
+    try:
+        reserve(descriptors.fd, size_bytes, str(folder))
+    except DiskError:
+        descriptors.close()
+        if descriptors.named:
+            descriptors.named.unlink(missing_ok=True)
+        raise
+    return descriptors
+
+
+def _open_unnamed(folder: Path, *, direct: bool) -> Descriptors:
     for extra in (os.O_DIRECT, 0) if direct else (0,):
         try:
             fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | extra, 0o600)

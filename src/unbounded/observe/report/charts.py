@@ -1,4 +1,4 @@
-"""Numbers over the steps of a run as line charts, and tiers as bars against their budgets."""
+"""Line charts of numbers over the steps of a run, and bars of tiers against their budgets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Show = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Line:
-    """One series; the first of a chart is drawn whole, the others dashed, so that they differ without colour."""
+    """One series; the first of a chart is solid and the others dashed, so that they differ without colour."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -49,7 +49,7 @@ def draw_chart(title: str, lines: Sequence[Line], show: Show = show_number, *, f
 
 
 def draw_tiers(tiers: Mapping[str, tuple[int, int | None]]) -> str:
-    """A bar a tier: what is used of its budget, also in words."""
+    """One bar per tier: what is used of its budget, also in words."""
     row, width, left = 34, 560, 80
     parts = []
     for index, (name, (used, budget)) in enumerate(tiers.items()):
@@ -75,7 +75,7 @@ def draw_tiers(tiers: Mapping[str, tuple[int, int | None]]) -> str:
 
 
 def thin_out(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most `most` points, each the mean of its stretch; those that are not finite are left out."""
+    """At most `most` points, each the mean of a stretch, without values that are not finite."""
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     if len(finite) <= most:
         return finite
@@ -99,7 +99,7 @@ def _draw_line(line: Line, across: Scale, up: Scale, show: Show, index: int) -> 
     places = [(across(step), up(value)) for step, value in line.points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     parts = [element("path", d=path, class_=f"line line{index}")]
-    if len(places) == 1 or index:  # few points show where they are
+    if len(places) == 1 or index:  # a few points are drawn as dots
         parts += [element("circle", cx=x, cy=y, r=3.0, class_=f"dot line{index}") for x, y in places[:60]]
     for (x, _), (step, value) in zip(places, line.points, strict=True):
         slot = max((across.end - across.start) / max(len(places), 1), 2.0)

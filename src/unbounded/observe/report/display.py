@@ -21,7 +21,7 @@ def open_progress(*, speaks: bool, log_every: int) -> Progress:
 
 
 class Steady:
-    """A display whose reader may go away, as in `unbounded train | head`: the run goes on without it."""
+    """A display whose reader may go away, as in `unbounded train | head`; the run continues without it."""
 
     def __init__(self, inner: Progress) -> None:
         self.inner = inner
@@ -48,5 +48,5 @@ class Steady:
         except OSError as error:
             self.inner = Silence()
             with suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be printed
-            print(f"unbounded: the output is gone ({error}); the run goes on without it.", file=sys.stderr)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what will still be printed
+            print(f"unbounded: the output is gone ({error}). The run continues without it.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The lanes of a step over time: a row each with its title and busy share, step borders, forward and backward apart."""
+"""Draws the lanes of a step over time: one row each with its busy share, step borders, and both passes told apart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unbounded.observe.spans import (
 )
 
 BEGINNING = '<svg xmlns="http://www.w3.org/2000/svg" '
-"""Every picture begins so: what does not is not ours to replace."""
+"""Every picture begins like this; a file that does not is not ours to replace."""
 
 LEFT, WIDTH, RIGHT, ROW, HEAD = 120, 1000, 90, 30, 44
 MOST_SPANS = 6000
@@ -39,7 +39,7 @@ PATTERNS = (
 
 
 def draw_lanes(spans: Sequence[TraceSpan]) -> str:
-    """The whole picture, with its own style: also a file by itself."""
+    """The whole picture with its own style, so that it can be a file by itself."""
     marked = mark_phases(list(spans))
     lanes, whole = lanes_of(marked), max(span.stop for span in marked)
     across = Scale(0.0, whole, LEFT, LEFT + WIDTH)
@@ -89,7 +89,7 @@ def describe_span(span: TraceSpan) -> str:
 
 
 def _thin_out(spans: list[TraceSpan]) -> list[TraceSpan]:
-    """The longest spans where there are more than a picture can show."""
+    """The longest spans, if there are more than a picture can show."""
     return sorted(spans, key=lambda span: span.start - span.stop)[:MOST_SPANS]
 
 

@@ -1,4 +1,4 @@
-"""The display of a run in a notebook: one output that is replaced as steps go by."""
+"""The display of a run in a notebook: one output that is replaced as the run proceeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def in_notebook() -> bool:
 
 
 class Notebook:
-    """Shows a run as its report shows it, at most once a second and after its last step."""
+    """Shows a run as its report does, at most once per second and after its last step."""
 
     def __init__(self) -> None:
         from IPython.display import HTML, display  # type: ignore[import-not-found]

@@ -1,4 +1,4 @@
-"""The page of a run: what its folder says, drawn. `read_report` reads, `Report` draws; nothing here waits."""
+"""The page of a run, drawn from its folder. `read_report` reads, `Report` draws; nothing here waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unbounded.observe.report.lane_chart import draw_lanes
 from unbounded.observe.spans import TraceSpan, read_spans
 
 BEGINNING = "<!doctype html>\n<!-- a run of unbounded -->\n"
-"""Every page begins so: what does not is not ours to replace."""
+"""Every page begins like this; a file that does not is not ours to replace."""
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c1c1c;--soft:#666;--paper:#fff;--line:#ddd;--main:#1f5fa8;--other:#b4581a}
@@ -48,7 +48,7 @@ setInterval(async () => {
 
 @dataclass(frozen=True)
 class Report:
-    """A run as far as it has come. In a notebook it shows itself."""
+    """A run so far. In a notebook it shows itself."""
 
     name: str
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Report:
     spans: Sequence[TraceSpan] = ()
 
     def page(self, *, live: bool = False) -> str:
-        """One HTML file that needs no other; `live` has it ask its server for news."""
+        """One HTML file that needs no other; if `live`, it asks its server for news."""
         title = f"<title>{escape(self.name)} - unbounded</title>"
         head = (
             f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">{title}<style>{_STYLE}</style>'
@@ -73,7 +73,7 @@ class Report:
         return f'<div class="unbounded"><style>{_STYLE}</style>{self.body()}</div>'
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """A number of the steps, by step."""
+        """One number of each step, by step."""
         return [(line["step"], line[key]) for line in self.steps if isinstance(line.get(key), (int, float))]
 
     def tiers(self) -> dict[str, tuple[int, int | None]]:
@@ -103,7 +103,7 @@ class Report:
             draw_chart("gradient norm", [Line("norm", self.series("grad_norm"))], from_zero=True),
             draw_chart("learning rate", [Line("lr", self.series("lr"))], from_zero=True),
             draw_chart(
-                "throughput, tokens a second", [Line("tokens/s", self.series("tokens_per_second"))], from_zero=True
+                "throughput, tokens per second", [Line("tokens/s", self.series("tokens_per_second"))], from_zero=True
             ),
         ]
         return f'<div class="charts">{"".join(drawn)}</div>'
@@ -114,11 +114,11 @@ class Report:
 
     def _lanes(self) -> str:
         if not self.spans:
-            return "<h2>lanes of a step</h2><p>No trace: train with --trace FILE, or give one with --trace.</p>"
+            return (
+                "<h2>lanes of a step</h2><p>There is no trace. Train with --trace FILE, or give one with --trace.</p>"
+            )
         drawn = draw_lanes(self.spans)
-        words = (
-            "Solid: forward. Striped: backward. Dashed lines: where a step begins. Point at anything for its numbers."
-        )
+        words = "Solid: forward. Striped: backward. Dashed: where a step begins. Point at anything to see its numbers."
         return f'<h2>lanes of a step</h2><p>{words}</p><div class="scroll">{drawn}</div>'
 
 
@@ -127,20 +127,20 @@ _TILES = (
     ("grad_norm", "gradient norm", show_number),
     ("lr", "learning rate", show_number),
     ("epoch", "epoch", lambda value: f"{value:.2f}"),
-    ("tokens_per_second", "tokens a second", show_number),
-    ("seconds", "seconds a step", lambda value: f"{value:.3g}" if value < 60 else show_seconds(value)),
-    ("tflops", "TFLOP/s a device", lambda value: f"{value:.3g}"),
+    ("tokens_per_second", "tokens per second", show_number),
+    ("seconds", "seconds per step", lambda value: f"{value:.3g}" if value < 60 else show_seconds(value)),
+    ("tflops", "TFLOP/s per device", lambda value: f"{value:.3g}"),
 )
 
 
 def read_report(run: str | Path, trace: str | Path | None = None) -> Report:
-    """What the folder of a run holds now, or a trace alone; raises where `run` is neither."""
+    """What the folder of a run holds now, or a trace alone; raises if `run` is neither."""
     path = Path(os.path.expanduser(run))
     if path.is_file():
         return Report(path.name, spans=read_spans(path))
     if not (path / FILE_NAME).is_file():
         raise PlanError(
-            f'"{path}" is no run: it has no {FILE_NAME}. Give the --output of `unbounded train`, or a trace.'
+            f'"{path}" is not a run: it has no {FILE_NAME}. Give the --output of `unbounded train`, or a trace.'
         )
     about = _read_about(path)
     lines = read_metrics(path / FILE_NAME), read_metrics(path / FILE_NAME, "eval")
@@ -152,7 +152,7 @@ def _find_spans(path: Path, about: Mapping[str, Any], trace: str | Path | None) 
     if trace is not None:
         return read_spans(trace)
     told = about.get("trace")
-    with suppress(OSError, PlanError):  # one that was moved away, or is of a run that is not so far
+    with suppress(OSError, PlanError):  # a trace that was moved away, or that the run has not written yet
         return read_spans(told) if isinstance(told, str) else read_spans(path / "trace.json")
     return []
 

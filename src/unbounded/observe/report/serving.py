@@ -1,4 +1,4 @@
-"""The page of a run that is under way, on this machine's loopback alone."""
+"""Serves the page of a running job, only on this machine's loopback."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _OUR_NAMES = ("127.0.0.1", "localhost")
 
 
 def open_server(read: Callable[[], Report], port: int = 0) -> ThreadingHTTPServer:
-    """A server whose page is what `read` gives at every request; `serve_forever` runs it, `server_port` is its port."""
+    """A server of the page that `read` returns at each request. `serve_forever` runs it; see `server_port`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").rpartition(":")[0]
-            if host not in _OUR_NAMES:  # another site's page, through a name that it had point here
+            if host not in _OUR_NAMES:  # a page of another site, through a host name that points here
                 self._answer(403, "not here")
             elif self.path == "/":
                 self._answer(200, read().page(live=True))

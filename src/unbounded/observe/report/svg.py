@@ -1,4 +1,4 @@
-"""The little of SVG that the charts need: elements, scales, and marks at round numbers."""
+"""The few parts of SVG that the charts need: elements, scales, and marks at round numbers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def text(words: str, x: float, y: float, **attributes: object) -> str:
 
 
 def titled(shape: str, tooltip: str) -> str:
-    """The shape, with what it shows when pointed at."""
+    """The shape with its tooltip."""
     return f"<g><title>{escape(tooltip)}</title>{shape}</g>"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Numbers of [low, high] on [start, end] of the picture."""
+    """Maps numbers in [low, high] to [start, end] of the picture."""
 
     low: float
     high: float
@@ -53,7 +53,7 @@ def round_marks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def finite_range(values: Sequence[float]) -> tuple[float, float]:
-    """The least and the greatest number, a little apart where they are the same."""
+    """The least and the greatest number, moved apart a little if they are equal."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     return (low, high) if high > low else (low - abs(low) * 0.05 - 1e-12, high + abs(high) * 0.05 + 1e-12)

@@ -54,7 +54,7 @@ def take_apart(payload: Any) -> tuple[list[torch.Tensor], Template]:
 
 
 class StageExchange:
-    """Sends and receives between this rank and others of the pipeline axis, each direction on a lane of its own."""
+    """Sends and receives between this rank and others of the pipeline axis, each direction on its own lane."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
@@ -65,13 +65,11 @@ class StageExchange:
             for wraps in (False, True)
         }
         self._where = _travelling_device(device, axis)
-        self.sent_bytes = 0
 
     def send(self, tensors: list[torch.Tensor], to: int, *, stage: int, back: bool) -> None:
         """Sends what `stage` made to a rank of the axis; returns at once."""
         for tensor in tensors:
             data = tensor.detach().contiguous().to(self._where)
-            self.sent_bytes += data.numel() * data.element_size()
             self._wire(self.axis.rank, to, back).send(data, to, _describe(stage, back))
 
     def receive(self, parts: list[TensorSpec], source: int, *, stage: int, back: bool) -> list[torch.Tensor]:

@@ -6,12 +6,10 @@ the instance to what it holds, and set back when the module is whole again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
 from unbounded.errors import PlanError
+from unbounded.parallel.tensor.layers import Detach, set_attributes
 from unbounded.ranks.cut import Cut, cut_heads
 
 _WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "head_size")
@@ -53,31 +51,21 @@ def check_query_heads(name: str, module: nn.Module, size: int) -> None:
             )
 
 
-def adjust_counts(module: nn.Module, size: int, key_heads: tuple[int, int]) -> Callable[[], None]:
+def adjust_counts(module: nn.Module, size: int, key_heads: tuple[int, int]) -> Detach:
     """Sets what an attention reads of itself to this rank's part; the returned function sets it back.
 
     `key_heads` are the heads of the keys: of the whole layer, and those held here.
     """
-    before: dict[str, Any] = {}
     whole, held = key_heads
-
-    def put(name: str, value: int) -> None:
-        before[name] = getattr(module, name)
-        setattr(module, name, value)
-
+    parts: dict[str, int] = {}
     for name in (*_COUNTS, *_LENGTHS):
         value = getattr(module, name, None)
         if type(value) is int and value % size == 0:
-            put(name, value // size)
+            parts[name] = value // size
     for name in _KEY_COUNTS:
         if getattr(module, name, None) == whole:
-            put(name, held)
+            parts[name] = held
     groups = getattr(module, "num_key_value_groups", None)
     if type(groups) is int:
-        put("num_key_value_groups", groups * whole // size // held)
-
-    def restore() -> None:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-    return restore
+        parts["num_key_value_groups"] = groups * whole // size // held
+    return set_attributes(module, parts)

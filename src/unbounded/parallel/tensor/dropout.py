@@ -117,7 +117,7 @@ def drops_anything(module: nn.Module) -> bool:
 
 
 def attach_dropout(module: nn.Module, scene: Scene) -> Detach | None:
-    """Lets `module` drop what the one-rank model drops; None where it drops nothing."""
+    """Lets `module` drop what the one-rank model drops; None if it drops nothing."""
     if not drops_anything(module):
         return None
 

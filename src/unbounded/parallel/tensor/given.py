@@ -99,7 +99,7 @@ class GivenTensors:
 
 
 def _read_cut(name: str, tensor: DTensor, axis: Axis) -> Cut | None:
-    """What of the whole a rank holds by a DTensor's placement; None where it holds all of it."""
+    """What of the whole a rank holds by a DTensor's placement; None if it holds all of it."""
     placements = tensor.placements
     if tensor.device_mesh.size() != axis.size or len(placements) != 1:
         raise PlanError(

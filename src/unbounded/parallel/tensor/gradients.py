@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unbounded.parallel.collectives import LayerSite, sum_parts
-from unbounded.parallel.tensor.layers import Detach
+from unbounded.parallel.tensor.layers import Detach, together
 from unbounded.ranks.cut import Cut
 
 
@@ -84,9 +84,4 @@ def attach_sum(block: nn.Module, partials: Sequence[Partial], site: LayerSite) -
         block.register_forward_pre_hook(before),
         block.register_forward_hook(after, prepend=True, always_call=True),  # before the engine takes its views back
     ]
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return detach
+    return together(*(handle.remove for handle in handles))

@@ -130,9 +130,14 @@ def attach_experts(module: nn.Module, scene: Scene, site: LayerSite) -> Detach:
 def adjust_sizes(module: nn.Module, cut: Cut, *, is_row: bool) -> Detach:
     """Sets what a layer says of its own sizes, and computes with, to this rank's part."""
     names = ("in_features", "nx") if is_row else ("out_features", "nf")
-    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    for name in before:
-        setattr(module, name, cut.local_shape[cut.dim])
+    return set_attributes(module, {name: cut.local_shape[cut.dim] for name in names if hasattr(module, name)})
+
+
+def set_attributes(module: nn.Module, values: Mapping[str, Any]) -> Detach:
+    """Gives attributes that the module has other values."""
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
 
     def restore() -> None:
         for name, value in before.items():

@@ -1,7 +1,7 @@
 """The head and the cross entropy of a vocabulary that is cut over the tensor axis: logits stay where they are made.
 
 In training with labels a transformers model's loss is computed from each rank's part of the logits, with one exchange
-of two numbers a token, and so is the loss of whoever asks for parts (`HeadPart.kept`). In every other forward, and in
+of two numbers per token, and so is the loss of whoever asks for parts (`HeadPart.kept`). In every other forward, and in
 models that write out their own loss, logits are joined. Logits that do not exist yet (of a loss in tiles) compute their
 loss themselves, from what `HeadPart` says of the vocabulary.
 """

@@ -1,9 +1,9 @@
-"""The choice behind a plan as an integer program: which option for how many of each group of equal things.
+"""The choice of a plan as an integer program: which option for how many of each group of equal things.
 
 A step is phases one after the other, and a phase takes as long as its slowest lane. Each option adds seconds to lanes
 and bytes to tiers, so the time of a step is a sum of maxima of linear functions of the counts: if counts need not
 be whole, it is a linear program, whose value no placement can beat. Branching on counts that are not whole closes
-the gap (`solve_program`), exactly among few things; among many it ends within a thousandth of the bound, or after
+the gap (`solve_program`): exactly for few things; for many, it ends within a thousandth of the bound or after
 `MAX_NODES`.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from unbounded.planner.linear.simplex import minimize
 
 MAX_NODES, NODES_OF_MANY = 400, 40
-# How far from the bound a choice may be: among few things none at all, among many a part of a thousand.
+# How far from the bound a choice may be: for few things not at all, for many a thousandth.
 FEW_THINGS, EXACT_GAP, CLOSE_GAP = 12, 1e-7, 1e-3
 # A relaxed program: its value, its counts, and the bounds on them.
 Node = tuple[float, np.ndarray, np.ndarray, np.ndarray]
@@ -52,7 +52,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Program:
-    """What to choose, `base` seconds a lane that no choice changes, and the room in each tier."""
+    """What to choose, `base` seconds per lane that no choice changes, and the room in each tier."""
 
     groups: tuple[Group, ...]
     phases: tuple[Phase, ...]
@@ -76,7 +76,7 @@ class Program:
 
     @cached_property
     def deciding(self) -> list[list[int]]:
-        """By phase, the lanes that a choice changes, and of the others the slowest."""
+        """For each phase, the lanes that a choice changes, and the slowest of the others."""
         changed = [bool(row.any()) for row in self.seconds]
         found = []
         for phase in self.phases:
@@ -121,7 +121,7 @@ class Solution:
 
 
 def solve_program(program: Program, cutoff: float = np.inf, max_nodes: int = MAX_NODES) -> Solution | None:
-    """The best choice of `max_nodes` (or the first found after); None where nothing fits or beats `cutoff` seconds.
+    """The best choice of `max_nodes` (or the first found after); None if nothing fits or beats `cutoff` seconds.
 
     Deterministic: it counts nodes, not time.
     """
@@ -142,7 +142,7 @@ def solve_program(program: Program, cutoff: float = np.inf, max_nodes: int = MAX
         bound, relaxed, low, high = open_nodes.pop(index)
         if best is not None and bound >= best[0] - gap * abs(best[0]):
             continue
-        for slack in (1e-9, -1e-6):  # a byte too much shows only in counts that are all but whole
+        for slack in (1e-9, -1e-6):  # one byte too many shows only in counts that are almost whole
             rounded = _round(program, np.floor(relaxed + slack).clip(low, None))
             if rounded is not None and (best is None or program.value(rounded) < best[0]):
                 best = (program.value(rounded), rounded)
@@ -154,13 +154,13 @@ def solve_program(program: Program, cutoff: float = np.inf, max_nodes: int = MAX
 
 
 def can_fit(program: Program) -> bool:
-    """Whether there is room, apart from counts being whole."""
+    """Whether there is room if counts need not be whole."""
     num_options = len(program.options)
     return _relax(program, np.zeros(num_options), np.full(num_options, np.inf)) is not None
 
 
 def _branch(program: Program, relaxed: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[Node]:
-    """The two halves around the count that is furthest from whole; none where all are whole."""
+    """The two halves around the count that is furthest from whole; none if all are whole."""
     distance = np.abs(relaxed - np.round(relaxed))
     index = int(np.argmax(distance))
     if distance[index] < 1e-9:
@@ -179,7 +179,7 @@ def _branch(program: Program, relaxed: np.ndarray, low: np.ndarray, high: np.nda
 
 
 def _relax(program: Program, low: np.ndarray, high: np.ndarray) -> tuple[float, np.ndarray] | None:
-    """The linear program within bounds on the counts: its value and counts, or None where it cannot be met.
+    """The linear program within bounds on the counts: its value and counts, or None if it cannot be met.
 
     Variables are the counts above `low`, and one for each phase that is at least each of its lanes.
     """
@@ -220,7 +220,7 @@ def _relax(program: Program, low: np.ndarray, high: np.ndarray) -> tuple[float, 
 
 
 def _round(program: Program, counts: np.ndarray) -> np.ndarray | None:
-    """Whole counts: these, and each thing that is left put where it costs least."""
+    """Whole counts: rounds down, and puts each remaining thing where it costs least."""
     owners = np.array([group for group, _ in program.options])
     for number, group in enumerate(program.groups):
         for _ in range(group.count - int(counts[owners == number].sum())):

@@ -15,7 +15,7 @@ _PATIENCE = 40
 def minimize(
     costs: np.ndarray, upper: np.ndarray, bounds: np.ndarray, equal: np.ndarray, totals: np.ndarray
 ) -> tuple[float, np.ndarray] | None:
-    """The least `costs @ x` with `upper @ x <= bounds`, `equal @ x == totals` and x >= 0; None where there is none."""
+    """The least `costs @ x` with `upper @ x <= bounds`, `equal @ x == totals` and x >= 0; None if there is none."""
     num_upper, num_equal, size = len(upper), len(equal), len(costs)
     rows = np.zeros((num_upper + num_equal, size + num_upper))
     rows[:num_upper, :size], rows[num_upper:, :size] = upper, equal
@@ -78,7 +78,7 @@ def _pivot(table: np.ndarray, basis: list[int], row: int, column: int) -> None:
 
 
 def _expel(table: np.ndarray, basis: list[int], width: int) -> None:
-    """Takes artificial variables, all zero by now, out of the basis; a row without any other is redundant."""
+    """Takes artificial variables, by now zero, out of the basis; a row with no other variable is redundant."""
     for row, column in enumerate(basis):
         if column >= width:
             usable = np.flatnonzero(np.abs(table[row, :width]) > 1e-7)

@@ -32,7 +32,7 @@ class Capacity:
         said = self._say(keeps_gradients=self.keeps_gradients)
         if not self.keeps_gradients or not self.footprint.trained_numel:
             return said
-        return f'{said}; gradients="none": {self._say(keeps_gradients=False)}, one backward a step and no clipping'
+        return f'{said}; gradients="none": {self._say(keeps_gradients=False)}, one backward per step, no clipping'
 
     def _say(self, *, keeps_gradients: bool) -> str:
         each = self.states_bytes(keeps_gradients=keeps_gradients) / max(1, self.footprint.numel)

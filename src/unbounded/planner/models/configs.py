@@ -1,6 +1,6 @@
-"""A model's `config.json` as a shape: which keys say what, by family, and what each family has beside them.
+"""Reads a model's `config.json` as a shape: which keys say what, by family, and what each family has besides them.
 
-Only values are read: no code of the model's runs, and `transformers` need not be there.
+Only values are read: no code of the model runs, and `transformers` is not needed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from unbounded.planner.models.shapes import Shape, read_shape
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of architectures has beside the sizes in its config."""
+    """What a family of architectures has besides the sizes in its config."""
 
     gated: bool = True
     biased: bool = False
     qkv_biased: bool = False
     layer_norm: bool = False  # norms have a bias
     norms: int = 2
-    learned_positions: int | None = None  # rows beyond the config's, None: no table
-    tied: bool = False  # unless the config says
+    learned_positions: int | None = None  # rows beyond the config's; None: no table
+    tied: bool = False  # unless the config says otherwise
     query_key_norm: bool = False
     embedding_norm: bool = False
 
@@ -79,14 +79,14 @@ def read_model(text: str) -> Shape:
 def shape_of(config: Any, what: str) -> Shape:
     """The shape that a config's values describe."""
     if not isinstance(config, Mapping):
-        raise PlanError(f"{what} is no config of a model. Give an object with a model_type.")
+        raise PlanError(f"{what} is not the config of a model. Give an object with a model_type.")
     config = config.get("text_config") or config
     kind = config.get("model_type")
     if kind not in FAMILIES:
         close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
         hint = f"The nearest known is {close[0]!r}. " if close else ""
         raise PlanError(
-            f"{what} has the model_type {kind!r}, whose bytes are not known here. {hint}Known are "
+            f"{what} has the model_type {kind!r}, whose bytes are not known here. {hint}The known ones are "
             f"{', '.join(sorted(FAMILIES))}; give layers=..,hidden=..,ffn=.. by hand, or the model itself to "
             "unbounded.plan."
         )

@@ -1,4 +1,4 @@
-"""What a model takes before it runs: its units with their parameters, and what computing each part costs a token.
+"""What a model takes before it runs: its units with their parameters, and what computing each part costs per token.
 
 Bytes and FLOPs only, no machine. A footprint comes from a `Shape` (`footprint_of`), or from a module (`unbounded.
 planning`), which fills in the same values. `kernels` describes how the model's operations are run: eagerly one by one
@@ -14,7 +14,7 @@ from unbounded.planner.models.shapes import Shape
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes a parameter, by kind of state. `summed` is a gradient that several backwards are added up in."""
+    """Bytes per parameter, by kind of state. `summed` is a gradient in which several backwards are added up."""
 
     weights: float = 2
     gradients: float = 2
@@ -46,7 +46,7 @@ class Cost:
     `products` are multiply-adds with weights that a token passes, `trained` those whose weights get gradients.
     `attention` are multiply-adds for each position of the sequence. `moved` and `attention_moved` are bytes of device
     memory that operations bound by it read and write. `kept` stays for the backward unless it is recomputed; `input`
-    is what a recomputed part keeps, `back` what its backward makes for itself. `exchanged` bytes pass each all-reduce
+    is what a recomputed part keeps, `back` what its backward allocates. `exchanged` bytes pass through each all-reduce
     of a tensor axis.
     """
 
@@ -63,7 +63,7 @@ class Cost:
     num_kernels: int = 0
 
     def flops(self, sequence: int) -> float:
-        """Of the forward, a token. Attention counts as in the papers, without the half that a mask saves."""
+        """FLOPs of the forward, per token. As in the papers, attention includes the half that a mask saves."""
         return 2 * (self.products + self.attention * sequence)
 
     def kept_bytes(self, sequence: int) -> float:
@@ -95,7 +95,7 @@ class Footprint:
     parts: tuple[UnitFootprint, ...]
     hidden: int
     states: StateBytes = field(default_factory=StateBytes)
-    logits_bytes: float = 0.0  # a token, at the peak of a loss that makes all logits at once
+    logits_bytes: float = 0.0  # per token, at the peak of a loss that makes all logits at once
     vocabulary: int = 0
     layers: int = 0
 
@@ -108,7 +108,7 @@ class Footprint:
         return sum(part.trained * part.count for part in self.parts)
 
     def flops(self, sequence: int, *, recompute: bool = False) -> float:
-        """Of one token's forward and backward; with `recompute` as the papers count, the blocks' forward twice."""
+        """FLOPs of one token's forward and backward. With `recompute`, forwards of blocks count twice."""
         total = 0.0
         for part in self.parts:
             again = part.is_block and recompute
@@ -118,7 +118,7 @@ class Footprint:
 
 
 def widen(cost: Cost) -> Cost:
-    """The same in fp32: what norms take in fp32 already stays, everything else doubles."""
+    """The same in fp32: what norms already take in fp32 stays, everything else doubles."""
     return replace(
         cost,
         moved=1.4 * cost.moved,
@@ -130,7 +130,7 @@ def widen(cost: Cost) -> Cost:
 
 
 def expand(footprint: Footprint) -> tuple[UnitFootprint, ...]:
-    """Every part once, under a name of its own."""
+    """Every part once, under its own name."""
     parts = []
     for part in footprint.parts:
         names = [part.name] if part.count == 1 else [f"{part.name}.{index}" for index in range(part.count)]
@@ -140,7 +140,7 @@ def expand(footprint: Footprint) -> tuple[UnitFootprint, ...]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a block's operations are run, in bytes a token and hidden element (`wide`: an element inside the ffn)."""
+    """How a block's operations are run, in bytes per token and hidden element (`wide`: an element inside the ffn)."""
 
     name: str
     moved: float
@@ -149,14 +149,14 @@ class Kernels:
     kept_wide: float
     back_wide: float
     num_kernels: int
-    logits: float  # bytes a token and entry of the vocabulary
-    scores_moved: float = 0.0  # bytes a token, head and position that attention reads and writes
+    logits: float  # bytes per token and entry of the vocabulary
+    scores_moved: float = 0.0  # bytes per token, head and position that attention reads and writes
     scores_kept: float = 0.0
 
 
 # PyTorch as `transformers` runs a Llama block in bf16, counted operation by operation: two norms through fp32 (36
 # bytes each), rotary embedding of queries and keys (20 each), two residual additions (6 each), copies around the fused
-# attention (4). Kept: two norms (8 each), attention (8). The ffn: silu and a product (10 a wide element), kept 8. In
+# attention (4). Kept: two norms (8 each), attention (8). The ffn: silu and a product (10 per wide element), kept 8. In
 # its backward the gradients of the product and of both factors are there (2 each).
 # The loss: 14 by counting (logits in bf16 and fp32, their gradient, what is between), 12 by recorded peaks.
 EAGER = Kernels("eager", 128, 10, 24, 8, 6, num_kernels=45, logits=12)

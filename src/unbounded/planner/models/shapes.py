@@ -1,4 +1,4 @@
-"""The shape of a language model by hand: layers, hidden size, vocabulary and what else decides its bytes and FLOPs.
+"""The shape of a language model: layers, hidden size, vocabulary and whatever else decides its bytes and FLOPs.
 
 A shape comes from `layers=24,hidden=2048`, from the name of a preset, or from a `config.json` (`configs`). It knows
 the parameters of each block; `footprint` makes units of it.
@@ -29,14 +29,14 @@ class Shape:
     biased: bool = False  # linear layers have biases
     qkv_biased: bool = False
     norms: int = 2  # of a block
-    norm_vectors: int = 1  # weights a norm: 1 for RMSNorm, 2 for LayerNorm with its bias
+    norm_vectors: int = 1  # weights per norm and element: 1 for RMSNorm, 2 for LayerNorm with its bias
     head_dim: int = 0
     positions: int = 0  # rows of a learned position table
     tied: bool = False
     experts: int = 1
     active: int = 1
-    extra: int = 0  # parameters of a block that are none of these: norms of queries and keys
-    outside: int = 0  # and of the model, outside its blocks: a norm after the embedding
+    extra: int = 0  # other parameters of a block: norms of queries and keys
+    outside: int = 0  # other parameters outside blocks: a norm after the embedding
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -94,7 +94,7 @@ class Shape:
 
     @property
     def root_numel(self) -> int:
-        """The last norm, and what else no block has."""
+        """The last norm, and other parameters outside blocks."""
         return self.norm_vectors * self.hidden + self.outside
 
     @property
@@ -105,7 +105,7 @@ class Shape:
 
 
 def make_shape(*, layers: int, hidden: int, **more: int) -> Shape:
-    """A shape from layers and hidden size; the rest is GPT's unless it is given."""
+    """A shape from layers and hidden size; everything else is as in GPT unless it is given."""
     heads, gated = more.get("heads", max(1, hidden // 128)), bool(more.get("gated", 0))
     values = {
         "vocabulary": 50257,
@@ -158,7 +158,7 @@ def read_shape(text: str) -> Shape:
         close = difflib.get_close_matches(text, PRESETS, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"The presets are {', '.join(PRESETS)}."
         raise PlanError(
-            f"{text!r} is no config folder, no config.json and no preset. {hint} Or give layers=..,hidden=.. by hand."
+            f"{text!r} is not a config folder, a config.json or a preset. {hint} Or give layers=..,hidden=.. by hand."
         )
     values: dict[str, int] = {}
     known = [item.name for item in fields(Shape) if item.name != "name"]

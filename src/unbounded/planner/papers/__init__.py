@@ -1,4 +1,4 @@
-"""The tables of the papers that this library follows, each figure beside what our arithmetic gives.
+"""The tables of the papers that this library follows, each figure with what our arithmetic gives.
 
 One set of constants for all rows of a machine (`presets`), none fitted to a row.
 """

@@ -1,8 +1,8 @@
 """ZeRO-Infinity (Rajbhandari et al. 2021): memory, the largest models on DGX-2 nodes, and throughput.
 
-Its runtime is told apart from ours by `Setup`: 20 bytes of states a parameter, an optimizer step that nothing hides,
+`Setup` says how its runtime differs from ours: 20 bytes of states per parameter, an optimizer step that nothing hides,
 gathers and reductions between nodes that the computation waits for. Rates are as the paper counts them, with the
-recomputed forward: 8 FLOPs a parameter and token.
+recomputed forward: 8 FLOPs per parameter and token.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _next_rung(system: System, largest: float, nodes: int) -> str:
     if above is None:
         return ""
     tier, short = max(_short(system, above, nodes).items(), key=lambda item: item[1])
-    return f"{above:,g}B lacks {short / 1e9:,.0f} GB of {tier} a {'GPU' if tier == 'device' else 'node'}"
+    return f"{above:,g}B lacks {short / 1e9:,.0f} GB of {tier} per {'GPU' if tier == 'device' else 'node'}"
 
 
 def _largest(system: System, nodes: int) -> float:
@@ -130,7 +130,7 @@ def _short(system: System, size: float, nodes: int) -> dict[str, float]:
     return {tier: fits(prediction)[tier] for tier in TIERS}
 
 
-# Table 1: billions, nodes, layers, hidden, batch a GPU, model parallel, weights, optimizer, TFLOP/s (figures 5a, 5c)
+# Table 1: billions, nodes, layers, hidden, batch per GPU, model parallel, weights, optimizer, TFLOP/s (figures 5a, 5c)
 RUNS = (
     (500, 32, 124, 18432, 7, 4, "device", "device", 46),
     (1000, 32, 128, 25600, 5, 4, "device", "device", 49),
@@ -151,19 +151,19 @@ def throughput_rows() -> list[Row]:
         title = f"ZeRO-Infinity figure {'5a: 512 V100' if nodes == 32 else '5c: one DGX-2'}"
         prediction = run(layers, hidden, nodes, batch=batch, tensor=tensor, weights=weights, optimizer=optimizer)
         what = f"{billions / 1000:g}T" if billions >= 500 else f"{billions}B"
-        rows.append(Row(title, what, "TFLOP/s a GPU", paper, _counted(prediction, layers, hidden), THROUGHPUT))
+        rows.append(Row(title, what, "TFLOP/s per GPU", paper, _counted(prediction, layers, hidden), THROUGHPUT))
     return rows
 
 
 def scaling_rows() -> list[Row]:
-    """Figure 5b: 1T from 4 to 32 nodes with the batch a GPU held. A GPU does more on 32, since each node's disks and
-    host memory have less of the optimizer."""
+    """Figure 5b: 1T from 4 to 32 nodes with a constant batch per GPU. A GPU does more on 32 nodes, because each node's
+    disks and host memory hold less of the optimizer."""
     title = "ZeRO-Infinity figure 5b: weak scaling of 1T"
     few = _counted(run(128, 25600, 4, batch=5, tensor=4, weights="host", optimizer="disk"), 128, 25600)
     many = _counted(run(128, 25600, 32, batch=5, tensor=4, weights="device", optimizer="device"), 128, 25600)
     return [
-        Row(title, "4 nodes", "TFLOP/s a GPU", 44, few, THROUGHPUT),
-        Row(title, "32 nodes", "TFLOP/s a GPU", 49, many, THROUGHPUT),
+        Row(title, "4 nodes", "TFLOP/s per GPU", 44, few, THROUGHPUT),
+        Row(title, "32 nodes", "TFLOP/s per GPU", 49, many, THROUGHPUT),
         Row(title, "32 nodes over 4", "times", 25 / 2.8, 8 * many / few, THROUGHPUT, "super-linear above 8"),
     ]
 
@@ -186,7 +186,7 @@ def run(layers: int, hidden: int, nodes: int, *, batch: float, tensor: int, weig
 
 
 def _counted(prediction: Prediction, layers: int, hidden: int) -> float:
-    """TFLOP/s a GPU as the paper counts: 8 x parameters x tokens."""
+    """TFLOP/s per GPU as the paper counts: 8 x parameters x tokens."""
     flops = 8 * 12 * layers * hidden * hidden * prediction.tokens
     return flops / prediction.seconds / prediction.num_devices / 1e12
 

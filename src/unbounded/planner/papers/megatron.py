@@ -17,7 +17,7 @@ from unbounded.planner.step.loads import Setup
 
 STATES = StateBytes(weights=2, gradients=4, optimizer=12, remainder=0, summed=4)
 SEQUENCE, VOCABULARY = 2048, 51200
-# billions, heads, hidden, layers, tensor, pipeline, GPUs, batch, micro-batch, layers a chunk (0: all), TFLOP/s
+# billions, heads, hidden, layers, tensor, pipeline, GPUs, batch, micro-batch, layers per chunk (0: all), TFLOP/s
 TABLE = (
     (1.7, 24, 2304, 24, 1, 1, 32, 512, 16, 0, 137),
     (3.6, 32, 3072, 30, 2, 1, 64, 512, 16, 0, 138),
@@ -55,7 +55,7 @@ def throughput_rows() -> list[Row]:
         prediction = simulate(footprint, machine, setup, Way(activations="recompute"))
         ours = prediction.tflops * footprint.flops(SEQUENCE, recompute=True) / footprint.flops(SEQUENCE)
         what = f"{billions:g}B on {gpus} GPUs"
-        rows.append(Row("Megatron table 1: end to end", what, "TFLOP/s a GPU", paper, ours, THROUGHPUT))
+        rows.append(Row("Megatron table 1: end to end", what, "TFLOP/s per GPU", paper, ours, THROUGHPUT))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""A row of a paper beside ours."""
+"""A row of a paper and our figure for it."""
 
 from __future__ import annotations
 

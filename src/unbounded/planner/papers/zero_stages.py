@@ -9,7 +9,7 @@ from unbounded.planner.step.loads import Setup, unit_bytes
 # fp16 weights and gradients, fp32 master and moments: 2 + 2 + 12 bytes.
 ADAM = StateBytes(weights=2, gradients=2, optimizer=12, remainder=0, summed=2)
 RANKS = (1, 4, 16, 64, 256, 1024)
-# GB a device for stages 1, 2 and 3
+# GB per device for stages 1, 2 and 3
 TABLE = {
     7.5: (
         (120, 120, 120),
@@ -48,5 +48,5 @@ def memory_rows() -> list[Row]:
                 unit = unit_bytes(part, footprint, Setup(stage=stage, data=ranks))
                 ours = (unit.weights + unit.gradients + unit.optimizer) / 1e9
                 what = f"{billions:g}B, stage {stage}, {ranks} ranks"
-                rows.append(Row("ZeRO table 1: model states a device", what, "GB", paper, ours, MEMORY))
+                rows.append(Row("ZeRO table 1: model states per device", what, "GB", paper, ours, MEMORY))
     return rows

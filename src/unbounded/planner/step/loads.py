@@ -3,7 +3,7 @@
     first forward   compute | units fetched | the update of the last step: device and host kernels, disk, links
     forward         compute | units fetched                                (again for each further micro-batch)
     backward        compute | units fetched | gradients leave | collectives (for each micro-batch)
-    update          what no pass hides: collectives once a step, and on a CPU all updates
+    update          what no pass hides: collectives once per step, and on a CPU all updates
 
 Where no gradient is stored, updates are work of the backward instead of the first forward.
 
@@ -34,8 +34,8 @@ UNIT_LAUNCHES = 25
 class Setup:
     """How a step is run: the axes, the micro-batch of one rank, and what the engine hides.
 
-    `hides_updates`: host and disk update in the next forward; `hides_collectives`: gathers and reductions run beside
-    the computation. Ours does both; the papers' systems are told apart by them.
+    `hides_updates`: host and disk update in the next forward; `hides_collectives`: gathers and reductions run during
+    the computation. Ours does both; the papers' systems do not.
     """
 
     tokens: int = 0  # of a micro-batch; 0: not known, so nothing hides the lanes
@@ -45,11 +45,11 @@ class Setup:
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
-    chunks: int = 1  # model chunks a pipeline rank has: interleaving
+    chunks: int = 1  # model chunks per pipeline rank: interleaving
     prefetch_units: int = 2
     hides_updates: bool = True
     hides_collectives: bool = True
-    tile_bytes: int = 0  # layers are gathered in tiles of so many bytes; 0: units whole
+    tile_bytes: int = 0  # layers are gathered in tiles of so many bytes; 0: whole units
     state_format: str = "exact"
     logits_tile_bytes: int = 0  # logits that the loss makes at a time; 0: all of them
 
@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def passes(self) -> float:
-        """Forwards and backwards of one micro-batch that a step's time holds: with a pipeline's bubble."""
+        """How many times a step takes as long as one micro-batch, including the pipeline's bubble."""
         return self.accumulate + (self.pipeline - 1) / self.chunks
 
 
@@ -89,7 +89,7 @@ def repeats(setup: Setup) -> dict[str, float]:
 
 
 def forward_seconds(cost: Cost, machine: MachineRates, setup: Setup) -> float:
-    """Of one part on one rank of the tensor axis, for a micro-batch: products, what memory bounds, all-reduces."""
+    """One part on one rank of the tensor axis, for a micro-batch: products, memory-bound operations, all-reduces."""
     products = cost.flops(setup.sequence) / setup.tensor / machine.matmul_flops
     # Norms and residual additions are not split over the tensor axis; what is inside attention and ffn is.
     split = (1 + 1 / setup.tensor) / 2 * cost.moved + cost.attention_moved * setup.sequence / setup.tensor
@@ -98,7 +98,7 @@ def forward_seconds(cost: Cost, machine: MachineRates, setup: Setup) -> float:
 
 
 def backward_seconds(cost: Cost, machine: MachineRates, setup: Setup) -> float:
-    """Twice the forward, less the gradients of weights that are frozen."""
+    """Twice the forward, minus the gradients of frozen weights."""
     frozen = 2 * (cost.products - cost.trained) / setup.tensor / machine.matmul_flops
     forward = forward_seconds(cost, machine, setup)
     exchange = setup.tokens * _exchange(cost, machine, setup)
@@ -106,7 +106,7 @@ def backward_seconds(cost: Cost, machine: MachineRates, setup: Setup) -> float:
 
 
 def _exchange(cost: Cost, machine: MachineRates, setup: Setup) -> float:
-    """Two all-reduces a block and pass, each twice its bytes through every rank's link."""
+    """Two all-reduces per block and pass; each sends twice its bytes through every rank's link."""
     if setup.tensor == 1:
         return 0.0
     rate = machine.peer_rate
@@ -148,7 +148,7 @@ def _round(value: float) -> int:
 
 
 def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup: Setup) -> Loads:
-    """What having one unit's states there adds to the lanes."""
+    """What one unit's states add to the lanes in this place."""
     loads = Loads()
     for phase in ("first forward", "forward", "backward"):
         if where.weights != "device":
@@ -157,7 +157,7 @@ def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup:
                 loads.add_disk(machine, phase, read=unit.weights)
     if where.gradients not in ("device", NOWHERE):
         loads.add("backward", "to host", unit.gradients / machine.down())
-        again = (setup.accumulate - 1) / setup.accumulate  # of the backwards, those that add to others
+        again = (setup.accumulate - 1) / setup.accumulate  # the backwards that add to earlier ones
         summed = (2 * unit.summed_gradients + unit.gradients) * again
         loads.add("backward", "host memory", summed * machine.devices / machine.host_rate)
         if where.gradients == "disk":
@@ -175,7 +175,7 @@ def touched_bytes(unit: UnitBytes, setup: Setup) -> float:
 
 
 def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup: Setup) -> None:
-    """The kernel runs where the optimizer states are, on the host for those on disk; what is elsewhere travels."""
+    """The kernel runs where the optimizer states are (the host, for those on disk); the rest is moved there."""
     on_device = where.optimizer == "device"
     hidden = setup.hides_updates and not machine.is_cpu
     at_once = where.gradients == NOWHERE  # from the device, inside the backward
@@ -227,7 +227,7 @@ def base_loads(footprint: Footprint, machine: MachineRates, setup: Setup) -> Loa
         loads.add("backward", lane, gather)
         if setup.stage >= 2:
             loads.add("backward", lane, scatter)
-        elif setup.data > 1:  # once a step: an all-reduce, or a reduce-scatter and a gather of new weights
+        elif setup.data > 1:  # once per step: an all-reduce, or a reduce-scatter and a gather of new weights
             loads.add("update", "collectives", 2 * scatter)
     if setup.pipeline > 1:
         _add_sends(loads, footprint, machine, setup)
@@ -235,7 +235,7 @@ def base_loads(footprint: Footprint, machine: MachineRates, setup: Setup) -> Loa
 
 
 def _add_sends(loads: Loads, footprint: Footprint, machine: MachineRates, setup: Setup) -> None:
-    """Activations from stage to stage, once a chunk and pass, split over the tensor axis (scatter and gather)."""
+    """Activations from stage to stage, once per chunk and pass, split over the tensor axis (scatter and gather)."""
     rate = machine.network_bandwidth / machine.devices or machine.peer_rate
     seconds = setup.tokens * 2 * footprint.hidden / setup.tensor * setup.chunks / rate
     for phase in ("first forward", "forward", "backward"):

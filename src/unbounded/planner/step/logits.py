@@ -1,4 +1,4 @@
-"""What the loss holds of a device: all logits at once where they are few, otherwise a tile of them at a time."""
+"""Device memory of the loss: all logits at once if they are few, otherwise one tile at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from unbounded.planner.step.loads import Setup
 
 # Logits that exist at a time. Products of 2,000 rows and more run at a GPU's full rate.
 TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
-# Of a device's budget, one tile of logits takes a 48th at most, unless that is less than this.
+# One tile of logits takes at most a 48th of a device's budget, unless that is less than this.
 BUDGET_PARTS, LEAST_TILE_BYTES = 48, 16 * 2**20
-# Beside a tile, bytes a token and hidden element: the last norm's input and what it divides by in fp32, its output, and
-# the gradient of that. The head's gradient is there, and its place in the unit's.
+# Besides a tile, bytes per token and hidden element: the last norm's input and what it divides by in fp32, its output,
+# and the gradient of that. The head's gradient is there, and its place in the unit's.
 HIDDEN_BYTES, HEAD_COPIES = 12, 2
 
 
 def tile_bytes(device_type: str, device_bytes: float | None) -> int:
-    """Logits that a model on such a device makes at a time."""
+    """Bytes of logits that a model on such a device makes at a time."""
     within = max(LEAST_TILE_BYTES, int(device_bytes) // BUDGET_PARTS) if device_bytes else 2**62
     return min(TILE_BYTES[device_type], within)
 

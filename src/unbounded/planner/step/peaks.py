@@ -1,8 +1,8 @@
 """What a step holds of each tier when it holds the most.
 
-On a device there are two such moments. At the *turn*, when the forward ends, all that blocks keep is there, and the
-loss. At the *end* of the backward none of that is left, and all gradients are there. Between them each block gives up
-what it kept for a gradient, so the peak is one of the two; gradients of earlier backwards are there at both.
+On a device there are two such moments. At the *turn*, when the forward ends, everything that blocks keep is there, and
+the loss. At the *end* of the backward all of that is gone, and all gradients are there. In between, each block replaces
+what it kept by a gradient, so the peak is one of the two. Gradients of earlier backwards are there at both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unbounded.planner.unit_bytes import KINDS, UnitBytes, UnitPlace, use_of
 
 
 def place_bytes(unit: UnitBytes, where: UnitPlace) -> tuple[float, ...]:
-    """What a unit's states take of the tiers at most, gradients and all."""
+    """The most that a unit's states take of the tiers, including gradients."""
     use = use_of(unit, {kind: getattr(where, kind) for kind in KINDS})
     return tuple(float(use[tier]) for tier in TIERS)
 
@@ -38,8 +38,8 @@ def activation_moments(held: dict[str, float]) -> tuple[float, ...]:
 
 
 def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomputes: bool) -> tuple[float, float]:
-    """Device memory at the turn and at the end beside states and what blocks keep: units being gathered, gradients on
-    their way, the loss, or one block that is run again and back."""
+    """Device memory at the turn and at the end besides states and what blocks keep: units being gathered, gradients
+    being moved, the loss, or one block that is recomputed for its backward."""
     states = footprint.states
     largest = max((part.numel for part in footprint.parts), default=0) / setup.tensor * states.weights
     trained = max((part.trained for part in footprint.parts), default=0) / setup.tensor * states.gradients
@@ -53,7 +53,7 @@ def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomput
 
 
 def _back_bytes(part: UnitFootprint, setup: Setup) -> float:
-    """What the backward of one block makes beside what the block kept."""
+    """What the backward of one block makes besides what the block kept."""
     return setup.tokens * part.cost.back / setup.tensor
 
 

@@ -15,20 +15,20 @@ NAMES = {
     "to device": "the link to the device",
     "to host": "the link to the host",
     "host memory": "the host's optimizer",
-    "disk read": "reading the disk",
-    "disk write": "writing the disk",
+    "disk read": "reading from disk",
+    "disk write": "writing to disk",
     "disk": "the disk",
 }
 REMEDIES = {
     "compute": "more devices, compiled blocks, or room to keep what is recomputed",
-    "launch": "compiled blocks, or more tokens a step",
-    "collectives": "more tokens a step, or a faster network",
-    "to device": "more tokens a step, weights on the device, or a faster link",
-    "to host": "more tokens a step, or gradients on the device",
-    "host memory": "more tokens a step, more of the optimizer on the device, or optimizer_format='compact'",
-    "disk read": "more host memory, more tokens a step, or a faster disk",
-    "disk write": "more host memory, more tokens a step, or a faster disk",
-    "disk": "more host memory, more tokens a step, or more disks to stripe over",
+    "launch": "compiled blocks, or more tokens per step",
+    "collectives": "more tokens per step, or a faster network",
+    "to device": "more tokens per step, weights on the device, or a faster link",
+    "to host": "more tokens per step, or gradients on the device",
+    "host memory": "more tokens per step, more of the optimizer on the device, or optimizer_format='compact'",
+    "disk read": "more host memory, more tokens per step, or a faster disk",
+    "disk write": "more host memory, more tokens per step, or a faster disk",
+    "disk": "more host memory, more tokens per step, or more disks to stripe over",
 }
 
 
@@ -67,7 +67,7 @@ class Prediction:
         return self.lanes[PHASES.index(phase) * len(LANES) + LANES.index(lane)]
 
     def phases(self, without: Sequence[str] = ()) -> dict[str, float]:
-        """Seconds of each phase with its repetitions; `without` lanes that are taken to cost nothing."""
+        """Seconds of each phase with its repetitions; lanes in `without` cost nothing."""
         times = repeats(self.setup)
         return {
             phase: times[phase] * max(self.lane(phase, lane) for lane in LANES if lane not in without)
@@ -104,7 +104,7 @@ def _same(name: str, lane: str) -> bool:
 
 
 def compare(predicted_seconds: float, measured_seconds: float) -> str:
-    """How a run came out against its prediction, in one line: "predicted 2.31 s, measured 2.26 s"."""
+    """Compares a run with its prediction, in one line: "predicted 2.31 s, measured 2.26 s"."""
     return f"predicted {_show(predicted_seconds)}, measured {_show(measured_seconds)}"
 
 

@@ -2,9 +2,9 @@
 
 The arithmetic, per parameter with `exact` AdamW states: the host's kernel reads and writes 26 bytes of host memory;
 streaming moves 14 bytes up and 12 down (gradient, weight, remainder and moments up; all but the gradient back),
-which are the same 26 bytes of host memory. So with enough cores to reach the memory's limit streaming gains
-nothing, and with few cores it adds what the cores leave unused. The split is a pure function of the machine, so that
-two runs split alike.
+which are the same 26 bytes of host memory. So with enough cores to reach the memory's limit, streaming gains
+nothing; with few cores, it uses what the cores leave. The split is a pure function of the machine, so two runs split
+alike.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from unbounded.planner.machine import MachineRates
 
-UPDATED, STREAMED = 26, 14  # bytes of host memory a parameter, and of the busier way through the link
+UPDATED, STREAMED = 26, 14  # bytes of host memory per parameter, and of the busier direction of the link
 
 
 def stream_rate(machine: MachineRates) -> float:
-    """What the devices of a node add to its host's kernel, in bytes of host memory a second; 0 where it is no help."""
+    """What the devices of a node add to its host's kernel, in bytes of host memory per second, or 0."""
     if machine.is_cpu:
         return 0.0
     through_links = machine.up() * machine.devices / STREAMED * UPDATED
@@ -41,5 +41,5 @@ def choose_streamed(candidates: Sequence[bool], part: float) -> list[bool]:
 
 
 def carries_weights(*, states: str, weights: str) -> bool:
-    """Whether the weights alone have to be brought to the GPU for an update, which a lane does beside the forward."""
+    """Whether an update must bring only the weights to the GPU, which a lane does during the forward."""
     return states == "device" and weights != "device"

@@ -1,4 +1,4 @@
-"""The heartbeat: one thread a process that tells where this rank is, and reads where the others are.
+"""The heartbeat: one thread per process that tells where this rank is, and reads where the others are.
 
 Everything that goes to the job's store goes through it, because the store blocks for as long as its host does. Whoever
 wants something of it asks, with a time limit; `contact` is when it last answered.
@@ -96,7 +96,7 @@ class Heartbeat:
         return found | {self.rank: self._own()}
 
     def ask(self, question: Callable[[Notices], Any], limit: float) -> Any:
-        """What `question` gets from the notices; None where the store does not answer in time."""
+        """What `question` gets from the notices; None if the store does not answer in time."""
         done, answers = threading.Event(), []
 
         def answer() -> None:

@@ -77,7 +77,7 @@ class Wait:
 
 
 def judge(wait: Wait, seen: Mapping[int, Seen], limit: float, beat: float) -> str | None:
-    """Why waiting is over; None where it is not. `seen` has every rank that was heard of, and this one."""
+    """Why waiting is over; None if it is not. `seen` has every rank that was heard of, and this one."""
     peers = [other for rank, other in sorted(seen.items()) if rank != wait.rank and rank in wait.members]
     absent = [other for other in peers if other.begun(wait.key) < wait.number]
     for other in absent:
@@ -159,7 +159,7 @@ def _follow(other: Seen, seen: Mapping[int, Seen]) -> Seen:
 
 
 def _find_circle(wait: Wait, seen: Mapping[int, Seen], beat: float) -> dict[int, str]:
-    """What the ranks of a circle are in that wait for each other and do nothing else; empty where there is none."""
+    """What the ranks of a circle are in that wait for each other and do nothing else; empty if there is none."""
     path: dict[int, str] = {}
 
     def search(rank: int) -> bool:

@@ -1,1 +1,1 @@
-"""From files to batches: documents, tokens, packed sequences, in one order that ranks share and a state can resume."""
+"""From files to batches: documents, tokens and packed sequences, in one order for all ranks that can be resumed."""

@@ -1,7 +1,7 @@
-"""Files that are one JSON array of records: found element by element, a window at a time, never held whole.
+"""Files that are one JSON array of records. They are read element by element, a window at a time, and never held whole.
 
-Bytes are read as Latin-1 here, where every byte is a character of its own: JSON's marks are ASCII, so elements end
-where they do in UTF-8, and positions in the text are positions in the file.
+Bytes are read as Latin-1, so that every byte is one character. JSON's punctuation is ASCII, so elements end where they
+do in UTF-8, and positions in the text are positions in the file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _SPACE = " \t\r\n"
 
 
 def is_array(path: Path) -> bool:
-    """Whether the first mark of a file opens an array."""
+    """Whether the first character of a file opens an array."""
     with path.open("rb") as file:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def cut_array(path: Path, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Stretches of whole elements of about `block_bytes`, as they lie in the file (without what is around them)."""
+    """Stretches of whole elements, about `block_bytes` each, as start and end in the file."""
     first: int | None = None
     last = 0
     for start, end in _elements(path):
@@ -61,7 +61,7 @@ def _elements(path: Path) -> Iterator[tuple[int, int]]:
                 return
             try:
                 _, end = decoder.raw_decode(text, at)
-                complete = end < len(text) or text[at] in '{["'  # a number at the end of the window may go on
+                complete = end < len(text) or text[at] in '{["'  # a number at the end of the window may continue
             except (ValueError, IndexError):
                 complete = False
             except RecursionError:
@@ -73,7 +73,7 @@ def _elements(path: Path) -> Iterator[tuple[int, int]]:
             more = file.read(max(_WINDOW_BYTES, len(text) - at)).decode("latin-1")
             if not more or len(text) - at > _LARGEST_RECORD:
                 raise DataError(
-                    f'"{path}" at byte {base + at} is not JSON: the array does not end, or an element is torn.'
+                    f'"{path}" at byte {base + at} is not JSON: the array does not end, or an element is incomplete.'
                 )
             text, base, at = text[at:] + more, base + at, 0
 

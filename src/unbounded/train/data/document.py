@@ -1,4 +1,4 @@
-"""Documents out of blocks: text, conversations or pairs, and which of them are held out for evaluation."""
+"""Reads documents from blocks (text, conversations or pairs), and decides which are held out for evaluation."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _PARQUET_BATCH_ROWS = 1024  # a window of the shuffle
 
 @dataclass(frozen=True)
 class Split:
-    """A part of the documents: those whose hash falls below `fraction`, or with `held_out` false the others.
+    """A part of the documents: those whose hash is below `fraction` or, if `held_out` is false, the others.
 
-    The hash is of the document's content, so that a document stays on its side when files are added or renamed.
+    The hash is of the document's content, so a document stays in its part when files are added or renamed.
     """
 
     fraction: float = 0.0
@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Reads the documents of a source's blocks, whose records are of one kind."""
+    """Reads the documents of a source's blocks. All records are of one kind."""
 
     source: DataSource
     kind: RecordKind
@@ -95,7 +95,7 @@ class DocumentReader:
 
 
 def open_reader(source: DataSource, data_format: str, text_field: str, messages_field: str | None) -> DocumentReader:
-    """A reader for `source`; with format "auto" (or "parquet") the first record says of which kind all are."""
+    """A reader for `source`. With format "auto" (or "parquet") the first record decides the kind of all."""
     if data_format in ("auto", PARQUET, JSONL):
         kind = recognise(_first_fields(source), text_field, messages_field)
     else:

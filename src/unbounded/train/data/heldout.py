@@ -1,7 +1,7 @@
-"""The evaluation set: held-out documents, or files of their own, packed once and kept.
+"""The evaluation set: held-out documents, or separate files, packed once and kept.
 
-Blocks are visited in one fixed order drawn over all files, and no document gives more than a sixteenth, so that a
-small set stands for all of the data and not for its first file.
+Blocks are visited in one fixed random order over all files, and no document gives more than a sixteenth of the set, so
+that a small set represents all of the data and not just its first file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEAST_DOCUMENTS = 16
 
 
 def pack_held_out(corpus: Corpus, max_tokens: int) -> list[Sequence]:
-    """Sequences of the corpus' split, at most `max_tokens` tokens of it; the last one is filled up without targets."""
+    """Sequences of the corpus' split, at most `max_tokens` tokens in all; the last one is padded without targets."""
     length = corpus.sequence_length
     limit = max(max_tokens // length, 1) * length + 1
     tokens: list[np.ndarray] = []
@@ -61,7 +61,7 @@ def _cut(whole: Sequence, corpus: Corpus) -> Iterator[Sequence]:
 
 
 def share(sequences: list[Sequence], *, rows: int, rank: int, world_size: int) -> Iterator[Batch]:
-    """This rank's batches of `rows` rows: as many on every rank, the last ones filled up with rows without targets."""
+    """This rank's batches of `rows` rows, as many on every rank; the last are padded with rows without targets."""
     blank = sequences[0]._replace(targets=np.full_like(sequences[0].targets, IGNORED))
     for start in range(0, len(sequences), rows * world_size):
         mine = sequences[start + rank : start + rows * world_size : world_size]

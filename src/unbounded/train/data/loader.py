@@ -1,8 +1,8 @@
-"""A rank's part of every global batch, made ahead on a thread of its own.
+"""A rank's part of every global batch, made ahead on its own thread.
 
 Of the `rows` samples of a global batch, rank `r` of `n` takes those whose number is `r` modulo `n`: the same samples
-make up a batch on any number of ranks. Every batch carries the state that follows it, so that what is saved is
-what was consumed and not what was made ahead.
+make up a batch on any number of ranks. Every batch carries the state after it, so that a checkpoint has what was
+consumed and not what was made ahead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def stack(sequences: Iterable[Sequence], state: State | None = None) -> Batch:
 
 
 class Loader:
-    """Yields `Batch` after batch without end; `close` ends its thread."""
+    """Yields one `Batch` after another without end; `close` ends its thread."""
 
     def __init__(self, corpus: Corpus, *, rows: int, rank: int = 0, world_size: int = 1, num_ahead: int = 4) -> None:
         if rows % world_size:
@@ -68,14 +68,14 @@ class Loader:
         return self._state
 
     def load_state_dict(self, state: State) -> None:
-        """Go on after the batch that `state` came with; the batch size and number of ranks may differ."""
+        """Continue after the batch that `state` came with; the batch size and number of ranks may differ."""
         if self._thread is not None:
             raise DataError("a loader's state can only be set before its first batch.")
         if state["fingerprint"] != self._corpus.fingerprint:
             raise DataError(
                 "the data, its order or its tokenizer is not what the checkpoint was trained on, "
-                "so that the run cannot go on at the exact sample. "
-                "Bring the old data back, or pass --restart-data to begin it anew."
+                "so the run cannot continue at the exact sample. "
+                "Bring back the old data, or pass --restart-data to start the data again."
             )
         self._num_samples = state["samples"]
         self._places = {int(index): StreamPlace(*place) for index, place in state["streams"].items()}
@@ -90,7 +90,7 @@ class Loader:
         return sum(done) / len(done) if done else 0.0
 
     def next(self) -> Batch:
-        """The next batch; waits for the thread where it is not ready, and raises what it met."""
+        """The next batch. Waits for the thread if it is not ready, and raises the thread's error."""
         if self._thread is None:
             self._queue: queue.Queue[Batch | BaseException] = queue.Queue(self._num_ahead)
             self._closing = threading.Event()
@@ -146,7 +146,7 @@ class Loader:
 
 
 def merge(states: Iterable[State]) -> State:
-    """The state of all ranks together: of each stream the place furthest on."""
+    """The state of all ranks together: the furthest place of each stream."""
     first, *others = states
     streams = dict(first["streams"])
     for other in others:

@@ -1,4 +1,4 @@
-"""Records to documents: which fields of a JSON object or Parquet row hold the text, the turns, or the pair.
+"""Turns records into documents: which fields of a JSON object or Parquet row hold the text, the turns, or the pair.
 
 | kind | fields | a document is |
 |---|---|---|
@@ -6,7 +6,7 @@
 | chat | `messages`: `role`, `content` | the conversation |
 | sharegpt | `conversations`: `from`, `value` | the conversation |
 | alpaca | `instruction`, `input`, `output` | a conversation of one question and one answer |
-| prompt | `prompt`, `completion` | the pair; of lists of messages, the conversation |
+| prompt | `prompt`, `completion` | the pair; for lists of messages, the conversation |
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Message = dict[str, str]
 
 
 class Prompted(NamedTuple):
-    """A text and how it goes on; the loss is on the completion alone."""
+    """A text and its completion; the loss covers only the completion."""
 
     prompt: str
     completion: str
@@ -45,7 +45,7 @@ class RecordKind:
     optional: tuple[str, ...] = ()
 
     def check_fields(self, present: Collection[str], where: Where, noun: str) -> None:
-        """Raises where a field is missing, naming what is there."""
+        """Raises if a field is missing, and names the fields that are there."""
         missing = next((name for name in self.fields if name not in present), None)
         if missing is not None:
             known = [str(name) for name in present]
@@ -85,7 +85,7 @@ def kind_named(name: str, text_field: str, messages_field: str | None) -> Record
 
 
 def recognise(fields: Collection[str], text_field: str, messages_field: str | None) -> RecordKind:
-    """The first kind all of whose fields a record has; text where none fits."""
+    """The first kind whose fields the record all has; text if none fits."""
     for name in (CHAT, SHAREGPT, ALPACA, PROMPT):
         kind = kind_named(name, text_field, messages_field)
         if all(field in fields for field in kind.fields):

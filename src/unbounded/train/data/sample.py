@@ -1,8 +1,8 @@
-"""One packed sample, and what the loss asks of it: the next token everywhere, or tokens that are hidden.
+"""One packed sample and its targets: the next token everywhere, or tokens that are masked.
 
-Hidden tokens are the masked-language objective (Devlin et al., 2018). Which they are, and what stands in their place,
-is drawn from the seed and the number of the sample alone: the same on any number of ranks, in batches of any size, and
-in a run that is resumed.
+Masked tokens are the masked-language objective (Devlin et al., 2018). Which tokens are masked, and what replaces them,
+depends only on the seed and the number of the sample. So it is the same on any number of ranks, in batches of any
+size, and in a resumed run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from unbounded.train.data.tokenizer import IGNORED
 
-_MASKED, _RANDOM = 0.8, 0.1  # of the tokens asked for; the rest of them stay as they are
+_MASKED, _RANDOM = 0.8, 0.1  # of the tokens to predict; the rest of them stay as they are
 
 
 class Sequence(NamedTuple):
-    """`targets[i]` is what the loss asks for at `inputs[i]`; `starts[i]` marks the first token of a document."""
+    """`targets[i]` is what is to be predicted at `inputs[i]`; `starts[i]` marks the first token of a document."""
 
     inputs: NDArray[np.int32]
     targets: NDArray[np.int32]
@@ -29,14 +29,14 @@ class Sequence(NamedTuple):
 def ask_next(
     tokens: NDArray[np.int32], targets: NDArray[np.int32], starts: NDArray[np.bool_], *, separated: bool
 ) -> Sequence:
-    """A sample of one token less, each asked for the next: of separated documents not for the first of the next one."""
+    """A sample of one token less, in which each token predicts the next, but never across separated documents."""
     wanted = np.where(starts[1:], np.int32(IGNORED), targets[1:]) if separated else targets[1:]
     return Sequence(tokens[:-1], wanted, starts[:-1])
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Hides `fraction` of the tokens of a sequence that have a target and are not `special`."""
+    """Masks `fraction` of the tokens of a sequence that have a target and are not `special`."""
 
     mask: int
     special: tuple[int, ...]
@@ -44,7 +44,7 @@ class Masking:
     fraction: float
 
     def hide(self, sequence: Sequence, *draw_from: int) -> Sequence:
-        """The sequence with tokens hidden and targets at these alone; one at least, where there is any to ask for."""
+        """The sequence with masked tokens, and targets only there; at least one, if there is any to mask."""
         open_places = np.flatnonzero((sequence.targets != IGNORED) & ~np.isin(sequence.inputs, self.special))
         if not len(open_places):
             return sequence._replace(targets=np.full_like(sequence.targets, IGNORED))

@@ -1,13 +1,13 @@
 """Packed sequences in one fixed order.
 
 The samples of a run are numbered; sample `s` is sequence `s // S` of stream `s % S`, where the number of streams `S`
-depends on the data alone. In each epoch the blocks are put in an order drawn from the seed and dealt to the streams
+depends only on the data. In each epoch the blocks are put in an order drawn from the seed and dealt to the streams
 like cards; within a block (for Parquet, within 1,024 rows) the documents are shuffled. Each stream joins its
 documents' tokens and cuts them into sequences, so that which tokens a sample holds does not depend on the batch size
 or the number of ranks, and a rank reads only the streams that its samples come from.
 
 A stream's place is five integers (`StreamPlace`): sequences given so far, and where the first token of the next one
-is. To resume is to read that one block again.
+is. Resuming reads only that one block again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from unbounded.train.data.source import Block
 from unbounded.train.data.tokenizer import IGNORED, Encoded, Tokenizer
 
 _MAX_STREAMS = 16
-_BLOCKS_PER_STREAM = 4  # fewer, and a stream could draw nothing but empty blocks
+_BLOCKS_PER_STREAM = 4  # with fewer, a stream could get nothing but empty blocks
 _MAX_EMPTY_EPOCHS = 100
 _ENCODE_CHARACTERS = 8 << 10  # documents are tokenised in groups of about this size: more would come in bursts
 
 
 class StreamPlace(NamedTuple):
-    """Where a stream stands: the next sequence begins `offset` tokens into a document of a block of an epoch."""
+    """Where a stream is: the next sequence begins `offset` tokens into a document of a block of an epoch."""
 
     taken: int = 0
     epoch: int = 0
@@ -48,11 +48,11 @@ class StreamPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A dataset as the streams see it: what to read, which part, in which tokens and in which order.
+    """A dataset as the streams see it: what to read, which part, with which tokenizer and in which order.
 
-    With `separated` documents of a sequence do not ask for each other's tokens. A sequence that begins within a
-    document repeats the `overlap` tokens before it as context. With `masking` tokens are hidden and asked for, instead
-    of the next one everywhere.
+    With `separated`, documents in a sequence do not predict each other's tokens. A sequence that begins within a
+    document repeats the `overlap` tokens before it as context. With `masking`, masked tokens are predicted instead of
+    the next one everywhere.
     """
 
     reader: DocumentReader
@@ -66,7 +66,7 @@ class Corpus:
 
     @cached_property
     def num_streams(self) -> int:
-        """How many streams the samples are dealt over."""
+        """How many streams the samples are divided into."""
         count = _MAX_STREAMS
         while count > 1 and len(self.reader.source.blocks) < count * _BLOCKS_PER_STREAM:
             count //= 2
@@ -78,13 +78,13 @@ class Corpus:
         return shuffle.permutation(len(self.reader.source.blocks))[stream :: self.num_streams]
 
     def documents(self, block: int, epoch: int) -> Iterator[Document]:
-        """The block's documents as shuffled in an epoch, those of the other split too."""
+        """The block's documents as shuffled in an epoch, including those of the other split."""
         return self.reader.read(self.reader.source.blocks[block], np.random.default_rng([self.seed, epoch, block]))
 
     def ask(
         self, tokens: NDArray[np.int32], targets: NDArray[np.int32], starts: NDArray[np.bool_], number: int
     ) -> Sequence:
-        """Sample `number` out of its tokens and one more."""
+        """Sample `number`, made from its tokens and one more."""
         if self.masking is None:
             return ask_next(tokens, targets, starts, separated=self.separated)
         return self.masking.hide(Sequence(tokens[:-1], targets[:-1], starts[:-1]), self.seed, number)
@@ -100,7 +100,7 @@ class Corpus:
 
 
 class _Piece:
-    """A tokenised document with the place it came from, of which the first `offset` tokens are used up."""
+    """A tokenised document and the place it came from; its first `offset` tokens are already used."""
 
     __slots__ = ("document", "epoch", "offset", "position", "targets", "tokens")
 
@@ -116,7 +116,7 @@ class Stream:
         self._corpus, self._index = corpus, index
         self._place = place or StreamPlace()
         self._pieces: deque[_Piece] = deque()
-        self._num_ready = -self._place.offset  # tokens at hand, less those that a resumed stream used before
+        self._num_ready = -self._place.offset  # tokens available, minus those that a resumed stream used before
         self._source = self._encoded(self._place)
 
     @property
@@ -128,7 +128,7 @@ class Stream:
         return StreamPlace(self._place.taken, first.epoch, first.position, first.document, first.offset)
 
     def skip_to(self, taken: int) -> None:
-        """Pass over sequences that others take, until `taken` have gone by."""
+        """Skip sequences that other ranks take, until `taken` have passed."""
         while self._place.taken < taken:
             self.next()
 
@@ -166,7 +166,7 @@ class Stream:
                 self._pieces.popleft()
         self._pieces[0].offset -= 1
         wanted = np.concatenate(targets)
-        num_asked = repeated if self._corpus.masking else repeated + 1  # the first token of all is no next one
+        num_asked = repeated if self._corpus.masking else repeated + 1  # the very first token is not the next of any
         wanted[:num_asked] = IGNORED
         number = self._place.taken * self._corpus.num_streams + self._index
         return self._corpus.ask(np.concatenate(tokens), wanted, np.concatenate(starts), number)
@@ -219,7 +219,7 @@ def _no_documents(corpus: Corpus) -> str:
 
 
 def count_tokens(corpus: Corpus, blocks: list[Block]) -> int:
-    """Tokens of the corpus' split in `blocks`, found by tokenising them once."""
+    """Tokens of the corpus' split in `blocks`, counted by tokenising them once."""
     total = 0
     for block in blocks:
         documents = [d for d in corpus.reader.read(block) if d and corpus.split.has(d)]

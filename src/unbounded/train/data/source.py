@@ -20,14 +20,14 @@ from unbounded.train.data.arrays import cut_array, is_array
 
 TEXT, JSONL, ARRAY, PARQUET = "text", "jsonl", "array", "parquet"
 RECORDS = ("chat", "sharegpt", "alpaca", "prompt")
-"""Formats of records, which any container but plain text may hold."""
+"""Formats of records, which any container except plain text may hold."""
 
 _CONTAINERS = {".jsonl": JSONL, ".ndjson": JSONL, ".json": JSONL, ".parquet": PARQUET, ".pq": PARQUET}
 _TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".csv"}
 _CODE_SUFFIXES = {".py", ".c", ".h", ".cpp", ".cc", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql", ".toml"}
 _TEXT_BLOCK_BYTES = 256 << 10  # one document: small enough that tokenising it does not delay a batch
 _LINES_BLOCK_BYTES = 1 << 20  # a window of the shuffle
-_SEAM_BYTES = 4096  # how far from a nominal cut a line end is looked for
+_SEAM_BYTES = 4096  # how far from a nominal cut to look for the end of a line
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DataSource:
 
 
 def open_source(patterns: Iterable[str], data_format: str = "auto") -> DataSource:
-    """Find the files that `patterns` (files, folders, globs) name; folders are walked, hidden files left out."""
+    """Find the files that `patterns` (files, folders, globs) name; folders are searched, without hidden files."""
     found: dict[Path, DataFile] = {}
     for pattern in patterns:
         for path in _expand(pattern, data_format):
@@ -71,7 +71,7 @@ def open_source(patterns: Iterable[str], data_format: str = "auto") -> DataSourc
                 found[path] = DataFile(path, _container(path, data_format), num_bytes)
     if not found:
         named = ", ".join(f'"{pattern}"' for pattern in patterns)
-        raise DataError(f"the data in {named} is empty: no file there holds a byte. Give files with text in them.")
+        raise DataError(f"the data in {named} is empty: all files there have zero bytes. Give files with text in them.")
     return DataSource(tuple(found[path] for path in sorted(found)))
 
 
@@ -143,7 +143,7 @@ def open_parquet(path: Path) -> Any:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise DataError(f'reading "{path}" takes pyarrow. Install it: pip install "unbounded[hf]".') from None
+        raise DataError(f'reading "{path}" needs pyarrow. Install it: pip install "unbounded[hf]".') from None
     try:
         return ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -151,7 +151,7 @@ def open_parquet(path: Path) -> Any:
 
 
 def read_text(file: DataFile, block: Block) -> bytes:
-    """The bytes of a text block, its nominal ends moved to the next end of a line (or of a character)."""
+    """The bytes of a text block, whose nominal ends are moved to the next end of a line (or of a character)."""
     with file.path.open("rb") as stream:
         start = _seam(stream, block.start, file.num_bytes)
         end = _seam(stream, block.end, file.num_bytes)
@@ -172,7 +172,7 @@ def _seam(stream: Any, position: int, num_bytes: int) -> int:
 
 
 def read_lines(file: DataFile, block: Block) -> list[bytes]:
-    """The lines that begin within the block, blank ones left out."""
+    """The lines that begin within the block, without blank ones."""
     with file.path.open("rb") as stream:
         if block.start:
             stream.seek(block.start - 1)

@@ -1,4 +1,4 @@
-"""Documents to tokens with the targets of the loss.
+"""Turns documents into tokens with the targets of the loss.
 
 Two tokenizers with one protocol: the bytes themselves, for the built-in model, and a Hugging Face tokenizer.
 A conversation is rendered in segments with and without loss, each tokenised on its own, so that the loss begins
@@ -27,7 +27,7 @@ Ids = NDArray[np.int32]
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, and per token the id the loss wants there (`IGNORED` where it asks nothing)."""
+    """A document's tokens, and for each the id to predict there (`IGNORED` if there is none)."""
 
     tokens: Ids
     targets: Ids
@@ -42,7 +42,7 @@ class ChatSegment(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and the sampler need of a tokenizer."""
+    """What the data pipeline and the sampler need from a tokenizer."""
 
     name: str
     vocabulary_size: int
@@ -138,7 +138,7 @@ class FolderTokenizer:
             segments = _template_segments(messages[: answers[-1] + 1], answers[-1:], self._template)
         if segments is None:
             raise DataError(
-                f'the chat template of "{self.name}" does not put answers after their prompt, so that the loss cannot '
+                f'the chat template of "{self.name}" does not put answers after their prompt, so the loss cannot '
                 "be limited to them. Render the conversations yourself and train on their text."
             )
         return segments
@@ -181,7 +181,7 @@ def _join(segments: list[ChatSegment], pieces: list[Ids], end: int) -> Encoded:
         ids = np.concatenate([ids, last]) if segment.ends else ids
         tokens.append(ids)
         targets.append(ids if segment.trained else np.full_like(ids, IGNORED))
-    if not tokens or tokens[-1][-1:] != last:  # conversations are set apart as texts are
+    if not tokens or tokens[-1][-1:] != last:  # conversations are separated as texts are
         tokens.append(last)
         targets.append(np.full_like(last, IGNORED))
     return Encoded(np.concatenate(tokens), np.concatenate(targets))
@@ -192,7 +192,7 @@ def _bytes(text: str) -> Ids:
 
 
 def _first(tokenizer: Any, *names: str) -> int | None:
-    """The first of these special tokens that a tokenizer has: BERT and its relatives name theirs differently."""
+    """The first of these special tokens that a tokenizer has: BERT and its relatives use other names."""
     ids = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
     return next((token for token in ids if token is not None), None)
 
@@ -201,7 +201,7 @@ def _load_tokenizer(folder: str | Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise DataError(f'tokenizer "{folder}" takes transformers. Install it: pip install "unbounded[hf]".') from None
+        raise DataError(f'tokenizer "{folder}" needs transformers. Install it: pip install "unbounded[hf]".') from None
     if not Path(folder).is_dir():
         raise DataError(f'tokenizer folder "{folder}" does not exist. Give a folder that from_pretrained can read.')
     try:

@@ -1,4 +1,4 @@
-"""One value as its key wants it, whether it came from a flag, a file or Python; or one line on what is wrong."""
+"""Reads one value as the type of its key, whether it came from a flag, a file or Python. A mistake gives one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unbounded.train.options.config import Config
 
 FIELDS = {one.name: one for one in fields(Config)}
 _HINTS = get_type_hints(Config)
-_LONGEST = 80  # of a value that a message repeats
+_LONGEST = 80  # characters of a value that a message repeats
 
 
 def flag_of(key: str) -> str:
@@ -22,7 +22,7 @@ def flag_of(key: str) -> str:
 
 
 def kind_of(key: str) -> Any:
-    """The type that a key's value has when it is given: `str | None` is str."""
+    """The type of a key's value, if it is given: for `str | None` it is str."""
     hint = _HINTS[key]
     if get_origin(hint) is UnionType:
         hint = next(arg for arg in get_args(hint) if arg is not NoneType)
@@ -50,11 +50,11 @@ def fit(key: str, value: Any, where: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value as messages repeat it: as Python writes it, cut where it is long."""
+    """A value as messages repeat it: as Python writes it, shortened if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to write out whole numbers of thousands of digits
-        return "a number of thousands of digits"
+    except ValueError:  # Python refuses to write out integers with thousands of digits
+        return "a number with thousands of digits"
     except RecursionError:
         return "a deeply nested value"
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
@@ -77,13 +77,13 @@ def _fit_texts(value: Any, choices: tuple[str, ...] | None, where: str) -> tuple
         for text in texts:
             _check_choice(text, choices, where)
     elif not texts or not all(texts):
-        raise InputError(f"{where} is {show(value)}, but it must name at least one, and none that is empty.")
+        raise InputError(f"{where} is {show(value)}, but it must name at least one, and no name may be empty.")
     return tuple(_fit_text(text, where) for text in texts)
 
 
 def _fit_text(text: str, where: str) -> str:
     if "\0" in text:
-        raise InputError(f"{where} is {show(text)}, which has a zero byte in it. Leave that out.")
+        raise InputError(f"{where} is {show(text)}, which contains a zero byte. Remove it.")
     return text
 
 

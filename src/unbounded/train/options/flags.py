@@ -1,4 +1,4 @@
-"""Defaults, then the TOML file, then the flags: the `Config` that the user asked for, or one line on what is wrong."""
+"""The `Config` that the user asked for: defaults, then the TOML file, then the flags. Mistakes give one line."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _LARGEST_FILE = 1 << 20  # of settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` one flag a key, grouped; a flag that is not typed leaves no value."""
+    """Give `parser` one flag per key, in groups; a flag that is not typed leaves no value."""
     parser.argument_default = argparse.SUPPRESS
     parser.description = (
-        "Train a model beyond its memory. Without arguments: a GPT over bytes, on the sources of Python's standard "
-        "library, with its states spread over device, host and disk."
+        "Train a model that does not fit in memory. Without arguments, this trains a GPT over bytes on the sources of "
+        "Python's standard library, with its states spread over device, host and disk."
     )
     parser.epilog = (
-        "Every flag is also a key of the TOML file, with _ for -; plan is a table there. A flag beats the file. "
-        "Exit code: 0 done, 1 failed, 2 bad input, 130 or 143 interrupted (Ctrl-C, SIGTERM) after saving."
+        "Every flag is also a key of the TOML file, with _ instead of -; plan is a table there. A flag overrides the "
+        "file. Exit codes: 0 done, 1 failed, 2 bad input, 130 or 143 interrupted (Ctrl-C, SIGTERM) after saving."
     )
-    parser.add_argument("file", nargs="?", default=None, metavar="run.toml", help="settings to start from")
+    parser.add_argument("file", nargs="?", default=None, metavar="run.toml", help="TOML file of settings")
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for one in FIELDS.values():
         groups[one.metadata["group"]].add_argument(flag_of(one.name), **_argument(one))
 
 
 def make_config(given: dict[str, Any]) -> Config:
-    """The settings of the flags `given` over those of their file; unknown keys and contradictions are refused."""
+    """The flags in `given`, on top of the settings in their file. Unknown keys and contradictions are refused."""
     flags = {key: value for key, value in given.items() if key in FIELDS}
     settings = read_toml(Path(given["file"])) if given.get("file") else {}
     plan = {**dict(settings.pop("plan", ())), **dict(flags.pop("plan", ()))}
     flags = {key: fit(key, value, flag_of(key)) for key, value in flags.items()}
-    for pair in EXCLUSIVE:  # a flag beats the file, also where the file says it in the other way
+    for pair in EXCLUSIVE:  # a flag overrides the file, even if the file says the same thing with the other key
         for mine, other in (pair, pair[::-1]):
             if mine in flags and other not in flags:
                 settings.pop(other, None)
@@ -51,14 +51,14 @@ def make_config(given: dict[str, Any]) -> Config:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file, each of the type its key wants."""
+    """The settings of a TOML file, each with the type of its key."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
     try:
         table = tomllib.loads(_read_text(path))
-    except (OSError, ValueError, RecursionError) as error:  # also of what is not UTF-8 or not TOML
+    except (OSError, ValueError, RecursionError) as error:  # also if it is not UTF-8 or not TOML
         raise InputError(f'settings file "{path}" cannot be read: {error}') from None
     for key in table:
         if key not in FIELDS:
@@ -68,18 +68,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     if not path.exists():
-        raise InputError(f'settings file "{path}" does not exist.')
+        raise InputError(f'settings file "{path}" does not exist. Give the path of a TOML file.')
     if not path.is_file():
-        raise InputError(f'settings file "{path}" is no file. Give a TOML file.')
+        raise InputError(f'settings file "{path}" is not a file. Give a TOML file.')
     with path.open("rb") as file:
         content = file.read(_LARGEST_FILE + 1)
     if len(content) > _LARGEST_FILE:
-        raise InputError(f'settings file "{path}" has more than a megabyte. Give a TOML file of settings.')
+        raise InputError(f'settings file "{path}" is larger than a megabyte. Give a TOML file of settings.')
     return content.decode()
 
 
 def _argument(one: Field[Any]) -> dict[str, Any]:
-    """What argparse is told of a key."""
+    """What argparse needs to know about a key."""
     kind = kind_of(one.name)
     about = f"{one.metadata['help']} (default: {one.metadata['shown']})".replace("%", "%%")
     if one.metadata.get("keyed"):
@@ -95,7 +95,7 @@ def _argument(one: Field[Any]) -> dict[str, Any]:
 
 
 def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`kind` of a text, with a complaint in words."""
+    """A function that reads a text as `kind`, with a plain error message."""
 
     def read(text: str) -> Any:
         try:

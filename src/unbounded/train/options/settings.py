@@ -1,7 +1,7 @@
-"""Closes what the user left open, for the machine and the model at hand: below this nothing meets an open setting.
+"""Closes what the user left open, for this machine and model. Nothing below this sees an open setting.
 
-The default job is small enough for two CPU cores and two minutes, and its budgets are smaller than its states, so that
-all three tiers are at work. A GPU gets a larger one.
+The default job is small enough for two minutes on two CPU cores. Its budgets are smaller than its states, so that all
+three tiers are used. A GPU gets a larger job.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _HF = {"layers": 0, "width": 0, "heads": 0, "sequence_length": 1024, "batch_toke
 _LARGE_STEPS = 240
 _LORA_LR = 2e-4
 _PATHS = ("model", "from_config", "tokenizer", "data", "eval_data", "disk_path", "output", "export", "trace")
-_HOST_BYTES_PER_TOKEN = 17 * 6  # inputs, targets and marks of the batch in use and of those made ahead
+_HOST_BYTES_PER_TOKEN = 17 * 6  # inputs, targets and document marks of the batch in use and of those made ahead
 _MICRO_TOKENS = 8192  # a rank runs about this many tokens at once by default
 
 
 @dataclass(frozen=True)
 class Settings(Config):
-    """A `Config` with nothing left open (`steps` is 0 until the data is counted, where epochs were asked for)."""
+    """A `Config` with nothing left open. (If epochs were asked for, `steps` is 0 until the data is counted.)"""
 
     layers: int = 0
     width: int = 0
@@ -60,19 +60,19 @@ class Settings(Config):
         return self.batch_tokens // self.sequence_length
 
     def length_at(self, step: int) -> int:
-        """Tokens of a sequence at a 0-based step: from `sequence_start` on it doubles until it is `sequence_length`."""
+        """Tokens per sequence at a 0-based step: starts at `sequence_start` and doubles up to `sequence_length`."""
         start = self.sequence_start or self.sequence_length
         num_doublings = (self.sequence_length // start).bit_length() - 1
         return start << min(step * num_doublings // max(self.sequence_steps or 1, 1), num_doublings)
 
     @property
     def shard_plan(self) -> dict[str, Any]:
-        """The plan that the settings ask of `unbounded.shard`; what they leave open is left to "auto"."""
+        """The plan for `unbounded.shard`; what the settings leave open is left to "auto"."""
         return plan_fields(self)
 
 
 def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
-    """`config` for a device of `kind` and this many ranks, all closed but what depends on the length of the run."""
+    """`config` for a device of `kind` and this many ranks. Only what depends on the length of the run stays open."""
     ours = config.model is None and config.from_config is None
     defaults: dict[str, Any] = dict((_SMALL if kind == "cpu" else _LARGE) if ours else _HF)
     if ours and kind != "cpu":
@@ -87,7 +87,9 @@ def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
     defaults["activations"] = "host" if ours else "auto"
     defaults |= {"output": DEFAULT_OUTPUT, "device": kind, "eval_fraction": 0.0}
     if config.eval_data is None:
-        defaults["eval_fraction"] = 0.05 if config.data is None else 0.01  # of few documents, more
+        defaults["eval_fraction"] = (
+            0.05 if config.data is None else 0.01
+        )  # more of them, because there are few documents
     defaults["sample"] = ("def " if config.data is None else "The ") if ours else ""
     defaults["data"] = default_data()
     given: dict[str, Any] = {one.name: getattr(config, one.name) for one in fields(Config)}
@@ -99,7 +101,7 @@ def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
 
 
 def close_length(settings: Settings, config: Config, *, tokens_per_epoch: int = 0) -> Settings:
-    """`settings` with its number of steps and all that follows from it, where `config` leaves that open."""
+    """`settings` with the number of steps, and whatever follows from it, filled in where `config` leaves it open."""
     steps = settings.steps or max(round((settings.epochs or 1.0) * tokens_per_epoch / settings.batch_tokens), 1)
     every = max(steps // 5, 1)
     by_time_only = config.checkpoint_minutes is not None
@@ -117,13 +119,13 @@ def close_length(settings: Settings, config: Config, *, tokens_per_epoch: int = 
 
 
 def default_data() -> tuple[str, ...]:
-    """The sources of Python's own standard library: text that every machine has."""
+    """The sources of Python's standard library, because every machine has them."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return (str(folder / "*.py"), *(str(folder / name / "*.py") for name in ("asyncio", "email", "json", "logging")))
 
 
 def _expand(path: Any) -> Any:
-    """A path, or several, with a leading ~ for the home of a user replaced; of one that is not known it is a name."""
+    """A path, or several, with a leading ~ replaced by the home folder. An unknown user's ~name is a plain name."""
     if not isinstance(path, str):
         return path and tuple(_expand(one) for one in path)
     expanded = os.path.expanduser(path)
@@ -134,7 +136,7 @@ def _check_lengths(settings: Settings) -> None:
     length, start = settings.sequence_length, settings.sequence_start
     if start is not None and (length % start or (length // start).bit_count() != 1):
         raise InputError(
-            f"--sequence-start {start} does not double up to --sequence-length {length}. "
+            f"--sequence-start {start} cannot be doubled to reach --sequence-length {length}. "
             f"Choose {length} divided by 2, 4, 8 or another power of 2."
         )
     if settings.sequence_overlap >= length:
@@ -145,17 +147,17 @@ def _check_lengths(settings: Settings) -> None:
 
 
 def _check_batch(settings: Settings, rows: int) -> None:
-    """Batches are made ahead: as many tokens as the host cannot hold would never be trained on."""
+    """Batches are made ahead, so they must fit in host memory."""
     needed, free = rows * settings.sequence_length * _HOST_BYTES_PER_TOKEN, available_bytes()
     if needed > free:
         raise InputError(
-            f"--batch-tokens {settings.batch_tokens} take {format_bytes(needed)} of host memory on each rank, and "
-            f"{format_bytes(free)} are free. Lower it, or use more ranks."
+            f"--batch-tokens {settings.batch_tokens} takes {format_bytes(needed)} of host memory on each rank, but "
+            f"only {format_bytes(free)} are free. Lower it, or use more ranks."
         )
 
 
 def _close_microbatches(settings: Settings, rows: int) -> Settings:
-    """A pipeline runs the `rows` of a rank's batch in one call: the plan says in how many parts."""
+    """A pipeline runs the `rows` of a rank's batch in one call; the plan says in how many parts."""
     plan = dict(settings.plan)
     if settings.shard_plan.get("pipeline", 1) == 1 or "microbatches" in plan:
         return settings
@@ -167,7 +169,7 @@ def _micro_batch(settings: Settings, given: int | None, world_size: int) -> int:
     if tokens % length:
         raise InputError(
             f"--batch-tokens {tokens} is not a multiple of --sequence-length {length}. "
-            f"The nearest that is: {max(round(tokens / length), 1) * length}."
+            f"The nearest multiple is {max(round(tokens / length), 1) * length}."
         )
     if settings.rows % world_size:
         raise InputError(
@@ -179,19 +181,19 @@ def _micro_batch(settings: Settings, given: int | None, world_size: int) -> int:
     stages, parts = settings.shard_plan.get("pipeline", 1), settings.shard_plan.get("microbatches")
     if parts is not None and (mine % parts or given not in (None, mine // parts)):
         raise InputError(
-            f"--plan microbatches={parts} does not go with the {mine} sequences of a rank's batch"
+            f"--plan microbatches={parts} does not fit the {mine} sequences of a rank's batch"
             + (f" and --micro-batch {given}." if given is not None else ".")
-            + " Choose a number that divides them, and leave out --micro-batch."
+            + f" Choose a number that divides {mine}, and leave out --micro-batch."
         )
     if parts is not None:
         return mine // parts
     if given is None:
         most = min(max(_MICRO_TOKENS // length, 1), mine)
-        if stages > 1:  # parts enough to fill the pipeline
+        if stages > 1:  # enough parts to fill the pipeline
             most = max(min(most, mine // (2 * stages)), 1)
         return next(count for count in range(most, 0, -1) if mine % count == 0)
     if mine % given:
         raise InputError(
-            f"--micro-batch {given} does not divide the {mine} sequences of a rank's batch. Choose one that does."
+            f"--micro-batch {given} does not divide the {mine} sequences of a rank's batch. Choose a divisor of {mine}."
         )
     return given

@@ -1,1 +1,1 @@
-"""A run from its first preparations to its last line: data and placement, folder, interrupts, export, summary."""
+"""A run from preparation to summary: data and placement, folder, interrupts, export, summary."""

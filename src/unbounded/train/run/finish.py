@@ -1,4 +1,4 @@
-"""The last acts of a run: a sample of text, and the model exported for others to read."""
+"""The end of a run: a sample of text, and the exported model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unbounded.train.world import World
 
 
 def sample_text(model: nn.Module, tokenizer: Tokenizer, settings: Settings, world: World) -> str:
-    """All ranks must call this: the prompt of the settings continued, or nothing where there is none."""
+    """All ranks must call this. Continues the prompt in the settings; an empty text if there is none."""
     if not settings.sample or not settings.sample_tokens:
         return ""
     multiple = world.axes.context.size * world.axes.tensor.size
@@ -22,7 +22,7 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, settings: Settings, worl
 
 
 def export_model(model: nn.Module, tokenizer: Tokenizer, settings: Settings) -> Path | None:
-    """All ranks must call this: write the model (of adapters, these alone) where the settings ask for it."""
+    """All ranks must call this. Writes the model, or only its adapters, to the folder in the settings."""
     if settings.export is None:
         return None
     folder = Path(settings.export)

@@ -1,4 +1,4 @@
-"""What happens when a loss or gradient is not finite: the step is left out, and the run stops or goes on, by policy."""
+"""Handles a loss or gradient that is not finite: the step is skipped, and `on_nan` says whether the run stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unbounded.train.options.settings import Settings
 from unbounded.train.run.output import RunFolder
 from unbounded.train.step.loop import Outcome, Trainer, find_culprit
 
-_MAX_SKIPPED = 10  # in a row: what does not go away is no accident
+_MAX_SKIPPED = 10  # in a row: so many are not an accident
 
 
 class Guard:
@@ -24,7 +24,7 @@ class Guard:
         self._num_skipped = 0
 
     def judge(self, step: int, batch: Batch, outcome: Outcome) -> None:
-        """All ranks must call this: raise TrainingError where the policy says so."""
+        """All ranks must call this. Raises TrainingError if the policy says so."""
         if outcome.stepped:
             self._num_skipped = 0
             return
@@ -35,7 +35,7 @@ class Guard:
             return
         many = f" {self._num_skipped} steps in a row were skipped." if self._num_skipped > 1 else ""
         raise TrainingError(
-            f"{fact}{many} {self.last_checkpoint} Lower --lr, or pass --on-nan skip to leave out such steps."
+            f"{fact}{many} {self.last_checkpoint} Lower --lr, or pass --on-nan skip to skip such steps."
         )
 
     @property
@@ -58,12 +58,14 @@ class Guard:
 
 
 def name_shortage(error: BaseException) -> str | None:
-    """What ran out and what to do, where `error` says that memory or disk did; None for any other error."""
+    """If `error` says that memory or disk ran out, what to tell the user; None for any other error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full: {_one_line(error)}. Free some of it, or choose --output or --disk-path elsewhere."
+        return (
+            f"the disk is full: {_one_line(error)}. Free some space, or choose --output or --disk-path on another disk."
+        )
     if isinstance(error, torch.OutOfMemoryError):
         return f"the device is out of memory: {_one_line(error)} Lower --micro-batch or --device-bytes."
-    if isinstance(error, BudgetError):  # says itself what would help
+    if isinstance(error, BudgetError):  # its message already says what would help
         return " ".join(str(error).split())
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"the host is out of memory: {_one_line(error)}. Lower --micro-batch or --host-bytes."

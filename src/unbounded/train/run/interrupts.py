@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step in hand is finished and saved; a second Ctrl-C does not wait."""
+"""Ctrl-C and SIGTERM: the current step is finished and saved; a second Ctrl-C does not wait."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The output folder of a run: what it trains, and its checkpoints, one folder a step, the last few of them kept.
+"""The output folder of a run: what it trains, and its last few checkpoints, one folder each.
 
-    run.json             what the run trains: a start that trains something else is told so
+    run.json             what the run trains; a start that trains something else is refused
     metrics.jsonl        see `unbounded.observe.metrics`
     step-00000100/       a checkpoint
-    replaced-00000100/   one of an earlier run that was started over; removed once this run has its own
+    replaced-00000100/   a checkpoint of an earlier run; removed once this run has its own
 
 A run that starts over renames the old checkpoints before its first step, so that no later start takes them for its
-own, however this one ends.
+own, whatever happens to this one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Description = dict[str, Any]
 
 
 class RunFolder:
-    """Saves to, finds in and clears `root`. Its methods must be called by all ranks; the first rank alone removes."""
+    """Saves to, finds in and clears `root`. All ranks must call its methods; only the first rank removes."""
 
     def __init__(self, root: Path, world: World, keep_last: int) -> None:
         self.root, self._world, self._keep_last = root, world, keep_last
@@ -46,10 +46,10 @@ class RunFolder:
         self.last: Path | None = None
 
     def claim(self, about: Description, more: Description, *, anew: bool, threads: int | None) -> int:
-        """Make the folder, or check that it can hold this run; with `anew` what an earlier one left is set aside.
+        """Make the folder, or check that it can hold this run; with `anew` old checkpoints are set aside.
 
-        `more` is remembered, too, but may change. Returns the CPU threads to compute with: those asked for, those
-        that the run began with, or what is usual.
+        `more` is stored too, but may change. Returns the number of CPU threads: what was asked for, what the run
+        began with, or the usual number.
         """
         refusal, count = None, 0
         if self._world.is_first:
@@ -74,11 +74,11 @@ class RunFolder:
         return self.root / f"step-{step:08}"
 
     def load(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
-        """Load the newest whole checkpoint and return its extra values; None where there is none.
+        """Load the newest whole checkpoint and return its extra values; None if there is none.
 
         Hyper-parameters stay as the settings of this run have them.
         """
-        steps = self.steps()  # torn ones left out: ranks that each met one would meet different errors
+        steps = self.steps()  # without torn ones, on which ranks would raise different errors
         if not steps:
             return None
         given = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -89,14 +89,14 @@ class RunFolder:
         return extra
 
     def save(self, step: int, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> Path:
-        """Begin to save a step; training may go on. It counts as saved, and older ones go, once `settle` has waited."""
+        """Begin to save a step while training continues. `settle` waits for it, and then removes older ones."""
         self.settle()
         path = self.path_of(step)
         self._pending = (path, unbounded.save(path, model, optimizer, wait=False, **extra))
         return path
 
     def find_last(self) -> Path | None:
-        """The last whole checkpoint as far as this rank knows, for words of farewell: no other rank is asked."""
+        """The last whole checkpoint that this rank knows of, for a final message: it does not ask other ranks."""
         if self._pending is None:
             return self.last
         path, handle = self._pending
@@ -111,7 +111,7 @@ class RunFolder:
         return self.last
 
     def settle(self) -> None:
-        """Wait for the save under way, if there is one, and remove what is no longer to be kept."""
+        """Wait for the running save, if there is one, and remove checkpoints that are no longer kept."""
         if self._pending is None:
             return
         (path, handle), self._pending = self._pending, None
@@ -126,22 +126,22 @@ class RunFolder:
     # -- on the first rank ------------------------------------------------------------------------------------------
 
     def _refuse(self, about: Description, *, anew: bool) -> str | None:
-        """Why the folder, which is made where it is missing, cannot hold this run; None where it can."""
+        """Makes the folder if it is missing. Returns why it cannot hold this run; None if it can."""
         if self.root.exists() and not self.root.is_dir():
-            return f'--output "{self.root}" is no folder. Choose another.'
+            return f'--output "{self.root}" is not a folder. Choose another.'
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             return f'--output "{self.root}" cannot be made: {error.strerror}. Choose another.'
         if not os.access(self.root, os.W_OK | os.X_OK):
-            return f'--output "{self.root}" is not writable for this user. Choose another.'
+            return f'--output "{self.root}" is not writable by this user. Choose another.'
         if not is_metrics(self.root / METRICS):
-            return f'"{self.root / METRICS}" is no file of ours, and would be replaced. Choose another --output.'
+            return f'"{self.root / METRICS}" is not our metrics file, and would be replaced. Choose another --output.'
         other = None if anew else self._other_run(about)
         if other is not None:
             return (
-                f'--output "{self.root}" holds another run: {other} Choose another --output, or begin anew there with '
-                "--resume never (its checkpoints go once this run has one of its own)."
+                f'--output "{self.root}" holds another run: {other} Choose another --output, or start over with '
+                "--resume never (its checkpoints are removed once this run has one)."
             )
         return None
 
@@ -151,7 +151,7 @@ class RunFolder:
         write_file(self.root / RUN_FILE, json.dumps({"format": "unbounded run", **about}, indent=1) + "\n")
 
     def _read(self) -> Description:
-        """What the run that is there said of itself; nothing where none did."""
+        """How the run in this folder described itself; empty if there is none."""
         with suppress(OSError, ValueError, RecursionError):
             there = json.loads((self.root / RUN_FILE).read_text())
             if isinstance(there, dict):
@@ -159,13 +159,13 @@ class RunFolder:
         return {}
 
     def _other_run(self, about: Description) -> str | None:
-        """How the run that is there differs from this one; None where it is this one, or has no checkpoint."""
+        """How the run in this folder differs from this one; None if it is the same run, or has no checkpoint."""
         if not any(kind == "step" for kind, _ in self._entries()):
             return None
         there = self._read()
         for key, value in about.items():
             if there.get(key, value) != value:
-                return f"its {key} is {json.dumps(there[key])}, and not {json.dumps(value)}."
+                return f"its {key} is {json.dumps(there[key])}, not {json.dumps(value)}."
         return None
 
     def _set_all_aside(self) -> None:
@@ -184,7 +184,7 @@ class RunFolder:
 
 
 def usual_threads() -> int:
-    """As the environment says, whatever else runs in this process has set; otherwise as torch chooses."""
+    """OMP_NUM_THREADS, whatever other code in this process has set; otherwise torch's number."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isascii() and given.isdigit() and 0 < int(given) <= 4096 else torch.get_num_threads()
 

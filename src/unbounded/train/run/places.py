@@ -1,4 +1,4 @@
-"""Where a run will write, checked before anything is built; and what the run trains, as its folder records it."""
+"""Checks where a run will write, before anything is built; and describes what it trains, for its folder."""
 
 from __future__ import annotations
 
@@ -23,28 +23,26 @@ def check_places(settings: Settings) -> None:
 
 def _check_export(settings: Settings, target: Path) -> None:
     if target.exists() and not target.is_dir():
-        raise InputError(f'--export "{target}" is no folder. Choose another.')
+        raise InputError(f'--export "{target}" is not a folder. Choose another.')
     for flag, base in (
         ("--model", settings.model),
         ("--from-config", settings.from_config),
         ("--tokenizer", settings.tokenizer),
         ("--output", settings.output),
     ):
-        within = flag == "--output"  # beside the checkpoints there is room
+        within = flag == "--output"  # next to the checkpoints is fine
         if base is not None and _covers(target, Path(base), within=within):
-            raise InputError(
-                f'--export "{target}" would overwrite what {flag} "{base}" holds. Choose a folder of its own.'
-            )
+            raise InputError(f'--export "{target}" would overwrite what {flag} "{base}" holds. Choose another folder.')
 
 
 def _covers(target: Path, held: Path, *, within: bool) -> bool:
-    """Whether `target` is `held` or around it (or, unless `within`, inside); a link counts as what it points to."""
+    """Whether `target` is `held` or contains it (or, unless `within`, is inside it). Links are followed."""
     a, b = Path(os.path.realpath(target)), Path(os.path.realpath(held))
     return a == b or a in b.parents or (not within and b in a.parents)
 
 
 def describe_run(settings: Settings) -> dict[str, Any]:
-    """What cannot change while a run goes on: with another of these its checkpoints do not fit."""
+    """What cannot change when a run is resumed, because its checkpoints would not fit."""
     given = settings.model or settings.from_config
     model = Path(os.path.realpath(given)).name if given else "the built-in GPT"
     shape = None if given else [settings.layers, settings.width, settings.heads, settings.sequence_length]

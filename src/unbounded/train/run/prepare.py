@@ -11,26 +11,27 @@ from torch import nn
 import unbounded
 from unbounded.errors import DataError, InputError
 from unbounded.native.host_memory import available_bytes
+from unbounded.optim.formats import DTYPES
 from unbounded.tiers.budget import HOST_ACTIVATION_PART
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.sample import Masking
 from unbounded.train.data.sequences import Corpus, count_tokens
 from unbounded.train.data.source import open_source
 from unbounded.train.data.tokenizer import Tokenizer
-from unbounded.train.model import DTYPES, Subject
+from unbounded.train.model import Subject
 from unbounded.train.options.settings import Settings
 from unbounded.train.step.optimizers import make_optimizer
 from unbounded.train.step.schedule import lr_factor, make_scheduler
 from unbounded.train.world import World
 
 _SHOWN_SHARES = {"device_bytes": 0.35, "host_bytes": 0.7, "disk_bytes": 1.0}
-"""Budgets of the job that shows the tiers at work, in parts of its states: neither device nor host holds them all."""
+"""Budgets of the demonstration job, as parts of its states: neither device nor host can hold all of them."""
 _LEAST_BUFFERS = 16 << 20
-"""What buffers take of the host's budget however small the model is."""
+"""What buffers take of the host's budget, however small the model is."""
 
 
 def open_data(settings: Settings, tokenizer: Tokenizer) -> tuple[Corpus, Corpus | None]:
-    """The training data and, where there is to be an evaluation, its data."""
+    """The training data and, if there is an evaluation, its data."""
     masking = _masking(settings, tokenizer) if settings.objective == "masked" else None
 
     def corpus(paths: tuple[str, ...], split: Split) -> Corpus:
@@ -60,7 +61,7 @@ def _masking(settings: Settings, tokenizer: Tokenizer) -> Masking:
     mask = getattr(inner, "mask_token_id", None)
     if mask is None:
         raise InputError(
-            f'tokenizer "{tokenizer.name}" has no mask token, which --objective masked puts in the place of tokens. '
+            f'tokenizer "{tokenizer.name}" has no mask token, but --objective masked needs one. '
             'Set "mask_token" in its tokenizer_config.json.'
         )
     special = tuple(sorted(inner.all_special_ids))  # type: ignore[union-attr]
@@ -68,16 +69,16 @@ def _masking(settings: Settings, tokenizer: Tokenizer) -> Masking:
 
 
 def count_epoch(corpus: Corpus, world: World) -> int:
-    """All ranks must call this: the tokens of one pass over the data, counted together."""
+    """All ranks must call this. The tokens of one pass over the data, which the ranks count together."""
     mine = list(corpus.reader.source.blocks)[world.data.rank :: world.data.size]
     total = int(world.sum([count_tokens(corpus, mine)])[0])
     if not total:
-        raise DataError("the training data is empty: its files hold no document. Give files with text in them.")
+        raise DataError("the training data is empty: its files contain no document. Give files with text in them.")
     return total
 
 
 def shard_subject(subject: Subject, settings: Settings) -> tuple[nn.Module, Any, Any]:
-    """All ranks must call this: the model on its tiers, its optimizer and its scheduler."""
+    """All ranks must call this. Returns the model on its tiers, its optimizer and its scheduler."""
     optimizer = make_optimizer(subject.model, settings)
     torch.manual_seed(settings.seed)  # every rank draws the same first weights, however many there are
     model, sharded = unbounded.shard(subject.model, optimizer, plan_of(subject, settings), weights=subject.weights)
@@ -88,28 +89,28 @@ def shard_subject(subject: Subject, settings: Settings) -> tuple[nn.Module, Any,
 
 
 def plan_of(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """The plan to ask for. The built-in model without budgets gets some that its states do not fit in."""
+    """The plan to ask for. Without budgets, the built-in model gets some that are too small for its states."""
     plan = settings.shard_plan
     if settings.model is None and settings.from_config is None and set(plan) <= {"precision", "activations"}:
         states = subject.num_parameters * (16 if settings.precision == "fp32" else 14)
         if states > available_bytes() // 2:
-            return plan  # no demonstration: budgets are promises, which this machine could not keep
+            return plan  # no demonstration, because this machine could not keep the budgets
         plan |= {key: int(share * states) for key, share in _SHOWN_SHARES.items()}
         plan["host_bytes"] += _LEAST_BUFFERS
-        if settings.activations == "host":  # beside the states, and within the part that a plan keeps for them
+        if settings.activations == "host":  # besides the states, within the part that a plan keeps for activations
             inputs = _input_bytes(subject, settings)
             plan["host_bytes"] = max(plan["host_bytes"] + inputs, int(inputs / HOST_ACTIVATION_PART))
     return plan
 
 
 def _input_bytes(subject: Subject, settings: Settings) -> int:
-    """What the inputs of all blocks take for the sequences that a rank runs at once."""
+    """Bytes of the inputs of all blocks, for the sequences that a rank runs at once."""
     tokens = settings.micro_batch * settings.sequence_length
     return subject.layers * tokens * subject.width * DTYPES[settings.precision].itemsize
 
 
 def set_schedule(scheduler: Any, optimizer: Any, num_updates: int) -> None:
-    """Put the schedule where it is after `num_updates` updates, as a resumed run needs it."""
+    """Move the schedule to where it is after `num_updates` updates, for a resumed run."""
     scheduler.last_epoch = num_updates
     for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = base * factor(num_updates)

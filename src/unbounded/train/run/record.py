@@ -1,4 +1,4 @@
-"""What a run writes down and shows: metrics, boards, the display and the trace, on the rank that speaks."""
+"""What a run records and shows, on its first rank: metrics, boards, the display and the trace."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Record:
             self._metrics.write("eval", step, loss=loss, perplexity=perplexity)
 
     def stop_trace(self) -> None:
-        """Write the trace, where one is being recorded."""
+        """Write the trace, if one is being recorded."""
         if self._settings.trace is not None and trace.is_recording():
             self.trace_path = trace.stop()
 

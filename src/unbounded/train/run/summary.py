@@ -1,4 +1,4 @@
-"""What a run came to: the closing lines, from numbers that the loop gathered."""
+"""The result of a run: its closing lines, from numbers that the loop gathered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unbounded.observe.lanes import LaneTotal
 from unbounded.observe.progress import Tier
 from unbounded.observe.report.page import read_report
 from unbounded.planner.step.prediction import compare
-from unbounded.planning import predict_step
+from unbounded.planning.running_step import predict_step
 from unbounded.train.options.settings import Settings
 
 
@@ -40,9 +40,9 @@ class Summary:
     exported: Path | None = None
     trace: Path | None = None
     signal: int | None = None
-    speaks: bool = True  # whether this rank is the one to tell it
-    predicted_seconds: float | None = None  # of a step, where the machine was measured
-    step_seconds: float = 0.0  # the mean of the warm ones
+    speaks: bool = True  # whether this rank prints it
+    predicted_seconds: float | None = None  # of a step, if the machine was measured
+    step_seconds: float = 0.0  # the mean over all steps but the first
 
     def _repr_html_(self) -> str:
         """In a notebook: the report of the run."""
@@ -50,7 +50,7 @@ class Summary:
 
 
 def predict_seconds(model: nn.Module, settings: Settings, world_size: int) -> float | None:
-    """What a step of this run was predicted to take; None where the machine was never measured."""
+    """What a step of this run was predicted to take; None if the machine was never measured."""
     tokens = settings.micro_batch * settings.sequence_length
     accumulate = max(1, settings.batch_tokens // (tokens * world_size))
     found = predict_step(model, tokens=tokens, sequence=settings.sequence_length, accumulate=accumulate)
@@ -62,11 +62,11 @@ def describe_summary(summary: Summary) -> list[str]:
     trained = f", {show_count(summary.num_trained)} of them trained" * (summary.num_trained < summary.num_parameters)
     lines = [f"parameters   {show_count(summary.num_parameters)}{trained}"]
     if summary.first_loss is not None and summary.last_loss is not None:
-        lines.append(f"loss         {summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last")
+        lines.append(f"loss         {summary.first_loss:.4f} in the first step, {summary.last_loss:.4f} in the last")
     if summary.eval_loss is not None:
         lines.append(f"held out     {_perplexity(summary.eval_loss)}")
     lines.append(
-        f"speed        {summary.tokens_per_second:,.0f} tokens/s, {summary.tflops:.3g} TFLOP/s a device, "
+        f"speed        {summary.tokens_per_second:,.0f} tokens/s, {summary.tflops:.3g} TFLOP/s per device, "
         f"{summary.step} of {summary.num_steps} steps in {show_seconds(summary.seconds)}"
     )
     if summary.predicted_seconds is not None and summary.step_seconds:

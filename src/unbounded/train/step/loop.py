@@ -47,13 +47,13 @@ class Trainer:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.settings, self.world = settings, world
         self.staged = StagedModel(model) if world.axes.pipeline.size > 1 else None
-        self.broken_units: list[str] = []  # units whose gradient was not finite in the last step that was left out
+        self.broken_units: list[str] = []  # units whose gradient was not finite in the last skipped step
 
     def step(self, number: int, batch: Batch, vote: Callable[[], tuple[float, ...]] = tuple) -> Outcome:
         """Train on a global batch; what `vote` gives after the backward pass is summed over ranks with the loss.
 
         Loss and gradient are means over the targets of the whole batch, on however many ranks and in however many
-        parts it is run: each rank's sum is divided by the global count, times the ranks over which the engine averages.
+        parts it runs. Each rank's sum is divided by the global count, times the ranks that the engine averages over.
         """
         with trace.mark(STEP, f"step {number + 1}"):
             return self._step(number, batch, vote)
@@ -116,7 +116,7 @@ class Trainer:
         return total / max(targets_seen, 1.0)
 
     def _parts(self, batch: Batch, length: int) -> Iterator[MicroBatch]:
-        """The batch in parts of about as many tokens, its rows cut to `length`."""
+        """The batch in parts of about equal numbers of tokens, with rows of `length`."""
         size = self.settings.micro_batch * self.settings.sequence_length // length
         for at in range(0, batch.inputs.size // length, size):
             yield self._cut(batch, length, slice(at, at + size))
@@ -138,18 +138,18 @@ class Trainer:
         return torch.from_numpy(array).to(self.world.device)
 
     def _seed(self, number: int) -> None:
-        """Dropout's randomness depends on seed, step and data rank alone, so that a resumed run repeats it."""
+        """Dropout depends only on seed, step and data rank, so a resumed run repeats it."""
         torch.manual_seed(((self.settings.seed * 1_000_003 + number) * 65_537 + self.world.data.rank) % 2**63)
 
 
 def count_positions(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Positions that begin at 0 with every row and with every document."""
+    """Positions that start at 0 in every row and in every document."""
     index = np.broadcast_to(np.arange(starts.shape[1]), starts.shape)
     return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
 
 
 def find_culprit(model: nn.Module, inputs: Tensor) -> str | None:
-    """All ranks must call this: the first module whose output on `inputs` is not finite, by name."""
+    """All ranks must call this. The name of the first module whose output on `inputs` is not finite."""
     names = {module: name for name, module in model.named_modules()}
     found: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Speed and use over a run: turns what a step returned into what is shown and written down."""
+"""Speed and memory over a run: turns what a step returned into what is shown and recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMOOTHING = 0.9
 
 
 class SpeedMeter:
-    """Counts from its making on; the first step, which warms everything up, is left out of the speed."""
+    """Counts from its construction on. The speed leaves out the first step, which warms everything up."""
 
     def __init__(self, settings: Settings, *, flops_per_token: float, world_size: int, first_step: int) -> None:
         self._settings, self._flops, self._world_size = settings, flops_per_token, world_size

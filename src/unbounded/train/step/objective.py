@@ -1,6 +1,6 @@
 """The loss: summed over tokens, so that the mean over a global batch does not depend on how it is split.
 
-Over a tensor axis every rank keeps the logits of its part of the vocabulary, and the loss joins two numbers a token.
+Over a tensor axis every rank keeps the logits of its part of the vocabulary, and the loss joins two numbers per token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TILE_LOGITS = 1 << 24  # logits turned to fp32 at once: 64 MiB
 class MicroBatch:
     """What a model runs at once. `positions` count from each document's beginning; None: documents are joined.
 
-    `places` are those of the flattened targets that are asked for, where they are few: the head runs on them alone.
+    `places` are the flattened targets to predict, if they are few: the head runs only on them.
     """
 
     inputs: Tensor
@@ -39,12 +39,12 @@ class MicroBatch:
 def logits_of(model: nn.Module, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
     """The model's logits, from a plain tensor or a Hugging Face output.
 
-    With `positions` attention stays within documents: models of transformers read that off positions that begin
-    again at 0, as the built-in GPT does.
+    With `positions`, attention stays within documents: models of transformers, like the built-in GPT, see where
+    documents begin from positions that start again at 0.
     """
     options: dict[str, Any] = {} if positions is None else {"position_ids": positions}
     if _takes_cache(model):
-        options["use_cache"] = False  # asked for here and not set in its configuration, which is exported as it was
+        options["use_cache"] = False  # passed here and not set in its configuration, which is exported unchanged
     output = model(input_ids=inputs, **options)
     return output if isinstance(output, Tensor) else output.logits
 
@@ -64,7 +64,7 @@ def summed_loss(model: nn.Module, part: MicroBatch) -> Tensor:
 
 @contextmanager
 def logits_as_cut(model: nn.Module) -> Iterator[HeadPart | None]:
-    """Inside, logits are this rank's part of the vocabulary that is given; whole with None."""
+    """Inside, logits are this rank's part of the vocabulary, which this yields; with None they are whole."""
     head = cut_head(model)
     with nullcontext() if head is None else head.kept():
         yield head
@@ -78,7 +78,7 @@ def sum_losses(output: Any, targets: Tensor, head: HeadPart | None = None) -> Te
     """
     logits = (output if isinstance(output, Tensor) else output.logits).flatten(0, 1)
     wanted = targets.flatten()
-    width = logits.shape[-1] if head is None else -(-head.size // head.num_parts)  # of all ranks the same
+    width = logits.shape[-1] if head is None else -(-head.size // head.num_parts)  # the same on all ranks
     rows = max(_TILE_LOGITS // width, 1)
     if len(logits) <= rows:
         return _tile_loss(logits, wanted, head)
@@ -88,7 +88,7 @@ def sum_losses(output: Any, targets: Tensor, head: HeadPart | None = None) -> Te
 
 @contextmanager
 def _head_at(model: Any, places: Tensor) -> Iterator[None]:
-    """Inside, what stands before the logits (a head with layers of its own, as BERT's) gets these tokens alone."""
+    """Inside, the head (with its inner layers, as in BERT) gets only these tokens."""
     last = model.get_output_embeddings()
     head = next(child for child in model.children() if any(module is last for module in child.modules()))
 

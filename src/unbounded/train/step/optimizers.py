@@ -41,7 +41,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
-    """What the settings name, over the trained parameters of a model; Muon with the AdamW that trains the rest."""
+    """The optimizer that the settings name, over the trained parameters; Muon comes with an AdamW for the rest."""
     groups = weight_decay_groups(model, settings.weight_decay)
     if settings.optimizer != "muon":
         return _make(settings.optimizer, groups, settings)
@@ -56,7 +56,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def _split(model: nn.Module, groups: list[Group]) -> tuple[list[Group], list[Group]]:
-    """Groups of the matrices inside, for Muon, and of the rest: embeddings, the head, and what is no matrix."""
+    """Groups of the inner matrices, for Muon, and of the rest: embeddings, the head, and other shapes."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
     outside = {id(parameter) for module in outer for parameter in module.parameters()}

@@ -1,4 +1,4 @@
-"""Whether a model keeps the documents of a sequence apart when its positions say where they begin."""
+"""Checks that a model keeps the documents of a sequence apart when positions say where they begin."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # 
 
 @torch.no_grad()
 def check_separation(model: nn.Module, device: torch.device) -> None:
-    """All ranks must call this: raise where what one document holds changes what the model makes of the next.
+    """All ranks must call this. Raises if the content of one document changes the model's output for the next.
 
-    Models differ in what they read off positions, and one that reads nothing would train silently across documents.
+    Models differ in how they use positions, and one that ignores them would silently train across documents.
     """
     document = torch.arange(1, _DOCUMENT + 1, device=device)
     inputs = torch.stack([torch.cat([document, document]), torch.cat([document + 3, document])])
@@ -25,7 +25,7 @@ def check_separation(model: nn.Module, device: torch.device) -> None:
     try:
         one, other = logits_of(model, inputs, positions)[:, _DOCUMENT:].float()
     except TypeError as error:
-        raise InputError(f"--packing separated is not for this model: {error}. Use --packing joined.") from None
+        raise InputError(f"--packing separated does not work with this model: {error}. Use --packing joined.") from None
     finally:
         model.train()
     _compare(one, other, _ROUNDING[next(p.dtype for p in model.parameters() if p.is_floating_point())])
@@ -35,6 +35,6 @@ def _compare(one: Tensor, other: Tensor, rounding: float) -> None:
     change = float((one - other).abs().max() / one.abs().max().clamp_min(1e-30))
     if not change <= rounding:
         raise InputError(
-            f"--packing separated is not for this model: a document changes the logits of the next one by {change:.2g} "
-            "of their size, whatever positions say. Use --packing joined."
+            f"--packing separated does not work with this model: a document changes logits of the next by {change:.2g} "
+            "of their size, whatever the positions are. Use --packing joined."
         )

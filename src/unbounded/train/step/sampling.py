@@ -1,4 +1,4 @@
-"""Text from the model in training: a sample at the end of a run, so that one can see what it learned."""
+"""A sample of text at the end of a run, to show what the model learned."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TEMPERATURE, _TOP = 0.8, 40
 def continue_text(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, *, settings: Settings, device: torch.device, multiple: int = 1
 ) -> str:
-    """All ranks must call this: `prompt` continued by tokens drawn from the settings' seed, the same on every rank.
+    """All ranks must call this. Continues `prompt` with tokens drawn from the settings' seed, the same on every rank.
 
-    Where ranks hold parts of a sequence, its length must be a `multiple`: what fills it up is not looked at.
+    If ranks hold parts of a sequence, its length must be a multiple of `multiple`; the padding is ignored.
     """
     draw = torch.Generator().manual_seed(settings.seed)
     tokens = tokenizer.encode_prompt(prompt)

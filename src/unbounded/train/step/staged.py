@@ -1,4 +1,4 @@
-"""Batches of a model that is cut into pipeline stages: one call for all of their parts."""
+"""Runs the batches of a model that is cut into pipeline stages: one call for all parts of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StagedModel:
         self._pipeline = unbounded.pipeline(model, self._loss, targets=("targets",), reduction="sum")
 
     def summed_loss(self, batch: MicroBatch, factor: float = 1.0) -> Tensor:
-        """With gradients enabled the backward of `factor` times the loss has run."""
+        """If gradients are enabled, this also runs the backward of `factor` times the loss."""
         self._factor = factor
         given = {"input_ids": batch.inputs, "targets": batch.targets}
         if batch.positions is not None:

@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.gradient import Gradient
-
-_Tensor = torch.Tensor
+from unbounded.zero.placeholder import Placeholder, describe
 
 
 class Owner(Protocol):
@@ -33,7 +32,7 @@ class Owner(Protocol):
     def is_whole(self) -> bool: ...
 
 
-class ManagedGrad(torch.Tensor):
+class ManagedGrad(Placeholder, torch.Tensor):
     """The gradient of one parameter. Made by `grad_of`."""
 
     _unit: Owner
@@ -47,14 +46,13 @@ class ManagedGrad(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if (answer := describe(func, args, kwargs)) is not NotImplemented:
+            return answer
         first = args[0] if args else None
         if isinstance(first, ManagedGrad) and name in ("requires_grad_", "detach_"):
             return first  # it never has a graph
-        if isinstance(first, ManagedGrad) and first._is_kept and (answer := _answer(name, first, args, kwargs)):
-            return answer[0]
+        if isinstance(first, ManagedGrad) and first._is_kept and (done := _answer(name, first, args, kwargs)):
+            return done[0]
         if isinstance(first, (list, tuple)) and name in _LISTS:
             return _LISTS[name](*args, **kwargs)
         values, filled = _open_all((args, kwargs))
@@ -222,20 +220,3 @@ def _open_all(arguments: Any) -> tuple[list[tuple[ManagedGrad, torch.Tensor]], A
         return values[-1][1]
 
     return values, pytree.tree_map_only(ManagedGrad, open_one, arguments)
-
-
-def _getters(*names: str) -> set[Any]:
-    return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
-
-
-# What a stand-in answers truly without its values.
-METADATA = _getters(
-    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta",
-    "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "itemsize", "nbytes", "names",
-    "_backward_hooks", "_version", "output_nr", "retains_grad", "is_sparse_csr", "grad_dtype",
-) | {
-    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.element_size,
-    _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.__len__, _Tensor.__hash__,
-    _Tensor.get_device, _Tensor.is_contiguous, _Tensor.is_inference, _Tensor._is_view, torch.is_floating_point,
-    torch.is_complex, torch.numel, torch.is_tensor, _Tensor.is_same_size,
-}  # fmt: skip

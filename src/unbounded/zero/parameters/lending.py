@@ -56,7 +56,8 @@ class Lending:
         if not (in_pass or wants_graph or from_all):
             self._refuse_partitioned(unit, index)
         self._gather(unit, until_settled=in_pass or wants_graph, is_agreed=from_all)
-        with torch.set_grad_enabled(wants_graph):
+        # Not a tensor of inference mode, whose writes nobody counts.
+        with torch.inference_mode(False), torch.set_grad_enabled(wants_graph):
             value = unit.views.lend()[unit.picks[index]]
             if wants_graph:
                 return _refusing_writes(value if in_pass or unit.resident else value.clone())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,23 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
-from unbounded.zero.gradients.managed_grad import METADATA, ManagedGrad, grad_of, keep_alive
+from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive
+from unbounded.zero.parameters.followed_view import follow, version_of
 from unbounded.zero.passes.hooks import called_from
+from unbounded.zero.placeholder import Placeholder, describe
 from unbounded.zero.unit import Unit
 
 _Tensor = torch.Tensor
 _SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
 _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {"__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "resize_as_", "retain_grad", "backward"}
+_ADDRESSES = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}  # what tells which tensors share memory
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
+_GET_GRAD, _SET_GRAD = _Tensor.grad.__get__, _Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
-class ManagedParameter(nn.Parameter):
+class ManagedParameter(Placeholder, nn.Parameter):
     """A parameter whose value and gradient are kept by its unit. Made from a Parameter by `manage`."""
 
     _unit_ref: weakref.ref[Unit]
@@ -44,7 +48,9 @@ class ManagedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA or func in _AUTOGRAD:
+        if (answer := describe(func, args, kwargs)) is not NotImplemented:
+            return answer
+        if func in _AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
@@ -56,6 +62,14 @@ class ManagedParameter(nn.Parameter):
                 raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
             if name == "detach" and called_from(nn.Module.state_dict):
                 return owner._unit.engine.lending.snapshot(owner._unit, owner._index)
+            if name in _ADDRESSES and not owner._unit.engine.is_in_pass():
+                with torch._C.DisableTorchFunctionSubclass():  # every parameter has one of its own, which lasts
+                    return func(*args, **kwargs)
+            if name == "detach" and called_from(nn.Parameter.__new__):
+                raise StateError(
+                    f"nn.Parameter() was given the sharded parameter {owner.name!r}, whose memory it cannot share. "
+                    "Give it a copy: nn.Parameter(parameter.detach().clone())."
+                )
             if name == "copy_":
                 return owner._overwrite(args[1])
             if name in _MOVES and _changes_nothing(func, owner, args, kwargs):
@@ -96,6 +110,19 @@ class ManagedParameter(nn.Parameter):
     def name(self) -> str:  # type: ignore[override]
         """The full name in the model."""
         return self._unit.layout.slots[self._index].name
+
+    def changes(self) -> int | None:
+        """How often the weights have changed; None where the model is gone."""
+        unit = self._unit_ref()
+        return None if unit is None else unit.generation
+
+    def current(self) -> torch.Tensor:
+        """The value, for a computation outside the module's forward."""
+        return self._unit.engine.lending.borrow(self._unit, self._index)
+
+    def keep(self, value: torch.Tensor, name: str) -> None:
+        """Brings a value, to which the operation `name` has written, to where the parameter is kept."""
+        self._unit.engine.lending.keep(self._unit, self._index, value)
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -175,53 +202,6 @@ class ShownParameter(nn.Parameter):
         return nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
-class KeptValue(torch.Tensor):
-    """A view of a parameter's value outside forwards. What is written to it goes to where the parameter is kept.
-
-    Where that is elsewhere it is a copy, which is brought up to date before it is used after a change of the weights.
-    """
-
-    _parameter: ManagedParameter
-    _value: torch.Tensor  # the whole value, of whose memory this is a view
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        lent: list[tuple[KeptValue, int]] = []
-        if func not in METADATA:
-            pytree.tree_map_only(KeptValue, KeptValue._renew, (args, kwargs))
-        pytree.tree_map_only(KeptValue, lambda kept: lent.append((kept, version_of(kept))), (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        if getattr(func, "__name__", "") in ("numpy", "__array__"):
-            result.setflags(write=False)  # a write to it could not be seen
-        written = [kept for kept, version in lent if version_of(kept) != version]
-        for kept in written:
-            unit = kept._parameter._unit
-            unit.engine.lending.keep(unit, kept._parameter._index, kept._value)
-            kept._value._generation = unit.generation  # type: ignore[attr-defined]
-        return _follow(result, [(kept._parameter, kept._value) for kept, _ in lent])
-
-    def _renew(self) -> None:
-        """Lets the memory have the weights of now, where an update or a write has changed them since it had them."""
-        value, unit = self._value, self._parameter._unit_ref()
-        if unit is None or value._generation == unit.generation:  # type: ignore[attr-defined]
-            return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            now = unit.engine.lending.borrow(unit, self._parameter._index)  # waits for the update
-            if not shares(value, now):
-                value.copy_(now)
-        value._generation = unit.generation  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
-
-
 def manage(parameter: nn.Parameter, unit: Unit, index: int) -> ManagedParameter:
     """Turns `parameter` into a managed one, keeping the object."""
     parameter.grad = None
@@ -273,6 +253,15 @@ def set_requires_grad(parameter: nn.Parameter, is_trained: bool) -> None:
         _SET_REQUIRES_GRAD(parameter, is_trained)
 
 
+def take_stray_gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """The parameters to which autograd has given gradients directly, past the engine; they go."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [index for index, parameter in enumerate(parameters) if _GET_GRAD(parameter) is not None]
+        for index in found:
+            _SET_GRAD(parameters[index], None)
+    return found
+
+
 def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
@@ -314,7 +303,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     def lend(parameter: ManagedParameter) -> torch.Tensor:
         if parameter not in lent:
-            value = parameter._unit.engine.lending.borrow(parameter._unit, parameter._index)
+            value = parameter.current()
             lent[parameter] = (value, version_of(value))
         return lent[parameter][0]
 
@@ -328,46 +317,10 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise
     for parameter, (value, version) in lent.items():
         if version_of(value) != version:
-            parameter._unit.engine.lending.keep(parameter._unit, parameter._index, value)
+            parameter.keep(value, getattr(func, "__name__", "this"))
             if result is value:
                 return parameter
-    return _follow(result, [(parameter, value) for parameter, (value, _) in lent.items()])
-
-
-def _follow(result: Any, lent: list[tuple[ManagedParameter, torch.Tensor]]) -> Any:
-    """`result`, where tensors in it that share memory with a value say what is written to them."""
-
-    def follow(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad or isinstance(tensor, (nn.Parameter, ManagedGrad)):
-            return tensor
-        for parameter, value in lent:
-            if shares(tensor, value):
-                with torch._C.DisableTorchFunctionSubclass():
-                    kept = tensor.as_subclass(KeptValue)
-                kept._parameter, kept._value = parameter, value
-                if not hasattr(value, "_generation"):
-                    value._generation = parameter._unit.generation  # type: ignore[attr-defined]
-                return kept
-        return tensor
-
-    if isinstance(result, torch.Tensor):
-        return follow(result)
-    return pytree.tree_map_only(torch.Tensor, follow, result) if isinstance(result, (list, tuple)) else result
-
-
-def shares(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether both lie in one memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return tensor.untyped_storage()._cdata == value.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):
-            return False
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often its memory was written to, as autograd counts."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return 0 if tensor.is_inference() else tensor._version
+    return follow(result, [(parameter, value) for parameter, (value, _) in lent.items()])
 
 
 def _changes_nothing(func: Callable[..., Any], owner: ManagedParameter, args: Any, kwargs: Any) -> bool:

@@ -14,15 +14,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
-from unbounded.zero.gradients.managed_grad import _LISTS, METADATA, ManagedGrad, _norm_order
-from unbounded.zero.parameters.parameter import (
-    _SET_REQUIRES_GRAD,
-    KeptValue,
-    ShownParameter,
-    set_requires_grad,
-    version_of,
-)
-from unbounded.zero.parameters.tiled_view import follow
+from unbounded.zero.gradients.managed_grad import _LISTS, ManagedGrad, _norm_order
+from unbounded.zero.parameters.followed_view import FollowedView, follow, version_of
+from unbounded.zero.parameters.parameter import _SET_REQUIRES_GRAD, ShownParameter, set_requires_grad
+from unbounded.zero.placeholder import Placeholder, describe
 
 
 class Rows(Protocol):
@@ -34,7 +29,7 @@ class Rows(Protocol):
     def tiles(self) -> Sequence[Any]: ...
 
 
-class TiledParameter(nn.Parameter):
+class TiledParameter(Placeholder, nn.Parameter):
     """See the module's docstring. Made from a Parameter by `adopt`."""
 
     _tiled: Rows
@@ -56,9 +51,8 @@ class TiledParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if (answer := describe(func, args, kwargs)) is not NotImplemented:
+            return answer
         owner = args[0] if args and isinstance(args[0], TiledParameter) else None
         if owner is not None and (getattr(func, "__name__", "") == "requires_grad_" or func == _SET_REQUIRES_GRAD):
             return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
@@ -66,14 +60,14 @@ class TiledParameter(nn.Parameter):
             values = [part.detach() for part in owner._parts()]
             whole = torch.cat(values)
             # A state dict is given plain tensors, which are its own.
-            is_followed = any(isinstance(value, KeptValue) for value in values)
+            is_followed = any(isinstance(value, FollowedView) for value in values)
             is_shown = any(isinstance(part, ShownParameter) for part in owner._parts())
-            return follow(whole, owner, whole) if is_followed or is_shown else whole
+            return follow(whole, [(owner, whole)]) if is_followed or is_shown else whole
         lent: dict[TiledParameter, tuple[torch.Tensor, int]] = {}
 
         def lend(parameter: TiledParameter) -> torch.Tensor:
             if parameter not in lent:
-                whole = parameter.join()
+                whole = parameter.current()
                 lent[parameter] = whole, whole._version
             return lent[parameter][0]
 
@@ -81,24 +75,25 @@ class TiledParameter(nn.Parameter):
         result = func(*args, **kwargs)
         for parameter, (whole, version) in lent.items():
             if whole._version != version:
-                parameter.keep(whole)
-                result = parameter if result is whole else result
-            result = result if result is parameter else follow(result, parameter, whole)
-        return result
+                parameter.keep(whole, getattr(func, "__name__", "this"))
+                if result is whole:
+                    return parameter
+        return follow(result, [(parameter, whole) for parameter, (whole, _) in lent.items()])
 
     def _parts(self) -> list[nn.Parameter]:
         return [tile.weight for tile in self._tiled.tiles]
 
-    def join(self) -> torch.Tensor:
+    def current(self) -> torch.Tensor:
         """A copy of the whole."""
         is_wanted = self.requires_grad and torch.is_grad_enabled()
-        return torch.cat([part.mul(1) if is_wanted else part.detach() for part in self._parts()])
+        with torch.inference_mode(False), torch.set_grad_enabled(is_wanted):  # writes to it must be counted
+            return torch.cat([part.mul(1) if is_wanted else part.detach() for part in self._parts()])
 
-    def changes(self) -> list[tuple[int, int]] | None:
+    def changes(self) -> list[tuple[int, int]]:
         """How often each tile has changed: as its unit counts, and inside `full_params` as autograd does."""
         return [(part._unit_ref().generation, version_of(part)) for part in self._parts()]  # type: ignore[attr-defined]
 
-    def keep(self, whole: torch.Tensor) -> None:
+    def keep(self, whole: torch.Tensor, name: str) -> None:
         """Gives every tile its rows of what was written."""
         if torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -144,7 +139,7 @@ class TiledParameter(nn.Parameter):
 
     def _keep_data(self, value: torch.Tensor) -> None:
         with torch.no_grad():
-            self.keep(value)
+            self.keep(value, "data")
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:  # type: ignore[override]
         refuse_hooks("a tiled weight")
@@ -158,7 +153,7 @@ class TiledParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             with torch.no_grad():
-                memo[id(self)] = nn.Parameter(self.join(), requires_grad=self.requires_grad)
+                memo[id(self)] = nn.Parameter(self.current(), requires_grad=self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -201,29 +196,25 @@ class TiledGrad(ManagedGrad):
     ) -> Any:
         kwargs = kwargs or {}
         first, name = args[0] if args else None, getattr(func, "__name__", "")
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if (answer := describe(func, args, kwargs)) is not NotImplemented:
+            return answer
         if isinstance(first, (list, tuple)) and name in _LISTS:
             return _LISTS[name](*args, **kwargs)
-        if isinstance(first, TiledGrad) and (answer := first._answer_by_parts(func, args, kwargs)) is not None:
-            return answer
-        opened: list[tuple[torch.Tensor, int]] = []
-        grads: list[TiledGrad] = []
+        if isinstance(first, TiledGrad) and (done := first._answer_by_parts(func, args, kwargs)) is not None:
+            return done
+        opened: dict[TiledGrad, tuple[torch.Tensor, int]] = {}
 
         def join(grad: TiledGrad) -> torch.Tensor:
-            whole = grad.open()
-            opened.append((whole, whole._version))
-            grads.append(grad)
+            whole = grad.current()
+            opened[grad] = whole, whole._version
             return whole
 
         args, kwargs = pytree.tree_map_only(TiledGrad, join, (args, kwargs))
         result = func(*args, **kwargs)
-        if any(whole._version != version for whole, version in opened):
-            raise StateError(f"{name}() would write to a copy of the gradient of a tiled weight, and be lost.")
-        for grad, (whole, _) in zip(grads, opened, strict=True):
-            result = follow(result, grad, whole)
-        return result
+        for grad, (whole, version) in opened.items():
+            if whole._version != version:
+                grad.keep(whole, name)
+        return follow(result, [(grad, whole) for grad, (whole, _) in opened.items()])
 
     def _answer_by_parts(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What can be done where the parts are: clearing, multiplying by a number, measuring. Otherwise None."""
@@ -236,19 +227,23 @@ class TiledGrad(ManagedGrad):
             return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in self._parts]))
         return None
 
-    def changes(self) -> list[tuple[int, int]] | None:
-        """What is written to a copy cannot be kept."""
-        return None
+    def changes(self) -> None:
+        """A copy of a gradient stays as it was."""
 
-    def keep(self, whole: torch.Tensor) -> None:
-        raise NotImplementedError  # see `changes`
-
-    def join(self) -> torch.Tensor:
+    def current(self) -> torch.Tensor:
         return self.open()
 
     def open(self) -> torch.Tensor:
         """A copy: what is written to it would be lost."""
-        return torch.cat([part.detach() for part in self._parts])
+        with torch.inference_mode(False), torch.no_grad():  # writes to it must be counted
+            return torch.cat([part.detach() for part in self._parts])
+
+    def keep(self, whole: torch.Tensor, name: str) -> None:
+        raise StateError(
+            f"{name}() would write to a copy of the gradient of a tiled weight, and be lost. Multiply or clear the "
+            "gradient itself (grad.mul_(2), grad.zero_()), give another one (weight.grad = ...), or leave the "
+            "layer untiled."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.open())
+        return repr(self.current())

@@ -29,6 +29,7 @@ from unbounded.zero.parameters.parameter import (
     show,
     stand_in,
     take_hooks,
+    take_stray_gradients,
 )
 from unbounded.zero.passes.hooks import in_backward
 from unbounded.zero.sites import Member
@@ -160,6 +161,17 @@ class ModuleViews:
             if (is_trained := parameter.requires_grad) != before:
                 set_requires_grad(parameter, before)
                 parameter.requires_grad_(is_trained)
+
+    def refuse_stray_gradients(self) -> None:
+        """Raises where a backward has gone past the engine: by functions that take parameters as they are."""
+        for index in take_stray_gradients(self.parameters):
+            raise StateError(
+                f"a gradient of {self.unit.layout.slots[index].name!r} has gone past the engine and would be lost. "
+                "Leave out DistributedDataParallel around the model: the sharded model averages over the ranks itself. "
+                "Where a torch.autograd.Function, or scripted or compiled code, was given the parameter object, which "
+                "holds no values while it is sharded: take it from its module inside the forward "
+                "(self.layer.weight), or give such code parameter.view_as(parameter)."
+            )
 
     def place_data(self) -> None:
         """The own data of hidden parameters: their part of a resident buffer, otherwise a stand-in."""

@@ -1,6 +1,6 @@
 """Gathered weights: who wants a unit's, bringing them to the device, and freeing them when nobody does.
 
-A unit is gathered while anybody has a claim on it. Fetching runs in a lane of its own: it waits for the optimizer,
+A unit is gathered while anybody has a claim on it. Fetching runs in its own lane: it waits for the optimizer,
 reads the unit's tier, and gathers the other ranks' parts.
 """
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
 from unbounded.zero.passes.inputs import Inputs
@@ -41,6 +43,15 @@ class _Hook:
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
+
+    @property
+    def __name__(self) -> str:
+        if called_from(torch.jit.script):  # the first thing that it asks a hook for
+            raise StateError(
+                "a sharded model cannot be scripted: its weights come and go. Do it with a plain copy: "
+                "copy.deepcopy(model), or unbounded.unshard(model)."
+            )
+        return "hook"
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _do_nothing
@@ -74,23 +85,18 @@ def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> 
         module.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True),
         module.register_forward_hook(_Hook(after), always_call=True),
     ]
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return detach
+    return partial(_remove, handles)
 
 
 def guard_loads(model: nn.Module) -> Callable[[], None]:
     """Has `load_state_dict(assign=True)`, of any module, raise before it changes anything; the function undoes it."""
     handles = [module.register_load_state_dict_pre_hook(_Hook(_refuse_assignment)) for module in model.modules()]
+    return partial(_remove, handles)
 
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
 
-    return detach
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from unbounded.zero.placeholder import meets_placeholder
+
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type"}
 _NORMS = {"batch_norm", "instance_norm"}  # they write to their statistics, and count no version up
 _plain = torch._C.DisableTorchFunctionSubclass
@@ -37,6 +39,8 @@ class ComputingBuffer(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # shape, dtype, device
             return super().__torch_function__(func, types, args, kwargs)
+        if meets_placeholder(types):
+            return NotImplemented
         own, others = _sort(args, kwargs)
         if _is_written(name, args, kwargs) or name in _NORMS:
             args, kwargs = _cast((args, kwargs), others, torch.float32)

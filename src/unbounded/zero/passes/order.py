@@ -32,7 +32,7 @@ class Order:
         self._seen, self._visited, self._issued, self.active = [], 0, 0, True
 
     def visit(self, site: int) -> tuple[int, ...] | None:
-        """Notes a visit; returns the sites that were expected before it, or None where no such visit is expected."""
+        """Notes a visit; returns the sites that were expected before it, or None if no such visit is expected."""
         if not self.active:
             return None
         self._seen.append(site)

@@ -78,7 +78,7 @@ class SavedTensor(NamedTuple):
 def _pack(tensor: torch.Tensor) -> Any:
     try:
         home = _homes.get(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a tensor without a storage of its own
+    except (NotImplementedError, RuntimeError):  # a tensor without its own storage
         home = None
     unit = home() if home is not None else None
     if unit is not None and tensor.dtype == unit.dtype and not tensor.is_conj():

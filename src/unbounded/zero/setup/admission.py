@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unbounded.errors import PlanError
 from unbounded.launcher import read_local
+from unbounded.optim.formats import DTYPES
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.ranks import launch
 from unbounded.ranks.mesh import Axes, make_axes, world_axis
 from unbounded.ranks.phases import describe_groups
 from unbounded.zero.parameters.parameter import ManagedParameter, refuse_accumulate_hook
-from unbounded.zero.setup.blueprint import DTYPES
 from unbounded.zero.sites import Member, find_members
 from unbounded.zero.step.optimizer import ShardedOptimizer
 

@@ -16,6 +16,7 @@ import torch
 from unbounded.errors import StateError
 from unbounded.native.disk import ExtentStore
 from unbounded.optim import formats
+from unbounded.optim.formats import DTYPES
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.planner.plan import NOWHERE, Plan
@@ -28,7 +29,7 @@ from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.layout import counted_ranges
 from unbounded.zero.parameters.writes import fetch_owned
-from unbounded.zero.setup.blueprint import DTYPES, Blueprint
+from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer
 from unbounded.zero.unit import Unit
 

@@ -85,6 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.refuse_inside_full_params("optimizer.step")
         self.engine.recover()
         self.engine.pending.refuse_broken()
+        self.engine.refuse_stray_gradients()
         self.engine.lending.snapshots.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)

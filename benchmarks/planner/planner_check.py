@@ -1,0 +1,289 @@
+"""Predicted against measured: step time, peak device memory and peak host memory over many trainings.
+
+    python benchmarks/planner/planner_check.py              # on a GPU: 0.1B to 22B, 2k to 64k tokens, all tiers, LoRA
+    python benchmarks/planner/planner_check.py --cpu        # small models on the CPU
+    python benchmarks/planner/planner_check.py --part 1/4   # a quarter of the cases
+    python benchmarks/planner/planner_check.py --cases 3b-16k,7b-lora
+
+The machine is measured first (under 30 s), and is all that predictions know; each case runs in its own process,
+and is predicted before its first step. A line a case as JSON goes to `--out`, which later parts add to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+SIZES = {  # hidden, layers, heads, ffn, vocabulary
+    "tiny": (128, 3, 4, 352, 1024),
+    "small": (256, 4, 4, 704, 2048),
+    "deep": (192, 10, 4, 512, 1024),
+    "0.1b": (768, 12, 12, 2048, 32000),
+    "1.3b": (2048, 24, 16, 5504, 32000),
+    "3b": (3072, 26, 24, 8192, 32000),
+    "7b": (4096, 32, 32, 11008, 32000),
+    "13b": (5120, 40, 40, 13824, 32000),
+    "22b": (6144, 48, 48, 16512, 32000),
+}
+HOST = {"weights": "host", "optimizer": "host"}
+STEP, MEMORY = 0.15, 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: `rows` sequences in each of `accumulate` backwards."""
+
+    size: str
+    rows: int
+    sequence: int = 2048
+    accumulate: int = 1
+    plan: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    steps: int = 6
+
+
+GPU = {
+    "0.1b-2k": Case("0.1b", 1),
+    "0.1b-32k": Case("0.1b", 16),
+    "1.3b-8k": Case("1.3b", 4),
+    "1.3b-32k": Case("1.3b", 16),
+    "1.3b-64k-in-4": Case("1.3b", 8, accumulate=4),
+    "1.3b-long": Case("1.3b", 2, sequence=16384),
+    "1.3b-recompute": Case("1.3b", 16, plan={"activations": "recompute"}),
+    "1.3b-disk": Case("1.3b", 8, plan={"optimizer": "disk"}, steps=4),
+    "3b-4k": Case("3b", 2),
+    "3b-16k": Case("3b", 8),
+    "3b-15gib": Case("3b", 8, plan={"device_bytes": "15GiB"}),
+    "3b-host-in-4": Case("3b", 2, accumulate=4, plan=HOST),
+    "3b-compact": Case("3b", 8, plan={**HOST, "optimizer_format": "compact"}),
+    "7b-4k": Case("7b", 2),
+    "7b-16k": Case("7b", 8),
+    "7b-24gib": Case("7b", 8, plan={"device_bytes": "24GiB"}),
+    "7b-lora": Case("7b", 4, lora=True),
+    "13b-4k": Case("13b", 2, steps=5),
+    "13b-lora-24gib": Case("13b", 2, lora=True, plan={"device_bytes": "24GiB"}, steps=5),
+    "22b-2k": Case("22b", 1, steps=3),
+}
+_DISK = {"weights": "disk", "optimizer": "disk"}
+CPU = {
+    "tiny": Case("tiny", 8, 128),
+    "tiny-long": Case("tiny", 2, 1024),
+    "tiny-in-4": Case("tiny", 2, 128, accumulate=4),
+    "tiny-host": Case("tiny", 8, 128, plan=HOST),
+    "tiny-disk": Case("tiny", 8, 128, plan={"optimizer": "disk"}),
+    "tiny-all-disk": Case("tiny", 8, 128, plan=_DISK),
+    "small": Case("small", 8, 256),
+    "small-wide-batch": Case("small", 16, 256),
+    "small-in-4": Case("small", 4, 256, accumulate=4),
+    "small-host": Case("small", 8, 256, plan=HOST),
+    "small-disk": Case("small", 8, 256, plan={"optimizer": "disk"}),
+    "small-recompute": Case("small", 8, 256, plan={"activations": "recompute"}),
+    "small-lora": Case("small", 8, 256, lora=True),
+    "deep": Case("deep", 8, 128),
+    "deep-recompute": Case("deep", 8, 128, plan={"activations": "recompute"}),
+    "deep-host-in-2": Case("deep", 4, 128, accumulate=2, plan=HOST),
+    "deep-all-disk": Case("deep", 8, 128, plan=_DISK),
+    "deep-lora": Case("deep", 8, 128, lora=True),
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--cases", default="", help="names, separated by commas")
+    parser.add_argument("--part", default="1/1", metavar="I/N")
+    parser.add_argument("--machine", help="a machine file; measured and kept there if it is not there yet")
+    parser.add_argument("--disk-path", default=".", help="where the disk tier is")
+    parser.add_argument("--out", default="build/planner_check.jsonl")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a case may take")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    cases = CPU if options.cpu else GPU
+    if options.child:
+        print(json.dumps(run_case(cases[options.child], Path(options.machine), options.disk_path)))
+        return
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    machine = Path(options.machine or out.with_name(f"machine-{'cpu' if options.cpu else 'gpu'}.json"))
+    if not machine.exists():
+        measure(machine, options.disk_path)
+    rows = []
+    for name in chosen(cases, options):
+        rows.append({"case": name, **in_child(name, machine, options)})
+        show(rows[-1])
+        with out.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    summarize(rows)
+
+
+def chosen(cases: dict[str, Case], options: argparse.Namespace) -> list[str]:
+    if options.cases:
+        return options.cases.split(",")
+    index, number = map(int, options.part.split("/"))
+    return list(cases)[index - 1 :: number]
+
+
+def measure(path: Path, disk_path: str) -> None:
+    import unbounded
+
+    began = time.perf_counter()
+    unbounded.Machine.measure(disk_path, save=False).save(path)
+    print(f"measured the machine in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def in_child(name: str, machine: Path, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", name, "--machine", str(machine), "--disk-path", options.disk_path]
+    command += ["--cpu"] * options.cpu
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {options.timeout:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"error": " ".join(done.stderr.strip().splitlines()[-1:])}
+    return dict(json.loads(lines[-1]))
+
+
+def build(case: Case, disk_path: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import unbounded
+
+    hidden, layers, heads, ffn, vocabulary = SIZES[case.size]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=ffn,
+        vocab_size=vocabulary,
+        max_position_embeddings=case.sequence,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config)
+        if torch.cuda.is_available():
+            model = model.to(torch.bfloat16)
+        if case.lora:
+            import peft
+
+            adapters = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+            model = peft.get_peft_model(model, adapters)
+            if torch.cuda.is_available():
+                model = model.to(torch.bfloat16)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    return unbounded.shard(model, optimizer, {"disk_path": disk_path, **case.plan})
+
+
+def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
+    import torch
+
+    import unbounded
+    from unbounded.planning.running_step import predict_step
+
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    torch.zeros(1, device=device)
+    before = anonymous_bytes()
+    model, optimizer = build(case, disk_path)
+    tokens = case.rows * case.sequence
+    machine = unbounded.Machine.load(machine_path)
+    predicted = predict_step(model, tokens=tokens, sequence=case.sequence, accumulate=case.accumulate, machine=machine)
+    assert predicted is not None, "predicted not to fit"
+    times, host = [], 0
+    for _ in range(case.steps):
+        start = time.perf_counter()
+        for _ in range(case.accumulate):
+            batch = torch.randint(0, SIZES[case.size][4], (case.rows, case.sequence), device=device)
+            loss = model(input_ids=batch, labels=batch).loss / case.accumulate
+            host = max(host, anonymous_bytes())
+            loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if has_gpu:
+            torch.cuda.synchronize()
+        host = max(host, anonymous_bytes())
+        times.append(time.perf_counter() - start)
+    optimizer.wait()
+    held = {tier: predicted.tier_bytes(tier) for tier in ("device", "host")}
+    if not has_gpu:  # both are the process's own memory
+        held = {"device": 0.0, "host": held["device"] + held["host"]}
+    return {
+        "tokens": tokens * case.accumulate,
+        "predicted_seconds": predicted.seconds,
+        "seconds": statistics.median(times[2:]),
+        "predicted_device_bytes": held["device"],
+        "device_bytes": torch.cuda.max_memory_allocated() if has_gpu else 0,
+        "predicted_host_bytes": held["host"],
+        "host_bytes": host - before,
+        "bottleneck": predicted.bottleneck,
+        "phases": predicted.phases(),
+        "held": predicted.held,
+        "policies": Counter(policy for _, policy in optimizer.plan.activations or ()),
+        "reserved_bytes": torch.cuda.max_memory_reserved() if has_gpu else 0,
+        "times": times,
+    }
+
+
+def anonymous_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:"))
+
+
+def errors(row: dict[str, Any]) -> dict[str, float]:
+    pairs = {"step": "seconds", "device": "device_bytes", "host": "host_bytes"}
+    return {
+        name: row[f"predicted_{key}"] / row[key] - 1
+        for name, key in pairs.items()
+        if row.get(key) and (name != "host" or row[key] > 2**30 or row.get("device_bytes") == 0)
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    if "error" in row:
+        print(f"{row['case']:<18} {row['error']}", flush=True)
+        return
+    gib = 2**30
+    wrong = errors(row)
+    print(
+        f"{row['case']:<18} predicted {row['predicted_seconds']:8.3f} s, measured {row['seconds']:8.3f} s "
+        f"{wrong['step']:+6.1%}   device {row['predicted_device_bytes'] / gib:7.2f} {row['device_bytes'] / gib:7.2f} "
+        f"{wrong.get('device', 0.0):+6.1%}   host {row['predicted_host_bytes'] / gib:7.2f} "
+        f"{row['host_bytes'] / gib:7.2f} {wrong.get('host', 0.0):+6.1%}   {row['bottleneck']}",
+        flush=True,
+    )
+
+
+def summarize(rows: list[dict[str, Any]]) -> None:
+    good = [errors(row) for row in rows if "error" not in row]
+    for name, limit in (("step", STEP), ("device", MEMORY), ("host", MEMORY)):
+        found = [abs(wrong[name]) for wrong in good if name in wrong]
+        if found:
+            inside = sum(error <= limit for error in found)
+            print(f"{name}: {inside} of {len(found)} within {limit:.0%}, median error {statistics.median(found):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""`unbounded.plan`: what "auto" would choose for a model on a machine, and why.
+
+The shell around the planner: it reads a module's units and an optimizer's states, finds the machine, asks the pure
+search, and closes a `Plan` with what it found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unbounded.errors import PlanError
+from unbounded.optim.recognition import unwrap
+from unbounded.planner.evaluation import Candidate, Request
+from unbounded.planner.explanation import describe
+from unbounded.planner.machine import MachineRates, saved_path
+from unbounded.planner.plan import Plan, read_plan
+from unbounded.planner.presets import UNMEASURED, find_machine
+from unbounded.planner.search import search
+from unbounded.planning.module_footprint import read_footprint
+from unbounded.tiers import budget as budgets
+
+# Tokens per step and device, if nobody says.
+ASSUMED_TOKENS = 4096
+
+
+def plan(
+    model: Any,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    machine: MachineRates | str | None = None,
+    tokens_per_step: int | None = None,
+    sequence: int = 2048,
+    **budgets: Any,
+) -> Plan:
+    """What "auto" would choose, closed, with the predicted step time and why (`plan.reasons`).
+
+    `model` is a module (also on the meta device), a `transformers` config, or what `unbounded plan` takes: a config
+    folder, a preset's name, `layers=..,hidden=..`. `machine` is a Machine, a preset's name or a saved file; by
+    default it is this machine as it was measured. `budgets` are any fields of a Plan, which are kept as given.
+    """
+    found = read_machine(machine)
+    asked = read_plan(budgets)
+    joined = unwrap(optimizer) if optimizer is not None else None
+    footprint, precision, formats = read_footprint(model, joined, asked)
+    tokens = tokens_per_step or ASSUMED_TOKENS * found.num_devices
+    request = Request(
+        tokens,
+        sequence,
+        plan=asked,
+        formats=formats,
+        stages=(asked.stage,),
+        tensors=(asked.tensor,),
+        pipelines=(asked.pipeline,),
+    )
+    return close(search(footprint, found, request), asked, precision)
+
+
+def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:
+    """The plan that says what `candidate` decided."""
+    named = {
+        kind: tuple((name, getattr(where, kind)) for name, where in candidate.places)
+        for kind in ("weights", "gradients", "optimizer")
+    }
+    return replace(
+        asked,
+        precision=asked.precision or precision,
+        optimizer_format=candidate.format,
+        activations=candidate.policies or None,
+        predicted_seconds=candidate.seconds,
+        reasons="\n".join(describe(candidate)),
+        **named,  # type: ignore[arg-type]
+    )
+
+
+def read_machine(machine: MachineRates | str | os.PathLike[str] | None) -> MachineRates:
+    """A machine by value, preset, or file; this one if none is given."""
+    if isinstance(machine, MachineRates):
+        return machine
+    if machine is None:
+        return this_machine()
+    text = os.fspath(machine)
+    if Path(text).is_file():
+        return MachineRates.load(text)
+    if "/" in text or text.endswith(".json"):
+        raise PlanError(f'there is no machine file "{text}". Write one with Machine.measure().save(path).')
+    return find_machine(text)
+
+
+def this_machine() -> MachineRates:
+    """This host as it was measured; otherwise typical rates with the memory that is free here."""
+    if saved_path().is_file():
+        return MachineRates.load()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_device, host, disk = budgets.measure(Plan(), device, 1)
+    return replace(
+        UNMEASURED,
+        device_bytes=max(1, on_device),
+        host_bytes=max(1, host),
+        disk_bytes=disk,
+        host_threads=os.cpu_count() or 1,
+        is_cpu=device.type == "cpu",
+    )

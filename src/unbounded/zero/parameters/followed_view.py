@@ -1,0 +1,120 @@
+"""Views of a parameter's value, or of a tiled gradient, that users hold outside forwards.
+
+The memory is that of the value itself or, where the value is kept elsewhere, of a copy. A copy is brought up to date
+before it is used after a change of the weights, and what is written to it goes to where the value is kept. Whether an
+operation has written is read off the version counter, whatever the operation is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from unbounded.zero.placeholder import METADATA, Placeholder, meets_placeholder
+
+
+class Source(Protocol):
+    """Whose value the memory holds."""
+
+    def changes(self) -> Any:
+        """A mark of the value as it is now, which differs after it has changed; None where it no longer can."""
+
+    def current(self) -> torch.Tensor:
+        """The value as it is now."""
+
+    def keep(self, value: torch.Tensor, name: str) -> None:
+        """Keeps `value`, to which the operation `name` has written, or refuses."""
+
+
+class FollowedView(torch.Tensor):
+    """See the module's docstring. `_memory` is the whole value, of whose memory this is a view."""
+
+    _source: Source
+    _memory: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if meets_placeholder(types):
+            return NotImplemented
+        views: list[FollowedView] = []
+        pytree.tree_map_only(FollowedView, views.append, (args, kwargs))
+        for view in views:
+            view._renew()
+        versions = [version_of(view) for view in views]
+        name = getattr(func, "__name__", "this")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if name in ("numpy", "__array__"):
+            result.setflags(write=False)  # a write to it could not be seen
+        for view, version in zip(views, versions, strict=True):
+            if version_of(view) != version:
+                view._source.keep(view._memory, name)
+                _mark(view._memory, view._source)
+        return follow(result, [(view._source, view._memory) for view in views])
+
+    def _renew(self) -> None:
+        """Lets the memory have the value of now, where an update or a write has changed it since."""
+        changes = self._source.changes()
+        if changes is None or changes == self._memory._changes:  # type: ignore[attr-defined]
+            return
+        with torch.no_grad():
+            now = self._source.current()  # waits for the update
+            if not shares(self._memory, now):
+                self._memory.copy_(now)
+        _mark(self._memory, self._source)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def follow(result: Any, lent: list[tuple[Source, torch.Tensor]]) -> Any:
+    """`result`, where tensors in it that share memory with a value say what is written to them."""
+
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad or isinstance(tensor, (FollowedView, nn.Parameter, Placeholder)):
+            return tensor
+        for source, memory in lent:
+            if shares(tensor, memory):
+                with torch._C.DisableTorchFunctionSubclass():
+                    view = tensor.as_subclass(FollowedView)
+                view._source, view._memory = source, memory
+                if not hasattr(memory, "_changes"):
+                    _mark(memory, source)
+                return view
+        return tensor
+
+    if isinstance(result, torch.Tensor):
+        return wrap(result)
+    return pytree.tree_map_only(torch.Tensor, wrap, result) if isinstance(result, (list, tuple)) else result
+
+
+def _mark(memory: torch.Tensor, source: Source) -> None:
+    memory._changes = source.changes()  # type: ignore[attr-defined]
+
+
+def shares(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether both lie in one memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage()._cdata == value.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):
+            return False
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often its memory was written to, as autograd counts."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if tensor.is_inference() else tensor._version

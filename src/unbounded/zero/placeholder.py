@@ -1,0 +1,54 @@
+"""Tensors that stand for values kept elsewhere: what they answer by themselves, and how others meet them.
+
+A function of several tensors goes to the `__torch_function__` of one of them. One that computes with torch's own
+dispatch switched off would read the data of a placeholder, which are not its values: it must let the placeholder go
+first (`meets_placeholder`), which puts its values in and calls the function again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_Tensor = torch.Tensor
+
+
+class Placeholder:
+    """A base of tensors whose own data are not their values. Its `__torch_function__` puts them in."""
+
+    __slots__ = ()
+
+
+def describe(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a placeholder answers without its values; NotImplemented where they are needed."""
+    if func in METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func in _LAYOUT and isinstance(args[0], Placeholder):  # values are lent row by row
+        return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)  # type: ignore[attr-defined]
+    return NotImplemented
+
+
+def meets_placeholder(types: Iterable[type]) -> bool:
+    """Whether a function, given tensors of these types, is for a placeholder to answer: return NotImplemented."""
+    return any(issubclass(kind, Placeholder) for kind in types)
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
+
+
+# What the data that a placeholder has in the place of its values answer truly.
+METADATA = _getters(
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "itemsize", "nbytes", "names",
+    "_backward_hooks", "_version", "output_nr", "retains_grad", "is_sparse_csr", "grad_dtype",
+) | {
+    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.element_size,
+    _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.__len__, _Tensor.__hash__,
+    _Tensor.get_device, _Tensor.is_inference, _Tensor._is_view, torch.is_floating_point,
+    torch.is_complex, torch.numel, torch.is_tensor, _Tensor.is_same_size,
+}  # fmt: skip
+_LAYOUT = {_Tensor.is_contiguous, _Tensor.stride}

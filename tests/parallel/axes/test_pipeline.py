@@ -1,0 +1,209 @@
+"""Pipeline parallelism: schedules, their bubbles and memory, what stages exchange, and calls of the model itself."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.parallel import models
+from tests.parallel.comparing import optimizer_of
+from unbounded.parallel.pipeline import runner
+from unbounded.parallel.pipeline.runner import Pipeline
+from unbounded.parallel.pipeline.schedules import PassKind, make_schedule, simulate
+from unbounded.parallel.pipeline.split_backward import WeightWork
+from unbounded.parallel.pipeline.stage_exchange import StageExchange, TensorSpec
+from unbounded.parallel.pipeline.stages import balance
+
+PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micros"), [(2, 4), (4, 8), (8, 16)])
+def test_bubbles_are_those_of_the_paper(num_ranks: int, num_micros: int) -> None:
+    def bubble(schedule: str, chunks: int = 1) -> float:
+        """Idle time as a part of the time that computing takes."""
+        seconds = {
+            PassKind.FORWARD: 1 / chunks,
+            PassKind.BACKWARD: 2 / chunks,
+            PassKind.INPUTS: 1.0,
+            PassKind.WEIGHTS: 1.0,
+        }
+        orders = [make_schedule(schedule, rank, num_ranks, num_micros, chunks) for rank in range(num_ranks)]
+        return simulate(orders, seconds, chunks) / (3 * num_micros) - 1
+
+    paper = (num_ranks - 1) / num_micros
+    assert bubble("gpipe") == pytest.approx(paper)
+    assert bubble("1f1b") == pytest.approx(paper)
+    assert bubble("interleaved", 2) == pytest.approx(paper / 2)
+    assert bubble("interleaved", 4) == pytest.approx(paper / 4)
+    assert bubble("zero_bubble") < paper / 1.9
+
+
+def test_a_stage_keeps_no_more_micro_batches_than_its_schedule_says() -> None:
+    for rank in range(4):
+        for schedule, most in (("gpipe", 8), ("1f1b", 4 - rank), ("zero_bubble", 4 - rank)):
+            kept = peak = 0
+            for action in make_schedule(schedule, rank, 4, 8):
+                kept += (action.work is PassKind.FORWARD) - (action.work in (PassKind.BACKWARD, PassKind.INPUTS))
+                peak = max(peak, kept)
+            assert peak == most
+
+
+def test_stages_cost_alike_with_embedding_and_head_counted() -> None:
+    assert balance([1] * 8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert balance([1] * 8, 4, first=2, last=1)[0] == (0, 1)
+    assert balance([1] * 8, 4, first=1, last=2)[-1] == (7, 8)
+    assert balance([5, 1, 1, 1], 2) == [(0, 1), (1, 4)]
+
+
+class Costly(nn.Module):
+    """A block whose computing is simulated: a virtual clock goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(_Cost.apply(x))
+
+
+class _Cost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Clock.now += 1.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Clock.now += Clock.backward
+        return gradient
+
+
+class Clock(StageExchange):
+    """Time as far as computing costs it: whoever receives is there no earlier than the one who sent."""
+
+    now = 0.0
+    backward = 2.0
+    sent_bytes = 0
+
+    def send(self, tensors: list[torch.Tensor], to: int, *, stage: int, back: bool) -> None:
+        stamp = torch.tensor([Clock.now])
+        super().send([*tensors, stamp], to, stage=stage, back=back)
+        Clock.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+
+    def receive(self, parts: list[TensorSpec], source: int, *, stage: int, back: bool) -> list[torch.Tensor]:
+        stamped = [*parts, TensorSpec((1,), torch.float32, False)]
+        *tensors, stamp = super().receive(stamped, source, stage=stage, back=back)
+        Clock.now = max(Clock.now, float(stamp))
+        return tensors
+
+
+class CostlyModel(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Costly() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()  # so that the first block's backward costs what the others' do
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+NUM_MICROS, NUM_BLOCKS = 8, 8
+
+
+def measure(rank: int, size: int) -> dict[str, Any]:
+    """Of every schedule: the time of a batch, the bytes that this rank sent, and the micro-batches it kept at most."""
+    found = {}
+    plain = runner.StageExchange, WeightWork.run, Pipeline._do
+    kept = 0
+
+    def late(work: WeightWork) -> None:
+        Clock.now += NUM_BLOCKS / size
+        plain[1](work)
+
+    def do(self: Pipeline, *args: Any) -> None:
+        nonlocal kept
+        plain[2](self, *args)
+        kept = max(kept, len([one for one in self._passes.values() if one.outputs]))
+
+    runner.StageExchange, WeightWork.run, Pipeline._do = Clock, late, do  # type: ignore[misc, method-assign]
+    try:
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
+            model = CostlyModel(NUM_BLOCKS)
+            plan = {"pipeline": size, "schedule": schedule, "microbatches": NUM_MICROS}
+            model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+            pipeline = unbounded.pipeline(model, loss=lambda output, batch: output.square().mean())
+            Clock.now, Clock.sent_bytes, kept = 0.0, 0, 0
+            Clock.backward = 1.0 if schedule == "zero_bubble" else 2.0
+            pipeline(torch.ones(NUM_MICROS, 4))
+            assert pipeline.exchange is not None
+            found[schedule] = Clock.now, Clock.sent_bytes, kept
+    finally:
+        runner.StageExchange, WeightWork.run, Pipeline._do = plain  # type: ignore[misc, method-assign]
+    return found
+
+
+def test_bubbles_bytes_and_kept_micro_batches_of_a_run_follow_the_formulas(ranks: Any) -> None:
+    size, results = 4, ranks(4, measure)
+    work = 3 * NUM_MICROS * NUM_BLOCKS / size  # forwards and backwards of a rank's blocks
+    bubble = {name: max(r[name][0] for r in results) / work - 1 for name in results[0]}
+    paper = (size - 1) / NUM_MICROS
+    assert bubble["gpipe"] == bubble["1f1b"] == pytest.approx(paper)
+    assert bubble["interleaved"] == pytest.approx(paper / 2)
+    assert bubble["zero_bubble"] < paper / 1.9
+    assert 1 + bubble["1f1b"] > 1.1 * (1 + bubble["interleaved"])
+    activation = NUM_MICROS * 4 * 4  # the whole batch in fp32, once forward and once back over every edge
+    for name in ("gpipe", "1f1b", "zero_bubble"):
+        assert [r[name][1] for r in results] == [activation, 2 * activation, 2 * activation, activation]
+    assert sum(r["interleaved"][1] for r in results) == 2 * 7 * activation
+    assert [r["gpipe"][2] for r in results] == [NUM_MICROS] * size
+    assert [r["1f1b"][2] for r in results] == [size - rank for rank in range(size)]
+
+
+def call_the_model(rank: int, size: int, schedule: str) -> Any:
+    model = models.build("gpt2")
+    tokens = models.batch("gpt2", 0)["input_ids"]
+    model.eval()
+    with torch.no_grad():
+        wanted = model(tokens, use_cache=False).logits
+    model, _ = unbounded.shard(model, optimizer_of(model), {"pipeline": 2, "schedule": schedule})
+    with torch.no_grad():
+        found = model(tokens).logits
+        loss = unbounded.pipeline(model)(**models.batch("gpt2", 0))
+    try:
+        model(tokens)
+    except unbounded.errors.StateError as error:
+        return torch.equal(found, wanted), float(loss), str(error)
+
+
+def test_without_gradients_the_model_itself_may_be_called(ranks: Any) -> None:
+    for schedule in ("1f1b", "interleaved"):
+        found = ranks(2, call_the_model, schedule)
+        assert found[0] == found[1]
+        assert found[0][0]
+        assert "Train with pipeline = unbounded.pipeline(model)" in found[0][2]
+
+
+def release(rank: int, size: int) -> list[bool]:
+    freed = []
+    for plan in ({"tensor": 2}, {"pipeline": 2}, {"context": 2}):
+        model = models.build("gpt2", n_layer=2)
+        model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+        run = unbounded.pipeline(model) if "pipeline" in plan else model
+        run(**models.batch("gpt2", 0))
+        seen = weakref.ref(model)
+        del model, optimizer, run
+        gc.collect()
+        freed.append(seen() is None)
+    return freed
+
+
+def test_a_model_that_nobody_holds_is_freed(ranks: Any) -> None:
+    assert ranks(2, release) == [[True] * 3] * 2

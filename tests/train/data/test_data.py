@@ -1,0 +1,227 @@
+"""The data pipeline: what is read, in which order, and that a state resumes it exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.train.corpora import make_corpus, sentences, write_jsonl, write_texts
+from unbounded.errors import DataError, InputError
+from unbounded.train.data.document import Split, open_reader
+from unbounded.train.data.heldout import pack_held_out, share
+from unbounded.train.data.loader import Batch, Loader, merge
+from unbounded.train.data.sequences import Corpus, count_tokens
+from unbounded.train.data.source import Block, DataFile, open_source, read_text
+from unbounded.train.data.tokenizer import IGNORED
+
+
+def take(loader: Loader, count: int) -> list[Batch]:
+    batches = [loader.next() for _ in range(count)]
+    loader.close()
+    return batches
+
+
+def rows_of(batches: list[Batch]) -> list[list[int]]:
+    return [row.tolist() for batch in batches for row in batch.inputs]
+
+
+def documents_of(corpus: Corpus) -> list[str]:
+    return [str(d) for block in corpus.reader.source.blocks for d in corpus.reader.read(block)]
+
+
+def test_an_epoch_holds_every_document_once(tmp_path: Path) -> None:
+    corpus = make_corpus(write_texts(tmp_path / "a.jsonl"))
+    assert corpus.num_streams == 1  # 16 KiB blocks: too few of them for two streams
+    dealt = [d for block in corpus.order(0, 0) for d in corpus.documents(int(block), 0)]
+    assert sorted(str(d) for d in dealt) == sorted(sentences(400))
+    assert dealt != sentences(400)
+
+
+def test_streams_share_the_blocks_of_an_epoch_without_overlap(tmp_path: Path) -> None:
+    for i in range(70):
+        (tmp_path / f"{i}.txt").write_text(f"file {i}")
+    corpus = make_corpus(tmp_path)
+    assert corpus.num_streams == 16
+    dealt = np.concatenate([corpus.order(3, stream) for stream in range(16)])
+    assert sorted(dealt.tolist()) == list(range(70))
+    assert corpus.order(3, 0).tolist() != corpus.order(4, 0).tolist()
+
+
+def test_packed_rows_are_the_documents_joined_with_an_end_token_and_targets_shifted_by_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    batch = take(Loader(make_corpus(tmp_path / "a.txt", sequence_length=4), rows=3), 1)[0]
+    stream = [*b"abcdefgh", 256, *b"abcdefgh", 256]
+    assert batch.inputs.reshape(-1).tolist() == stream[:12]
+    assert batch.targets.reshape(-1).tolist() == stream[1:13]
+
+
+@pytest.mark.parametrize("rows", [8, 12])  # 12: does not match the 16 streams
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_together_read_the_same_global_batches_as_one(tmp_path: Path, world_size: int, rows: int) -> None:
+    for i in range(80):
+        (tmp_path / f"{i}.txt").write_text(sentences(1, seed=i)[0])
+    corpus = make_corpus(tmp_path)
+    alone = rows_of(take(Loader(corpus, rows=rows), 5))
+    ranks = [take(Loader(corpus, rows=rows, rank=r, world_size=world_size), 5) for r in range(world_size)]
+    for step in range(5):
+        together = [ranks[row % world_size][step].inputs[row // world_size].tolist() for row in range(rows)]
+        assert together == alone[step * rows : (step + 1) * rows]
+
+
+def test_a_rank_reads_only_the_streams_its_rows_come_from(tmp_path: Path) -> None:
+    for i in range(80):
+        (tmp_path / f"{i}.txt").write_text(sentences(1, seed=i)[0])
+    batch = take(Loader(make_corpus(tmp_path), rows=32, rank=1, world_size=4), 2)[-1]
+    assert sorted(map(int, batch.state["streams"])) == [1, 5, 9, 13]
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), [(1, 1), (1, 2), (2, 1), (4, 2)])
+def test_a_saved_state_resumes_at_the_exact_sample_on_any_number_of_ranks(
+    tmp_path: Path, saved_on: int, resumed_on: int
+) -> None:
+    corpus = make_corpus(write_texts(tmp_path / "a.jsonl", 4000), sequence_length=48)
+    assert corpus.num_streams > 1
+    reference = rows_of(take(Loader(corpus, rows=4), 12))
+    states = [take(Loader(corpus, rows=4, rank=r, world_size=saved_on), 7)[-1].state for r in range(saved_on)]
+    state = json.loads(json.dumps(merge(states)))
+    rest: list[list[list[int]]] = []
+    for rank in range(resumed_on):
+        loader = Loader(corpus, rows=4, rank=rank, world_size=resumed_on)
+        loader.load_state_dict(state)
+        rest.append(rows_of(take(loader, 5)))
+    resumed = [rest[row % resumed_on][row // resumed_on] for row in range(20)]
+    assert resumed == reference[28:]
+
+
+def test_the_state_is_that_of_what_was_given_out_not_of_what_was_made_ahead(tmp_path: Path) -> None:
+    corpus = make_corpus(write_texts(tmp_path / "a.jsonl"))
+    loader = Loader(corpus, rows=2, num_ahead=8)
+    first = loader.next()
+    second = loader.next()
+    resumed = Loader(corpus, rows=2)
+    resumed.load_state_dict(first.state)
+    assert rows_of(take(resumed, 1)) == rows_of([second])
+    assert loader.state_dict() == second.state
+    loader.close()
+
+
+def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
+    state = Loader(make_corpus(write_texts(tmp_path / "a.jsonl")), rows=2).state_dict()
+    other = Loader(make_corpus(write_texts(tmp_path / "b.jsonl", 300)), rows=2)
+    with pytest.raises(DataError, match="--restart-data"):
+        other.load_state_dict(state)
+
+
+def test_one_seed_gives_one_order_and_another_seed_another(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "a.jsonl")
+    orders = [rows_of(take(Loader(make_corpus(path, seed=seed), rows=4), 3)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_large_text_files_are_cut_at_line_ends_and_lose_no_byte(tmp_path: Path) -> None:
+    text = "\n".join(sentences(9000)) + "\n" + "é" * 300_000  # the last line is longer than a block
+    (tmp_path / "a.txt").write_text(text)
+    source = open_source([str(tmp_path / "a.txt")])
+    pieces = [read_text(source.files[0], block) for block in source.blocks]
+    assert b"".join(pieces).decode() == text
+    assert len(pieces) > 3
+    assert all(piece.decode() for piece in pieces)  # no character is cut
+    assert pieces[0].endswith(b".\n")
+
+
+def test_lines_longer_than_a_block_are_read_once(tmp_path: Path) -> None:
+    texts = ["x" * 100_000, "short", "y" * 50_000, "end"]
+    corpus = make_corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts]))
+    assert len(corpus.reader.source.blocks) > len(texts)
+    assert documents_of(corpus) == texts
+
+
+def test_parquet_gives_the_documents_of_its_rows(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pyarrow.table({"text": sentences(3000), "n": range(3000)}), tmp_path / "a.parquet", row_group_size=1300
+    )
+    corpus = make_corpus(tmp_path / "a.parquet")
+    assert len(corpus.reader.source.blocks) == 3
+    assert documents_of(corpus) == sentences(3000)
+    shuffled = list(corpus.documents(0, 0))
+    assert sorted(map(str, shuffled)) == sorted(sentences(3000)[:1300])
+
+
+def test_held_out_documents_are_never_trained_on_and_stay_the_same_when_files_are_added(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "a.jsonl", 2000)
+    held_out = {d for d in documents_of(make_corpus(path)) if Split(0.1, held_out=True).has(d)}
+    trained = {d for d in documents_of(make_corpus(path)) if Split(0.1).has(d)}
+    assert held_out | trained == set(sentences(2000))
+    assert not held_out & trained
+    assert 100 < len(held_out) < 300
+    write_jsonl(tmp_path / "b.jsonl", [{"text": text} for text in sentences(50, seed=9)])
+    again = {d for d in documents_of(make_corpus(tmp_path)) if Split(0.1, held_out=True).has(d)}
+    assert held_out <= again
+
+
+def test_evaluation_rows_are_shared_evenly_and_each_target_counts_once(tmp_path: Path) -> None:
+    corpus = make_corpus(write_texts(tmp_path / "a.jsonl"), split=Split(0.2, held_out=True))
+    sequences = pack_held_out(corpus, max_tokens=1000)
+    assert len(sequences) == 31
+    parts = [list(share(sequences, rows=2, rank=rank, world_size=4)) for rank in range(4)]
+    assert {len(part) for part in parts} == {4}
+    assert sum(batch.num_targets for part in parts for batch in part) == 31 * 32
+
+
+def test_the_tokens_of_an_epoch_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").write_text("defgh")
+    corpus = make_corpus(tmp_path)
+    assert count_tokens(corpus, list(corpus.reader.source.blocks)) == 10
+
+
+def test_bad_data_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n{"txt": "no"}\n')
+    with pytest.raises(DataError, match=r'a\.jsonl" line 2 has no field "text"\. Did you mean "txt"\?'):
+        documents_of(make_corpus(path))
+    path.write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(DataError, match=r'a\.jsonl" line 2 is not JSON'):
+        documents_of(make_corpus(path))
+    path.write_text('{"text": 5}\n')
+    with pytest.raises(DataError, match="holds int, not text"):
+        documents_of(make_corpus(path))
+
+
+def test_missing_and_empty_data_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("text")
+    with pytest.raises(DataError, match=r'corpos\.txt" does not exist\. Did you mean ".*corpus\.txt"'):
+        open_source([str(tmp_path / "corpos.txt")])
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match="is empty: all files there have zero bytes"):
+        open_source([str(tmp_path / "empty.txt")])
+    (tmp_path / "blank.jsonl").write_text("\n\n\n")
+    with pytest.raises(DataError, match="training data is empty"):
+        Loader(make_corpus(tmp_path / "blank.jsonl"), rows=1).next()
+    with pytest.raises(DataError, match="no document was held out"):
+        pack_held_out(make_corpus(tmp_path / "corpus.txt", split=Split(1e-9, held_out=True)), 100)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="6 sequences cannot be split evenly over 4 ranks"):
+        Loader(make_corpus(write_texts(tmp_path / "a.jsonl")), rows=6, world_size=4)
+
+
+def test_plain_text_among_chats_is_refused(tmp_path: Path) -> None:
+    chat = write_jsonl(tmp_path / "a.jsonl", [{"messages": []}])
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(DataError, match="plain text among chat data"):
+        open_reader(open_source([str(chat), str(tmp_path / "b.txt")]), "auto", "text", None)
+
+
+def test_a_block_that_begins_at_a_line_begins_there(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab\ncd\nef")
+    file = DataFile(tmp_path / "a.txt", "text", 8)
+    assert read_text(file, Block(0, 3, 6)) == b"cd\n"
+    assert IGNORED == -100
