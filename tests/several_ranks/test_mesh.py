@@ -85,7 +85,7 @@ def refused(rank: int, world_size: int, shape: tuple[int, ...], names: tuple[str
         ((2, 2), None, "the mesh of 2 x 2 has no names"),
         ((2, 2), ("data", "rows"), "the mesh has the axis 'rows', which is none of"),
         ((2, 2), ("dp", "data"), "the mesh has the axis 'data', twice"),
-        ((2, 2), ("data", "expert"), "the mesh has an expert axis of 2 ranks, which is not available yet"),
+        ((2, 2), ("data", "expert"), "the mesh has an expert axis of 2 ranks, which is not supported"),
     ],
 )
 def test_a_mesh_that_is_not_the_jobs_is_the_same_error_on_every_rank(

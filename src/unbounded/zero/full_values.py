@@ -50,8 +50,8 @@ def full_values(engine: Engine) -> Iterator[None]:
 
 
 def _open(unit: Unit, tensor: Axis, before: dict[Unit, torch.Tensor]) -> None:
-    """Shows a gathered unit's values in its parameters, whole; `before` then gets a copy of the owned ones."""
-    owned = unit.owned_part().clone()  # first: without memory for it nothing is shown
+    """Shows a gathered unit's whole values in its parameters; `before` gets a copy of the owned ones."""
+    owned = unit.owned_part().clone()  # first, so that nothing is shown if there is no memory for it
     unit.views.show()
     before[unit] = owned
     for parameter, cut, view in _cut_parameters(unit):

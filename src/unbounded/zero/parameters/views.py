@@ -162,17 +162,6 @@ class ModuleViews:
                 set_requires_grad(parameter, before)
                 parameter.requires_grad_(is_trained)
 
-    def refuse_stray_gradients(self) -> None:
-        """Raises where a backward has gone past the engine: by functions that take parameters as they are."""
-        for index in take_stray_gradients(self.parameters):
-            raise StateError(
-                f"a gradient of {self.unit.layout.slots[index].name!r} has gone past the engine and would be lost. "
-                "Leave out DistributedDataParallel around the model: the sharded model averages over the ranks itself. "
-                "Where a torch.autograd.Function, or scripted or compiled code, was given the parameter object, which "
-                "holds no values while it is sharded: take it from its module inside the forward "
-                "(self.layer.weight), or give such code parameter.view_as(parameter)."
-            )
-
     def place_data(self) -> None:
         """The own data of hidden parameters: their part of a resident buffer, otherwise a stand-in."""
         unit = self.unit
@@ -223,6 +212,19 @@ def takes_gradients(units: Iterable[Unit]) -> bool:
         return any(map(_will_execute, nodes))
     except RuntimeError:  # raised for leaves inside `torch.autograd.grad`, and only there
         return False
+
+
+def refuse_stray_gradients(units: Iterable[Unit]) -> None:
+    """Raises where a backward has gone past the engine: through functions that take parameters as they are."""
+    strays = [(unit, index) for unit in units for index in take_stray_gradients(unit.views.parameters)]
+    for unit, index in strays:
+        raise StateError(
+            f"a gradient of {unit.layout.slots[index].name!r} has gone past the engine and would be lost. Leave out "
+            "DistributedDataParallel around the model: the sharded model averages over the ranks itself. Where a "
+            "torch.autograd.Function, or scripted or compiled code, was given the parameter object, which holds no "
+            "values while it is sharded: take it from its module inside the forward (self.layer.weight), or give such "
+            "code parameter.view_as(parameter)."
+        )
 
 
 class _Views(torch.autograd.Function):

@@ -28,6 +28,7 @@ from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.managed_grad import keep_alive
 from unbounded.zero.parameters.parameter import ManagedParameter
 from unbounded.zero.parameters.tiled_parameter import parts_of
+from unbounded.zero.parameters.views import refuse_stray_gradients
 from unbounded.zero.step import digest
 from unbounded.zero.step.early.at_once import AtOnce
 from unbounded.zero.step.loss_scale import LossScale
@@ -85,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.refuse_inside_full_params("optimizer.step")
         self.engine.recover()
         self.engine.pending.refuse_broken()
-        self.engine.refuse_stray_gradients()
+        refuse_stray_gradients(self.engine.units)
         self.engine.lending.snapshots.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)
