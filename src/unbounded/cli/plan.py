@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens per sequence (default: 2048)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: the fastest of 1 to 3)")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="number format (default: bf16)"
+    )
     parser.add_argument(
         "--format",
         choices=("exact", "compact", "any"),
@@ -48,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiled", action="store_true", help="assume that blocks are compiled")
     for name in _BUDGETS:
         parser.add_argument(
-            f"--{name.replace('_', '-')}", metavar="SIZE", help=f"{name.split('_')[0]} memory of a rank, such as 24GiB"
+            f"--{name.replace('_', '-')}",
+            metavar="SIZE",
+            help=f"bytes of {name.split('_')[0]} that a rank may use, such as 24GiB",
         )
     parser.add_argument("--compare", action="store_true", help="rank the alternatives")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")

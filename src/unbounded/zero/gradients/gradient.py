@@ -7,11 +7,11 @@ EMPTY: no parameter has a gradient. HELD: the array has the owned part. ZERO: th
 which nobody has written yet (`zero_grad(set_to_none=False)`). The value is `factor` times the array: clipping and
 unscaling only change the factor, and the update multiplies as it reads.
 
-An update that runs in the background still reads the array when `step` has returned (`reading`). Whatever is done to
-the gradient then is only noted (a drop, a factor, a slot that is cleared), and carried out by whoever next needs the
-array, which waits for that update first. So `zero_grad`, `p.grad = None` and `model.zero_grad()` cost no wait.
+An update in the background may still read the array after `step` has returned (`reading`). Whatever is done to the
+gradient then is only noted (a drop, a factor, a cleared slot), and carried out by whoever next needs the array, which
+first waits for that update. So `zero_grad`, `p.grad = None` and `model.zero_grad()` do not wait.
 
-Memory that users hold of it is always up to date (`lent`): then nothing is only noted. On the device that is memory of
+Memory of it that users hold is always up to date (`lent`): then nothing is merely noted. On the device it is memory of
 the array itself.
 """
 
@@ -49,8 +49,8 @@ class Gradient:
         self.adding: Handle | None = None  # the last addition in flight
         self.reading: Handle | None = None  # the update in flight that reads the array
         self.is_new = False  # a backward has added to it since the last step
-        self.changes = 0  # so that what was computed from it is known to be old
-        self._lent = Lent()  # slots that a user works on, in memory of their own
+        self.changes = 0  # so that results computed from it are known to be outdated
+        self._lent = Lent()  # slots that a user works on, in separate memory
         self._is_open = False  # a user was given memory of the array
         self._cleared: set[int] = set()  # slots whose bytes are to be zeroed
         self._slot_factors: dict[int, Factor] = {}  # what single slots were scaled by
@@ -74,7 +74,7 @@ class Gradient:
 
     @property
     def growth_bytes(self) -> int:
-        """How many more bytes the device will hold once another backward is added: the first is kept as it came."""
+        """How many more bytes the device will hold once another backward is added; the first is stored as it came."""
         if self.tier != "device" or self.state is not GradientState.HELD or self.store.is_wide:
             return 0
         return self.store.numel * (self.store.sum_dtype.itemsize - self.store.wire.itemsize)
@@ -109,7 +109,7 @@ class Gradient:
     # -- all of it -------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Forgets the gradient; memory on the device goes back at once."""
+        """Forgets the gradient; memory on the device is freed at once."""
         self._refuse_unstepped()
         self._settle_adding()
         self.state, self.adding, self.local, self.is_new = GradientState.EMPTY, None, None, False
@@ -118,7 +118,7 @@ class Gradient:
         self.store.free()
 
     def zero(self) -> None:
-        """Lets those parameters that have a gradient have zeros."""
+        """Makes zeros the gradient of the parameters that have one."""
         if not self.is_kept:
             self.refuse_spent()
         used, lent, array = self.used, self._lent, self.store.array if self._holds_array() else None
@@ -149,7 +149,7 @@ class Gradient:
             self.apply_factor()
 
     def squares(self) -> torch.Tensor | float:
-        """The sum of squares of this rank's part: a float, or a scalar tensor where the device has it."""
+        """The sum of squares of this rank's part: a float, or a scalar tensor if the device has it."""
         self.refuse_spent()
         self.apply_changes()
         if self._squares is None or self.is_lent:
@@ -159,7 +159,7 @@ class Gradient:
     # -- one parameter's -------------------------------------------------------------------------------------------
 
     def drop_slot(self, index: int) -> None:
-        """One parameter has no gradient any more; the unit's goes with the last one."""
+        """One parameter has no gradient any more; with the last one, the unit has none."""
         self._refuse_unstepped()
         self._settle_adding()
         if self.state is GradientState.SPENT:
@@ -200,7 +200,7 @@ class Gradient:
             self._apply_notes()
 
     def slot_squares(self) -> list[torch.Tensor | float]:
-        """The sum of squares of what this rank holds of each parameter's."""
+        """The sum of squares of this rank's part of each parameter's gradient."""
         self.refuse_spent()
         self.apply_changes()
         held = self.state is GradientState.HELD
@@ -208,13 +208,13 @@ class Gradient:
         return [self._scaled(self.store.squares(*stretch)) if held else 0.0 for stretch in ranges]
 
     def is_open(self, index: int) -> bool:
-        """Whether `open_slot` can be called: this rank holds all of it, or was lent it."""
+        """Whether `open_slot` can be called: this rank holds all of it, or it was lent."""
         return self.local is None and self.state is not GradientState.SPENT and (self.is_whole or index in self._lent)
 
     def open_slot(self, index: int) -> torch.Tensor:
-        """A parameter's gradient to read and to change, where that is possible.
+        """A parameter's gradient to read and to change, if that is possible.
 
-        Off the device it is memory of its own, which stays the user's when the gradient is dropped.
+        Off the device it is separate memory, which stays with the user when the gradient is dropped.
         """
         self._touch()
         if index not in self._lent:
@@ -228,14 +228,14 @@ class Gradient:
         return self._lent.get(index)
 
     def take_slot(self, index: int) -> torch.Tensor:
-        """The same for a gradient that goes: memory that is the user's alone from now on."""
+        """The same for a gradient that is dropped: memory that from now on belongs only to the user."""
         value = self.open_slot(index)
         value = value if index in self._lent else value.clone()
         self._lent.pop(index)
         return value
 
     def put_slot(self, index: int, value: torch.Tensor) -> None:
-        """One parameter gets `value` as its gradient, where this rank holds all of it: what its memory is from now on.
+        """One parameter gets `value` as its gradient, and as its memory from now on, if this rank holds all of it.
 
         In another dtype it is a copy.
         """
@@ -255,7 +255,7 @@ class Gradient:
     # -- what was noted --------------------------------------------------------------------------------------------
 
     def apply_changes(self) -> None:
-        """Carries out what was noted of single slots."""
+        """Carries out what was noted for single slots."""
         if not (self._cleared or self._lent or self._slot_factors):
             return
         if not self._cleared and not self._lent and (common := self._common(self._slot_factors)) is not None:
@@ -276,7 +276,7 @@ class Gradient:
                 self._lent.put(index, flat[slot.start : slot.stop].view(slot.shape))
 
     def end_lending(self) -> None:
-        """Takes what was written to it over; what users still hold of a part that others own is a copy from now on."""
+        """Takes over what was written to it; from now on, what users still hold of a part that others own is a copy."""
         self.apply_changes()
         if not self.is_whole:
             self._lent.clear()
@@ -306,14 +306,14 @@ class Gradient:
             self.store.multiply(*self._range(index), factor)
 
     def write_out(self) -> None:
-        """Lets the array be the gradient, with nothing noted: for whoever reads it as it lies."""
+        """Makes the array the gradient, with nothing noted, for code that reads the array directly."""
         if self.is_present:
             self.order_stream()
             self.apply_changes()
             self.apply_factor()
 
     def apply_factor(self) -> None:
-        """Brings the array to what the gradient is: zeros written, the factor multiplied."""
+        """Makes the array equal to the gradient: writes zeros, multiplies by the factor."""
         self._finish_reading()
         if self.state is GradientState.ZERO:
             where = self._device if self.store.tier == "device" else "cpu"
@@ -330,7 +330,7 @@ class Gradient:
 
     @property
     def is_lent(self) -> bool:
-        """Whether users may hold memory of it: then what is done to the gradient must be seen there at once."""
+        """Whether users may hold memory of it: then changes of the gradient must show there at once."""
         return bool(self._lent) or self._holds_array()
 
     def _holds_array(self) -> bool:
@@ -339,7 +339,7 @@ class Gradient:
         return self._is_open
 
     def _leave_memory(self, index: int) -> None:
-        """What users hold of one parameter's gradient is theirs alone from now on."""
+        """From now on, what users hold of one parameter's gradient belongs only to them."""
         self._lent.pop(index)
         if self._holds_array():
             self.store.leave()
@@ -356,7 +356,7 @@ class Gradient:
         self.store.write(start, part)
 
     def _show_lent(self) -> None:
-        """Lets memory that users hold have the values of the array, where it has all of them."""
+        """Copies the array's values to memory that users hold, if it has all of them."""
         if not self.is_whole:
             self._lent.clear()
         for index, value in self._lent:
@@ -380,7 +380,7 @@ class Gradient:
             )
 
     def _counted_squares(self) -> torch.Tensor | float:
-        """The squares of what this rank counts: other ranks count what several hold."""
+        """The squares of what this rank counts; if several ranks hold something, one counts it."""
         ranges = [(0, self.store.numel)] if self.counted is None else self.counted
         total: torch.Tensor | float = 0.0
         for start, stop in ranges:
@@ -401,7 +401,7 @@ class Gradient:
         return first if all(f is first or (isinstance(f, float) and f == first) for f in found) else None
 
     def _range(self, index: int) -> tuple[int, int]:
-        """What this rank owns of a slot, inside the owned part."""
+        """This rank's part of a slot, as a range inside the owned part."""
         slot = self.layout.slots[index]
         part = clip_range(slot.start, slot.stop, *self.owned)
         return (part[0] - self.owned[0], part[1] - self.owned[0]) if part else (0, 0)
@@ -413,7 +413,7 @@ class Gradient:
         self._lent.clear()
 
     def _settle_adding(self) -> None:
-        """What is under way must not land after something else was done."""
+        """Waits for a running addition, which must not land after other changes."""
         if self.adding is not None:
             self.adding.settle()
 

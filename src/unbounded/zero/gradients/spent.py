@@ -45,7 +45,7 @@ def refuse_sums(what: str) -> NoReturn:
     """`what` adds up the gradients of several backwards."""
     raise StateError(
         f'{what} adds up the gradients of several backwards, but the plan says gradients="none". Use gradients="host" '
-        'or "device", or one backward a step.'
+        'or "device", or one backward per step.'
     )
 
 

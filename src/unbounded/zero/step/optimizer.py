@@ -1,7 +1,7 @@
 """The optimizer that `shard` returns: a torch.optim.Optimizer whose states live with the engine.
 
-Its param groups are the user's own, so schedulers and changes of the learning rate work as ever. `step` is
-exact and returns early: what it started is waited for by whoever needs it.
+Its param groups are the user's own, so schedulers and changes of the learning rate work as usual. `step` is exact and
+returns early: whoever needs its results waits for them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _NoStates(defaultdict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         raise StateError(
-            "optimizer.state is empty: the states of a sharded optimizer are arrays of whole units, where the plan put "
-            "them. unbounded.save writes them, and a new `shard` of the model begins with new ones."
+            "optimizer.state is empty: the states of a sharded optimizer are arrays of whole units, kept where the "
+            "plan put them. unbounded.save writes them, and a new `shard` of the model begins with new ones."
         )
 
     def clear(self) -> None:
@@ -112,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, or makes them zeros. An update under way keeps what it reads."""
+        """Forgets all gradients, or makes them zeros. A running update keeps what it reads."""
         self.engine.check_process()
         self.engine.refuse_pending("optimizer.zero_grad()")
         self._clear_gradients(set_to_none=set_to_none)
@@ -128,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for unit in self.engine.units:
             if not unit.trainable:
                 continue
-            if 0 in unit.is_grouped:  # what the optimizer does not have keeps its gradient
+            if 0 in unit.is_grouped:  # parameters that the optimizer does not have keep their gradient
                 for index in map(int, np.flatnonzero(unit.is_grouped)):
                     if set_to_none:
                         keep_alive(unit.gradient, [index])
@@ -213,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def wait(self) -> None:
         """Returns when every update of the last step has been applied; raises what went wrong in one.
 
-        After it weights that stages 1 and 2 keep whole are so again, and a rank may evaluate by itself.
+        After it, the weights of stages 1 and 2 are whole again, and a rank may evaluate by itself.
         """
         self.engine.check_process()
         for unit in self.engine.units:
@@ -232,9 +232,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), digest.KEY: digest.describe(self, self.engine.units)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave; nothing is changed where it does not fit.
+        """Loads what `state_dict` gave; nothing is changed if it does not fit.
 
-        The states must already be those of that moment: `unbounded.load` brings them.
+        The states must already be those of the same step: `unbounded.load` loads them.
         """
         self.engine.refuse_pending("optimizer.load_state_dict()")
         digest.restore(self, self.engine.units, state_dict)
@@ -260,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._members = self._membership()
 
     def _find_places(self, group: dict[str, Any]) -> dict[Unit, list[int]]:
-        """All ranks must call this. Where the parameters of a new group lie, the same on every rank."""
+        """All ranks must call this. Where the parameters of a new group are, the same on every rank."""
         if self.engine.axes.pipeline.size > 1:
             raise StateError("a group cannot be added to an optimizer over pipeline stages. Add it before `shard`.")
         places: dict[Unit, list[int]] = {}
@@ -280,10 +280,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return places
 
     def _check_states(self, units: Iterable[Unit]) -> None:
-        """Raises where the options of the groups need states that the units do not keep."""
+        """Raises if the options of the groups need states that the units do not keep."""
         if isinstance(self._given, JoinedOptimizer):
             raise StateError(
-                f"a group cannot be added to {self.kind}: which of them trains it is not known. Add it before `shard`."
+                f"a group cannot be added to {self.kind}: which of them trains it is unknown. Add it before `shard`."
             )
         book = RuleBook(self._given, self.plan.optimizer_format)
         for unit in units:
@@ -297,9 +297,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Lightning and Fabric wrap an optimizer in a subclass of its class: what is set there is meant for it."""
+        """Lightning and Fabric wrap an optimizer in a subclass of its class; attributes set there are meant for it."""
         if name == "state" and isinstance(self.__dict__.get("state"), _NoStates):
-            self.state.clear()  # `optimizer.state = defaultdict(dict)` is meant to begin anew
+            self.state.clear()  # `optimizer.state = defaultdict(dict)` is meant to reset the states
         inner = self.__dict__.get("_optimizer")
         if isinstance(inner, ShardedOptimizer) and name in vars(inner):
             setattr(inner, name, value)
@@ -313,7 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return StepProgress(self.loss_scale, self.skipped_steps, self._scaled)
 
     def resume(self, progress: StepProgress) -> None:
-        """Goes on from there, on all ranks. A loss scale is taken where this precision has one."""
+        """Continues from there, on all ranks. The loss scale is taken if this precision has one."""
         if self.loss_scale is not None and progress.loss_scale is not None:
             self.loss_scale = progress.loss_scale
         self.skipped_steps, self._scaled = progress.skipped_steps, progress.scaled
@@ -333,7 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for unit in self.engine.units:
             with self.engine.failures.noting():
                 if unit.states_written is not None and unit.states_written.launched():
-                    unit.states_written.order_stream()  # raises where the last step's states could not be written
+                    unit.states_written.order_stream()  # raises if the last step's states could not be written
         units = [unit for unit in self.engine.forward_order() if unit.trainable]
         return [unit for unit in units if unit.gradient.is_present]
 
@@ -346,7 +346,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if units and not self._scaled and self.loss_scale is not None and not self.loss_scale.is_plain:
             raise StateError(
                 "the gradients in fp16 come from a loss that was not scaled, so small ones were lost. Call "
-                "`optimizer.scale(loss).backward()`; where the loss needs no scaling, say so in the plan: "
+                "`optimizer.scale(loss).backward()`; if the loss needs no scaling, say so in the plan: "
                 "loss_scale=1, loss_scale_window=0."
             )
 
@@ -389,7 +389,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return float(factor.clamp(max=1.0))
 
     def _gradient_landed(self, unit: Unit) -> None:
-        """A backward has added all that it will to the gradient of `unit`, which is on its way to its tier."""
+        """A backward has finished the gradient of `unit`, which is being brought to its tier."""
         if self._updates_at_once:
             self._at_once.add(unit, self.param_groups)
         elif self._is_last_backward or self.engine.num_backwards == self.updates.drafts.outlook.num_backwards:
