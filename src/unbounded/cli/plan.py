@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of optimizer states (default: exact)",
     )
     parser.add_argument(
+        "--gradients",
+        choices=("device", "host", "disk", "none"),
+        help="where gradients live, otherwise chosen; none: each is used up inside the backward, without clipping",
+    )
+    parser.add_argument(
         "--activations",
         choices=("keep", "recompute", "host"),
         help="policy for all blocks (default: chosen for each block)",
@@ -107,8 +112,9 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
     machine = read_machine(args.machine)
     names = ("exact", "compact") if args.format == "any" else (args.format,)
     fixed = {name: getattr(args, name) for name in _BUDGETS if getattr(args, name) is not None}
-    if args.activations:
-        fixed["activations"] = args.activations
+    for name in ("activations", "gradients"):
+        if getattr(args, name):
+            fixed[name] = getattr(args, name)
     request = Request(
         args.tokens if args.tokens is not None else ASSUMED_TOKENS * machine.num_devices,
         args.sequence,

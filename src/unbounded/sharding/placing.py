@@ -182,6 +182,7 @@ def unshard(model: nn.Module) -> nn.Module:
     state = sharded(model)
     engine = state.engine
     engine.refuse_inside_full_params("unbounded.unshard")
+    engine.refuse_pending("unbounded.unshard()")
     if any(axis.size > 1 for axis in engine.axes.model) or has_tiles(model):
         raise StateError(
             "unshard joins what is partitioned over the data axis, but this model is also cut by tiles or by the "

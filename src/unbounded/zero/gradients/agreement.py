@@ -61,6 +61,7 @@ class GradientAgreement:
     def slot_norms(self, unit: Unit) -> torch.Tensor:
         """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
         gradient = unit.gradient
+        gradient.refuse_spent()
         gradient.order_stream()  # what is being added counts
         if unit not in self._norms or self._norms[unit][0] != gradient.changes or gradient.is_lent:
             with self._phases.during("the norm of gradients"):

@@ -1,7 +1,7 @@
 """The gradient of one unit between its backward and its update: which parameters have one, and what it is.
 
     EMPTY --add--> HELD --zero--> ZERO --add--> HELD
-      ^-----------drop-----------+---------------+        SPENT: an early update took the bytes of a HELD one
+      ^-----------drop-----------+---------------+        SPENT: an update inside the backward took a HELD one
 
 EMPTY: no parameter has a gradient. HELD: the array has the owned part. ZERO: the parameters that had one have zeros,
 which nobody has written yet (`zero_grad(set_to_none=False)`). The value is `factor` times the array: clipping and
@@ -23,6 +23,7 @@ import torch
 
 from unbounded.errors import StateError
 from unbounded.tiers.lane import Handle
+from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.gradient_array import Factor, GradientArray
 from unbounded.zero.gradients.lent import Lent, is_held
 from unbounded.zero.layout import Layout, clip_range
@@ -55,6 +56,7 @@ class Gradient:
         self._slot_factors: dict[int, Factor] = {}  # what single slots were scaled by
         self._squares: torch.Tensor | float | None = None
         self.counted: list[tuple[int, int]] | None = None  # the stretches whose squares count; None: all of it
+        self.is_kept = True  # until it is dropped; otherwise an update takes it before its backward ends
 
     @property
     def tier(self) -> str:
@@ -68,7 +70,7 @@ class Gradient:
     @property
     def device_bytes(self) -> int:
         """What the device holds of it, or will after a backward."""
-        return self.store.numel * self.store.dtype.itemsize if self.tier == "device" else 0
+        return self.store.numel * self.store.dtype.itemsize if self.tier == "device" and self.is_kept else 0
 
     @property
     def growth_bytes(self) -> int:
@@ -108,6 +110,7 @@ class Gradient:
 
     def drop(self) -> None:
         """Forgets the gradient; memory on the device is freed at once."""
+        self._refuse_unstepped()
         self._settle_adding()
         self.state, self.adding, self.local, self.is_new = GradientState.EMPTY, None, None, False
         self.used = bytearray(len(self.used))
@@ -116,6 +119,8 @@ class Gradient:
 
     def zero(self) -> None:
         """Makes zeros the gradient of the parameters that have one."""
+        if not self.is_kept:
+            self.refuse_spent()
         used, lent, array = self.used, self._lent, self.store.array if self._holds_array() else None
         self._lent = Lent()
         self.drop()
@@ -145,6 +150,7 @@ class Gradient:
 
     def squares(self) -> torch.Tensor | float:
         """The sum of squares of this rank's part: a float, or a scalar tensor if the device has it."""
+        self.refuse_spent()
         self.apply_changes()
         if self._squares is None or self.is_lent:
             self._squares = self._counted_squares() if self.state is GradientState.HELD else 0.0
@@ -154,8 +160,11 @@ class Gradient:
 
     def drop_slot(self, index: int) -> None:
         """One parameter has no gradient any more; with the last one, the unit has none."""
+        self._refuse_unstepped()
         self._settle_adding()
-        if self.used[index]:
+        if self.state is GradientState.SPENT:
+            self.used[index] = False
+        elif self.used[index]:
             self._leave_memory(index)
             self.zero_slot(index)
             self.used[index] = False
@@ -163,6 +172,7 @@ class Gradient:
             self.drop()
 
     def zero_slot(self, index: int) -> None:
+        self.refuse_spent()
         self._settle_adding()
         self._touch()
         if index in self._lent:
@@ -177,6 +187,7 @@ class Gradient:
             self._apply_notes()
 
     def scale_slot(self, index: int, factor: Factor) -> None:
+        self.refuse_spent()
         self._touch()
         if self.local is not None:
             slot = self.layout.slots[index]
@@ -190,6 +201,7 @@ class Gradient:
 
     def slot_squares(self) -> list[torch.Tensor | float]:
         """The sum of squares of this rank's part of each parameter's gradient."""
+        self.refuse_spent()
         self.apply_changes()
         held = self.state is GradientState.HELD
         ranges = [self._range(index) for index in range(len(self.used))]
@@ -227,6 +239,9 @@ class Gradient:
 
         In another dtype it is a copy.
         """
+        self.refuse_spent()
+        if not self.is_kept:
+            spent.refuse_new(self.layout.slots[index].name)
         if self.state not in (GradientState.HELD, GradientState.ZERO):
             self.drop()
             self.state = GradientState.ZERO
@@ -346,6 +361,16 @@ class Gradient:
             self._lent.clear()
         for index, value in self._lent:
             value.copy_(self.store.copy(*self._range(index)).view(value.shape))
+
+    def refuse_spent(self) -> None:
+        """Raises where an update inside the backward has used the gradient up."""
+        if self.state is GradientState.SPENT:
+            spent.refuse_use(self.layout.slots[0].name)
+
+    def _refuse_unstepped(self) -> None:
+        """Raises where it was used up and no step has followed."""
+        if self.state is GradientState.SPENT and self.is_new:
+            spent.refuse_drop(self.layout.slots[0].name)
 
     def _refuse_widening(self) -> None:
         if self.store.widens and self._holds_array():

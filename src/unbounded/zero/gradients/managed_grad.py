@@ -72,6 +72,8 @@ class ManagedGrad(Placeholder, torch.Tensor):
         if self._own is not None:
             return self._own
         gradient = self._unit.gradient
+        if self._is_kept:
+            gradient.refuse_spent()
         gradient.order_stream()
         if self._is_kept and not gradient.is_open(self._index) and self._unit.engine.is_shown:
             self._unit.engine.gradients.lend(self._unit)

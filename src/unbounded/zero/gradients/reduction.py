@@ -38,6 +38,8 @@ class Reduction:
         self._phases = phases
         self.ranks, self.lane, self.replicate = ranks, lane, replicate
         self.on_final: weakref.WeakMethod[Callable[[Unit], None]] | None = None  # who is notified of final gradients
+        self.on_end: weakref.WeakMethod[Callable[[], None]] | None = None  # and of the end of a backward
+        self.at_once = False  # gradients are taken as soon as they are final, and none is stored
         self.measure = False  # take the norm as gradients pass: set once somebody has asked for it
         self._in_flight: deque[Handle] = deque()
         self._waiting: list[Unit] = []
@@ -48,7 +50,8 @@ class Reduction:
     def begin(self, order: Sequence[Unit]) -> None:
         """A backward starts; its reductions will be launched in `order`. Nothing is left of one whose end failed."""
         self.abandon()
-        self._waiting = [unit for unit in order if unit.trainable] if self.ranks.size > 1 else []
+        is_ordered = self.ranks.size > 1 or self.at_once
+        self._waiting = [unit for unit in order if unit.trainable] if is_ordered else []
         self._ready.clear()
 
     def defer(self) -> None:
@@ -61,9 +64,9 @@ class Reduction:
         gradient = unit.gradient
         if gradient.state is GradientState.SPENT:
             raise StateError(
-                f"the gradient of unit {unit.name!r} was used up by an update inside last_backward(), so this backward "
-                "cannot add to it. Announce the last backward of a step alone, and call optimizer.zero_grad() after "
-                "each step."
+                f"the gradient of unit {unit.name!r} was used up by an update inside a backward, so this one cannot "
+                "add to it. Call optimizer.zero_grad() after each step; announce the last backward of a step alone "
+                '(last_backward()), and where a step has several, keep gradients: gradients="host" instead of "none".'
             )
         if unit.views.frozen:
             gradients = [None if i in unit.views.frozen else part for i, part in enumerate(gradients)]
@@ -84,12 +87,21 @@ class Reduction:
         if self.ranks.size > 1:
             self._ready.add(unit)
             self._launch()
+        elif self.at_once:
+            self._flush_own(unit)
         else:
+            self._tell_final(unit)
+
+    def _flush_own(self, unit: Unit) -> None:
+        """Of one rank: what all uses of `unit` have come to, in fp32 where there were several, as it were stored."""
+        local = unit.gradient.local
+        if local is not None:
+            self.flush(unit, wide=local.dtype != unit.dtype)
             self._tell_final(unit)
 
     def _take(self, unit: Unit, full: torch.Tensor, *, defer: bool) -> None:
         full = _add(unit.gradient.local, full)
-        if self.ranks.size == 1 and not defer:
+        if self.ranks.size == 1 and not defer and not self.at_once:
             unit.gradient.local = None
             self._submit(unit, full)
         else:
@@ -101,9 +113,16 @@ class Reduction:
             self.complete(unit, defer=defer)
         if defer:
             return
-        self._ready.update(self._waiting)
-        self._launch()
+        if self.ranks.size == 1:
+            for unit in self._waiting:
+                self._flush_own(unit)
+        else:
+            self._ready.update(self._waiting)
+            self._launch()
         self._is_deferred = False
+        over = self.on_end() if self.on_end is not None else None
+        if over is not None:
+            over()
 
     def abandon(self) -> None:
         """The backward was interrupted: what was collected stays for the next reduction, as in plain PyTorch."""
@@ -178,6 +197,8 @@ class Reduction:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         if self.ranks.size > 1:
+            if self.at_once:
+                self._agree_used(unit)
             shard = torch.empty(unit.layout.shard_numel, dtype=full.dtype, device=full.device)
             self.ranks.reduce(shard, full, unit.name)
             if self.replicate:
@@ -187,6 +208,12 @@ class Reduction:
         if before is not None:
             before.order_stream()  # a gradient of which a part was lost stays failed
         unit.gradient.add(full, measure=self.measure)
+
+    def _agree_used(self, unit: Unit) -> None:
+        """Which parameters have a gradient on any rank: where gradients are stored, ranks agree before the step."""
+        used = torch.frombuffer(unit.gradient.used, dtype=torch.uint8).to(unit.device, copy=True)
+        voted = self.ranks.max(used, "the vote on who has a gradient")
+        unit.gradient.used = bytearray(voted.cpu().numpy().tobytes())
 
     def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         whole = all(map(_is_there, gradients))

@@ -23,7 +23,7 @@ from unbounded.zero.unit import Unit, WeightState
 class Running(Protocol):
     """The engine as lending sees it."""
 
-    def check_process(self) -> None: ...
+    def check_weights(self, unit: Unit) -> None: ...
 
     def recover(self) -> None: ...
 
@@ -50,7 +50,7 @@ class Lending:
         A look from outside may be on one rank only, which must not wait for others. Outside a pass the value is a copy,
         unless the unit is resident: nothing that lasts may alias bytes that are freed.
         """
-        self._engine.check_process()
+        self._engine.check_weights(unit)
         in_pass = self._engine.is_in_pass()
         wants_graph = torch.is_grad_enabled() and unit.trainable and unit.views.parameters[index].requires_grad
         if not (in_pass or wants_graph or from_all):
@@ -77,7 +77,7 @@ class Lending:
 
     def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
         """Brings a new value of a parameter to its tier."""
-        self._engine.check_process()
+        self._engine.check_weights(unit)
         value = value.data
         if not (from_all or self._engine.is_in_pass()):
             self._refuse_partitioned(unit, index)

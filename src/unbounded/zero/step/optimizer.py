@@ -24,11 +24,13 @@ from unbounded.planner.plan import Plan
 from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.tiers import Tiers, TierUse
 from unbounded.zero.engine import Engine
+from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.managed_grad import keep_alive
 from unbounded.zero.parameters.parameter import ManagedParameter
 from unbounded.zero.parameters.tiled_parameter import parts_of
 from unbounded.zero.parameters.views import refuse_stray_gradients
 from unbounded.zero.step import digest
+from unbounded.zero.step.early.at_once import AtOnce
 from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.step.step_progress import StepProgress
 from unbounded.zero.step.updates import Updates
@@ -65,9 +67,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         self._scaled = False
         self._members = self._membership()
-        self._updated: set[Unit] = set()  # inside last_backward
-        self._is_last_backward = self._updates_at_once = False
+        self._at_once = AtOnce(engine, updates, self.kind)
+        self._is_last_backward = False
+        self._updates_at_once = not plan.keeps_gradients
         engine.reduction.on_final = weakref.WeakMethod(self._gradient_landed)
+        engine.reduction.on_end = weakref.WeakMethod(self._backward_over)
 
     # -- the training loop -----------------------------------------------------------------------------------------
 
@@ -80,10 +84,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.refuse_inside_full_params("optimizer.step")
+        self.engine.recover()
+        self.engine.pending.refuse_broken()
         refuse_stray_gradients(self.engine.units)
         self.engine.lending.snapshots.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)
+        self._at_once.finish(self.param_groups)
         self.step_was_skipped = False
         if self.loss_scale is not None:
             overflow = not math.isfinite(float(self._total_norm(units)))
@@ -96,9 +103,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             units = [] if overflow else units
         else:
             self.engine.failures.meet()
-        self.updates.run([unit for unit in units if unit not in self._updated], self.param_groups)
+        self.updates.run(units, self.param_groups)
         self._scaled = False
-        self._updated.clear()
         self.updates.drafts.outlook.num_backwards, self.engine.num_backwards = self.engine.num_backwards, 0
         for unit in self.engine.units:
             unit.gradient.is_new = False
@@ -108,6 +114,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, or makes them zeros. A running update keeps what it reads."""
         self.engine.check_process()
+        self.engine.refuse_pending("optimizer.zero_grad()")
+        self._clear_gradients(set_to_none=set_to_none)
+
+    def forget_gradients(self) -> None:
+        """All states are replaced: gradients go, also those that have updated units for a step that never comes."""
+        self._at_once.clear()
+        for unit in self.engine.units:
+            unit.gradient.is_new = False
+        self._clear_gradients(set_to_none=True)
+
+    def _clear_gradients(self, *, set_to_none: bool) -> None:
         for unit in self.engine.units:
             if not unit.trainable:
                 continue
@@ -123,7 +140,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 unit.gradient.zero()
         self.engine.reduction.forget()
-        self._updated.clear()
         self.engine.num_backwards = 0
 
     @torch.no_grad()
@@ -134,10 +150,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if norm_type != 2.0:
             raise PlanError(f"norm_type is {norm_type}, but only the 2-norm is supported. Leave it at 2.0.")
-        if self._updated:
+        self._refuse_norm(f"optimizer.clip_grad_norm_({max_norm})")
+        if self.engine.pending.units:
             raise StateError(
-                f"{len(self._updated)} units were updated inside last_backward(), before anything could be clipped. "
-                f"Announce the clipping there: `with optimizer.last_backward(max_norm={max_norm}):`."
+                f"{len(self.engine.pending.units)} units were updated inside last_backward(), before anything could be "
+                f"clipped. Announce the clipping there: `with optimizer.last_backward(max_norm={max_norm}):`."
             )
         units = self._collect("optimizer.clip_grad_norm_()")
         norm = self._total_norm(units)
@@ -155,15 +172,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         `max_norm` says that `clip_grad_norm_` will follow: its norm is only known at the end, so updates wait for it.
         """
+        if max_norm is not None:
+            self._refuse_norm(f"last_backward(max_norm={max_norm})")
+        is_alone = self.loss_scale is None and self.engine.ranks.size == 1
         self._is_last_backward = True
-        self._updates_at_once = max_norm is None and self.loss_scale is None and self.engine.ranks.size == 1
+        self._updates_at_once = not self.plan.keeps_gradients or (max_norm is None and is_alone)
         try:
             yield
         finally:
-            self._is_last_backward = self._updates_at_once = False
+            self._is_last_backward = False
+            self._updates_at_once = not self.plan.keeps_gradients
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are added up on each rank and reduced by the first backward outside: less traffic."""
+        if not self.plan.keeps_gradients:
+            spent.refuse_sums("optimizer.no_sync()")
         return self.engine.no_sync()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -181,6 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def nonfinite_units(self) -> list[str]:
         """The units whose gradient has an infinity or a NaN on any rank."""
+        self._refuse_norm("optimizer.nonfinite_units()")
         units = self._collect("optimizer.nonfinite_units()")
         flags = [not math.isfinite(float(part)) for part in self._squares(units)]
         votes = self.engine.ranks.max(torch.tensor(flags, dtype=torch.int32, device=self.engine.device))
@@ -204,6 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Param groups and counters, in torch's form. The states are where the plan put them: `unbounded.save`."""
+        self.engine.refuse_pending("optimizer.state_dict()")
         return {**super().state_dict(), digest.KEY: digest.describe(self, self.engine.units)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -211,6 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The states must already be those of the same step: `unbounded.load` loads them.
         """
+        self.engine.refuse_pending("optimizer.load_state_dict()")
         digest.restore(self, self.engine.units, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -218,6 +244,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         What a frozen one needs for training is allocated when it is unfrozen: by `requires_grad_()`.
         """
+        if hasattr(self, "engine"):
+            self.engine.refuse_pending("optimizer.add_param_group()")
         super().add_param_group(param_group)  # checks it, and fills in the defaults
         if not hasattr(self, "engine"):
             return
@@ -307,7 +335,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if unit.states_written is not None and unit.states_written.launched():
                     unit.states_written.order_stream()  # raises if the last step's states could not be written
         units = [unit for unit in self.engine.forward_order() if unit.trainable]
-        return [unit for unit in units if unit.gradient.is_present or unit in self._updated]
+        return [unit for unit in units if unit.gradient.is_present]
+
+    def _refuse_norm(self, what: str) -> None:
+        """Raises where no gradient is stored: `what` needs those of all units together."""
+        if not self.plan.keeps_gradients:
+            spent.refuse_norm(what)
 
     def _refuse_unscaled(self, units: list[Unit]) -> None:
         if units and not self._scaled and self.loss_scale is not None and not self.loss_scale.is_plain:
@@ -358,11 +391,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _gradient_landed(self, unit: Unit) -> None:
         """A backward has finished the gradient of `unit`, which is being brought to its tier."""
         if self._updates_at_once:
-            self._update_early(unit)
+            self._at_once.add(unit, self.param_groups)
         elif self._is_last_backward or self.engine.num_backwards == self.updates.drafts.outlook.num_backwards:
             self.updates.drafts.ask(unit, self.param_groups)
 
-    def _update_early(self, unit: Unit) -> None:
-        self._updated.add(unit)
-        self.updates.run([unit], self.param_groups)
-        unit.gradient.spend()
+    def _backward_over(self) -> None:
+        self._at_once.end(self.param_groups)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient import GradientState
 from unbounded.zero.gradients.gradient_array import Factor
-from unbounded.zero.step.drafts import Basis, Draft, Drafts, basis_of
+from unbounded.zero.step.early.drafts import Basis, Draft, Drafts, basis_of
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.tensor_pass import TensorPass, cut_wholes
 from unbounded.zero.step.update_pass import (
@@ -94,7 +94,7 @@ class Lanes:
 
 
 class Updates:
-    """Runs the rule over units; one pass per step, or one per unit inside `last_backward`."""
+    """Runs the rule over units; one pass per step, or one per unit inside the backward (`at_once`)."""
 
     def __init__(
         self,
@@ -123,13 +123,20 @@ class Updates:
             if rule.granularity is Granularity.TENSOR:
                 self._passes["whole", rule] = TensorPass(rule, many, buffers, exchange)
 
-    def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]]) -> None:
-        """Updates `units` in order; returns before the lanes have done their part."""
+    def run(
+        self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], outdate: Callable[[Unit], None] | None = None
+    ) -> None:
+        """Updates `units` in order; returns before the lanes have done their part.
+
+        `outdate` is told of units whose gathered weights are those from before, and must let what is being gathered
+        end first; unless said, `Gathering.invalidate`.
+        """
+        outdate = outdate or self.engine.gathering.invalidate
         self.drafts.cancel()
         planned = [(unit, *self._plan(unit, groups)) for unit in units]  # a failure here has changed nothing
         queued: dict[Lane, list[UnitUpdate]] = {lane: [] for lane in self.lanes.all}
         try:
-            self._begin(planned, queued)
+            self._begin(planned, queued, outdate)
         except BaseException as error:
             for part in itertools.chain(*queued.values()):
                 part.fail(error)
@@ -156,7 +163,10 @@ class Updates:
         return jobs, cut_pieces(unit, jobs, piece_numel)
 
     def _begin(
-        self, planned: Sequence[tuple[Unit, list[Job], list[Piece]]], queued: dict[Lane, list[UnitUpdate]]
+        self,
+        planned: Sequence[tuple[Unit, list[Job], list[Piece]]],
+        queued: dict[Lane, list[UnitUpdate]],
+        outdate: Callable[[Unit], None],
     ) -> None:
         """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
         num_streamed = 0
@@ -165,6 +175,8 @@ class Updates:
             unit.note_change()
             if pieces and kernel_device(unit).type == "cuda" and not unit.streamed and not unit.needs_wholes:
                 self._run_now(unit, pieces)
+                if not unit.is_whole or not unit.resident:
+                    outdate(unit)
             elif pieces:
                 lane = self.lanes.lane_for(unit, num_streamed)
                 num_streamed += unit.streamed
@@ -173,15 +185,13 @@ class Updates:
                 queued[lane].append(work)
                 unit.weights_ready, unit.states_written = work.home, work.written
                 unit.gradient.reading = work.written
-                self.engine.gathering.invalidate(unit)
+                outdate(unit)
             elif not unit.is_whole:  # only peers use it, and it will be gathered again
-                self.engine.gathering.invalidate(unit)
+                outdate(unit)
 
     def _run_now(self, unit: Unit, pieces: list[Piece]) -> None:
         assert unit.rule is not None
         self._passes["device", unit.rule].run(pieces, on_home=_ignore, on_written=_ignore)
-        if not unit.is_whole or not unit.resident:
-            self.engine.gathering.invalidate(unit)
 
     def _run_in(self, lane: Lane, work: list[UnitUpdate], ready: torch.cuda.Event | None) -> None:
         """Runs in `lane`."""
