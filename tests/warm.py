@@ -139,6 +139,8 @@ class Server:
             return None
         for number, output in enumerate(outputs):
             os.dup2(output, number)
+        for one in (self.listener, link, *self.links.values()):
+            one.detach()  # or the end of these objects would close whatever the program has under their numbers by then
         os.closerange(3, 4096)  # the server's own, and those of other programs
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
