@@ -176,8 +176,8 @@ def _choose_fill(
 def unshard(model: nn.Module) -> nn.Module:
     """All ranks must call this. Gives the model its whole parameters back as plain ones, and frees all that ran it.
 
-    The values come to the device that the model ran on. The sharded optimizer is of no use afterwards; save what it
-    knows first.
+    The values come to the device that the model ran on. The sharded optimizer refuses to work afterwards, and its
+    states are gone: save what it knows first.
     """
     state = sharded(model)
     engine = state.engine
@@ -205,4 +205,6 @@ def unshard(model: nn.Module) -> nn.Module:
         unmanage(parameter, value)  # type: ignore[arg-type]
     running.strike_off(model)
     device_room.strike_off(model)
+    if state.optimizer is not None:
+        state.optimizer.retire()
     return model
