@@ -1,6 +1,7 @@
-"""What Trainer, Accelerate and Lightning add to a step: each beside our own loop, by turns within one run.
+"""What Trainer, Accelerate and Lightning add to a step: each takes turns with our own loop in one run.
 
     python benchmarks/steps/frameworks.py                                           # a CPU: all three
+    python benchmarks/steps/frameworks.py --plain                                   # and what they add to plain PyTorch
     python benchmarks/steps/frameworks.py --size 7b --sequence 2048 --batch 2 --turns 4 \
         --plan device_bytes=24GiB --only trainer
 
@@ -8,11 +9,18 @@ The framework trains a sharded model. After every `--block` of its steps our own
 optimizer for as many, so that both meet the same placement and the same neighbours on the machine. Updates have ended
 where the clock is read. Ratios are medians over the turns after the first, of seconds and of the process' CPU time,
 which is the one to read on a busy machine without a GPU. A run ends after `--turns`, or after `--seconds`.
+
+`added_cpu_ms` is what the framework's step takes longer, between the quickest turns of both: neighbours can only make a
+turn slower. It hardly depends on the size of the model, but its noise does: `--size narrow` has the layers of a real
+model and next to no work in them. `--plain` trains the model as it is, beside a loop in plain PyTorch: what the
+framework adds then is its own, and ours is what is more than that. With `--epochs` every block of steps is an epoch, in
+both loops.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -28,22 +36,25 @@ Clock = tuple[float, float]
 
 
 class Turns:
-    """Counts the framework's steps, and has our own loop run between its blocks."""
+    """Counts the framework's steps, and runs our own loop between its blocks."""
 
-    def __init__(self, options: argparse.Namespace, model: Any, optimizer: Any, data: list[Any]) -> None:
-        self.options, self.model, self.optimizer, self.data = options, model, optimizer, data
+    def __init__(self, options: argparse.Namespace, model: Any, optimizer: Any) -> None:
+        self.options, self.model, self.optimizer = options, model, optimizer
+        self.data: Any = list(loader_of(options, options.block))
+        if options.epochs:
+            self.data = loader_of(options, options.block)
         self.num_steps, self.theirs, self.ours = 0, [], []  # type: int, list[Clock], list[Clock]
         self.began = time.perf_counter()
         self.start = self._clock()
 
     def step_done(self) -> bool:
-        """After each step of the framework: whether it is to end."""
+        """Called after each step of the framework; returns whether it should end."""
         self.num_steps += 1
         if self.num_steps % self.options.block:
             return False
         self.theirs.append(self._since())
-        for index in range(self.options.block):
-            self._step(self.data[index])
+        for batch in self.data:
+            self._step(batch)
         self.ours.append(self._since())
         return len(self.ours) > self.options.turns or time.perf_counter() - self.began > self.options.seconds
 
@@ -53,13 +64,17 @@ class Turns:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loss = self.model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
         loss.backward()
-        self.optimizer.clip_grad_norm_(1.0)
+        if self.options.plain:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        else:
+            self.optimizer.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
 
     def _clock(self) -> Clock:
-        self.optimizer.wait()
+        if not self.options.plain:
+            self.optimizer.wait()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter(), time.process_time()
@@ -70,11 +85,11 @@ class Turns:
         return now[0] - before[0], now[1] - before[1]
 
     def report(self, name: str) -> dict[str, Any]:
-        """Of a step; the first turn warms up."""
+        """The ratios of a step; the first turn is a warm-up."""
         block, pairs = self.options.block, list(zip(self.theirs, self.ours, strict=True))[1:]
         ratios = [statistics.median(theirs[kind] / ours[kind] for theirs, ours in pairs) for kind in range(2)]
         return {
-            "framework": name,
+            "framework": f"{name}, plain" if self.options.plain else name,
             "turns": len(pairs),
             "step_s": round(statistics.median(theirs[0] for theirs, _ in pairs) / block, 4),
             "own_step_s": round(statistics.median(ours[0] for _, ours in pairs) / block, 4),
@@ -82,13 +97,14 @@ class Turns:
             "own_cpu_s": round(statistics.median(ours[1] for _, ours in pairs) / block, 4),
             "ratio": round(ratios[0], 4),
             "ratio_cpu_time": round(ratios[1], 4),
+            "added_cpu_ms": round(1e3 * (min(t[1] for t, _ in pairs) - min(o[1] for _, o in pairs)) / block, 2),
             "of_turns": [round(theirs[0] / ours[0], 3) for theirs, ours in pairs],
             "seconds": round(time.perf_counter() - self.began, 1),
         }
 
 
 def make(options: argparse.Namespace) -> Any:
-    with torch.device("meta"):
+    with torch.device("cpu" if options.plain else "meta"):
         return make_model(options).to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).train()
 
 
@@ -99,14 +115,18 @@ def plan_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """Of one epoch that does not end."""
-    size = num_steps(options) * options.batch, options.sequence
+    """Of one epoch: of a block, or of the whole run."""
+    return make_rows(options, options.block if options.epochs else num_steps(options))
+
+
+def make_rows(options: argparse.Namespace, num_batches: int) -> list[dict[str, torch.Tensor]]:
+    size = num_batches * options.batch, options.sequence
     return [{"input_ids": row, "labels": row} for row in torch.randint(0, SIZES[options.size].vocabulary, size)]
 
 
-def batches_of(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    size = options.block, options.batch, options.sequence
-    return [{"input_ids": rows, "labels": rows} for rows in torch.randint(0, SIZES[options.size].vocabulary, size)]
+def loader_of(options: argparse.Namespace, num_batches: int) -> Any:
+    rows = make_rows(options, num_batches)
+    return torch.utils.data.DataLoader(rows, batch_size=options.batch, shuffle=True)  # type: ignore[arg-type]
 
 
 def num_steps(options: argparse.Namespace) -> int:
@@ -123,7 +143,7 @@ def run_trainer(options: argparse.Namespace, folder: str) -> Turns:
     class Callback(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             optimizer = trainer.optimizer.optimizer
-            found.append(Turns(options, trainer.model, optimizer, batches_of(options)))
+            found.append(Turns(options, trainer.model, optimizer))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = found[0].step_done()
@@ -138,12 +158,13 @@ def run_trainer(options: argparse.Namespace, folder: str) -> Turns:
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = unbounded.hf.Trainer(
+    kind = transformers.Trainer if options.plain else unbounded.hf.Trainer
+    trainer = kind(
         model=make(options),
         args=arguments,
         train_dataset=rows_of(options),
         callbacks=[Callback()],
-        plan=plan_of(options) or "auto",
+        **({} if options.plain else {"plan": plan_of(options) or "auto"}),
     )
     trainer.train()
     return found[0]
@@ -154,14 +175,17 @@ def run_accelerate(options: argparse.Namespace, folder: str) -> Turns:
 
     import unbounded.hf
 
-    accelerator = unbounded.hf.attach(Accelerator(cpu=not torch.cuda.is_available()))
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = make(options)
-    model, optimizer = unbounded.shard(model, make_optimizer(model.parameters()), plan_of(options) or "auto")
-    turns = Turns(options, model, optimizer, batches_of(options))
+    optimizer = make_optimizer(model.parameters())
+    if not options.plain:
+        unbounded.hf.attach(accelerator)
+        model, optimizer = unbounded.shard(model, optimizer, plan_of(options) or "auto")
+    turns = Turns(options, model, optimizer)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    loader = torch.utils.data.DataLoader(rows_of(options), batch_size=options.batch, shuffle=True)  # type: ignore[arg-type]
+    loader = loader_of(options, options.block if options.epochs else num_steps(options))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    for batch in loader:
+    for batch in itertools.chain.from_iterable(loader for _ in range(options.turns + 1 if options.epochs else 1)):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
@@ -199,14 +223,14 @@ def run_lightning(options: argparse.Namespace, folder: str) -> Turns:
 
     class Callback(lightning.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            found.append(Turns(options, module, trainer.strategy.optimizers[0], batches_of(options)))
+            found.append(Turns(options, module, trainer.strategy.optimizers[0]))
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             trainer.should_stop = found[0].step_done()
 
     trainer = lightning.Trainer(
         default_root_dir=folder,
-        strategy=unbounded.lightning.UnboundedStrategy(plan_of(options) or "auto"),
+        strategy="auto" if options.plain else unbounded.lightning.UnboundedStrategy(plan_of(options) or "auto"),
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1,
         precision="bf16-mixed" if torch.cuda.is_available() else "32-true",
@@ -218,8 +242,7 @@ def run_lightning(options: argparse.Namespace, folder: str) -> Turns:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = torch.utils.data.DataLoader(rows_of(options), batch_size=options.batch, shuffle=True)  # type: ignore[arg-type]
-    trainer.fit(Module(), loader)
+    trainer.fit(Module(), loader_of(options, options.block if options.epochs else num_steps(options)))
     return found[0]
 
 
@@ -239,6 +262,8 @@ def main() -> None:
     parser.add_argument("--plan", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--block", type=int, default=3, help="steps of a turn")
     parser.add_argument("--turns", type=int, default=5, help="after the first, which warms up")
+    parser.add_argument("--plain", action="store_true", help="the plain model beside a plain loop")
+    parser.add_argument("--epochs", action="store_true", help="an epoch every block of steps")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each framework, from its first step on")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

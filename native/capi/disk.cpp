@@ -47,8 +47,8 @@ UNBOUNDED_API int unbounded_disk_file_sync(void* file) { return (*static_cast<Fi
 UNBOUNDED_API void unbounded_disk_file_close(void* file) { (*static_cast<FileHandle*>(file))->close(); }
 UNBOUNDED_API void unbounded_disk_file_release(void* file) { delete static_cast<FileHandle*>(file); }
 
-// `grain`: bytes a slot of `sums`, dividing the engine's block size.
-// Null with *error set: EBADF where a file is closed, ENOMEM or EAGAIN where memory or threads are short.
+// `grain`: bytes per slot of `sums`, dividing the engine's block size.
+// Null with *error set: EBADF if a file is closed, ENOMEM or EAGAIN if memory or threads are short.
 UNBOUNDED_API void* unbounded_disk_submit(void* engine, int operation, std::uint64_t count, void* const* files,
                                           const std::uint64_t* offsets, void* const* data, const std::uint64_t* lengths,
                                           std::uint32_t* const* sums, std::uint64_t grain, int padded, int* error) {

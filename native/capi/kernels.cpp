@@ -45,7 +45,7 @@ template <class Body> void parallel(void* pool, int64_t n, Body body, size_t chu
   static_cast<Crew*>(pool)->pool.run(int64_t((size_t(n) + chunk_numel - 1) / chunk_numel), chunk, &context);
 }
 
-// Elements of an update that a thread takes at a time. Larger than CHUNK where every thread still takes turns: each
+// Elements of an update that a thread takes at a time. Larger than CHUNK if every thread still gets turns: each
 // turn starts on memory that is not in any cache yet and ends by fetching what another thread will use, for all of an
 // update's arrays. Turns of CHUNK took a fifth longer.
 size_t update_chunk(void* pool, int64_t n) {
@@ -55,7 +55,7 @@ size_t update_chunk(void* pool, int64_t n) {
 
 size_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
-// Elements of an update beside the old states that are copied at a time: few enough to be in a core's own cache still
+// Elements of a draft update that are copied at a time: few enough to be still in a core's own cache
 // when the kernel steps them in their new place, so that old and new states cross the memory bus once each.
 constexpr size_t BESIDE = 32 * BLOCK;
 
@@ -129,7 +129,7 @@ EXPORT const char* unbounded_simd(const char* wanted) {
   return found ? found->name : nullptr;
 }
 
-// Null where the threads cannot be started or the instruction set is not there.
+// Null if the threads cannot be started or the instruction set is not there.
 EXPORT void* unbounded_pool_create(int num_threads, const char* simd) {
   const Kernels* found = choose_kernels(simd);
   try {
@@ -146,7 +146,7 @@ EXPORT void unbounded_update(void* pool, const UpdateArguments* a) {
   parallel(pool, a->numel, update, update_chunk(pool, a->numel));
 }
 
-// The same, but the states that it steps are those of `from`, which stay as they are.
+// The same, but it reads the old states from `from`, which stay unchanged.
 EXPORT void unbounded_update_beside(void* pool, const UpdateArguments* a, const UpdateArguments* from) {
   const Update u = update_of(*a);
   const auto update = [&](size_t begin, size_t end) {
@@ -159,7 +159,7 @@ EXPORT void unbounded_update_beside(void* pool, const UpdateArguments* a, const 
   parallel(pool, a->numel, update, update_chunk(pool, a->numel));
 }
 
-// Chunks are summed in parallel and their sums added in order. Returns NaN where no memory is left for them.
+// Chunks are summed in parallel and their sums added in order. Returns NaN if no memory is left for them.
 EXPORT double unbounded_sum_squares(void* pool, const void* x, int32_t type, int64_t n) {
   const size_t count = (size_t(n) + CHUNK - 1) / CHUNK;
   double* parts = static_cast<double*>(std::calloc(count + 1, sizeof(double)));

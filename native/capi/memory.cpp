@@ -1,4 +1,4 @@
-// The C ABI of host memory: anonymous mappings, aligned, with huge pages where the system allows them.
+// The C ABI of host memory: anonymous mappings, aligned, with huge pages if the system allows them.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -18,7 +18,7 @@ constexpr int kWipeOnFork = 18;     // MADV_WIPEONFORK, Linux 4.14
 
 std::uintptr_t round_up(std::uintptr_t value, std::uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Adding zero atomically makes a page present without changing it, also while others write to it.
+// Adding zero atomically makes a page present without changing it, even while others write to it.
 void touch_pages(char* data, std::uint64_t length, std::uint64_t page) {
   for (std::uint64_t at = 0; at < length; at += page) std::atomic_ref<char>(data[at]).fetch_add(0, std::memory_order_relaxed);
   if (length > 0) std::atomic_ref<char>(data[length - 1]).fetch_add(0, std::memory_order_relaxed);
@@ -33,7 +33,7 @@ void fault_in(char* data, std::uint64_t length, std::uint64_t page) {
 
 }  // namespace
 
-// Null with *error set where there is no memory. The ends that alignment makes superfluous are given back.
+// Null with *error set if there is no memory. The ends that alignment does not need are unmapped.
 UNBOUNDED_API void* unbounded_memory_map(std::uint64_t length, std::uint64_t alignment, int huge, int* error) {
   std::uint64_t page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
   std::uint64_t bytes = round_up(length, page);
@@ -73,7 +73,7 @@ UNBOUNDED_API void unbounded_memory_touch(void* data, std::uint64_t length, unsi
   std::uint64_t useful = std::min<std::uint64_t>(num_threads, (length + kShare - 1) / kShare);
   try {
     for (std::uint64_t i = 1; i < useful; ++i) threads.emplace_back(work);
-  } catch (...) {  // fewer threads do it as well
+  } catch (...) {  // fewer threads do it too
   }
   work();
   for (std::thread& thread : threads) thread.join();

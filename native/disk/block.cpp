@@ -136,7 +136,7 @@ bool Block::fail(int code) {
   return false;
 }
 
-// Of the grain at `at` of the piece; see Run for padded ones, whose grain is a page.
+// For the grain at `at` of the piece; see Run for padded ones, whose grain is a page.
 std::uint32_t Block::checksum(const char* data, std::uint64_t at) const {
   std::uint64_t length = std::min<std::uint64_t>(run().grain, piece_.length - at);
   std::uint32_t sum = crc32c(data + at, length, 0);

@@ -24,7 +24,7 @@ struct Piece {
   std::uint64_t io_length;  // bytes moved; more than `length` only for a padded tail
 };
 
-// Covers [offset, offset + length) once, in order. Where `offset` is aligned every piece but the last starts and ends
+// Covers [offset, offset + length) once, in order. If `offset` is aligned, every piece but the last starts and ends
 // on a multiple of `block_bytes` from it, so that checksums whose grain divides that never straddle pieces.
 std::vector<Piece> split(const Run& run, bool direct, std::size_t block_bytes);
 

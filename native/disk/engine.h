@@ -21,7 +21,7 @@ class Engine {
  public:
   explicit Engine(const EngineOptions& options);
 
-  // Null where the engine or a file is closed already. Grains of checksums divide the block size.
+  // Null if the engine or a file is already closed. Grains of checksums divide the block size.
   std::shared_ptr<Transfer> submit(Operation operation, std::vector<Run> runs);
   // Carries out what was submitted and ends the threads; a second call does nothing.
   void close();

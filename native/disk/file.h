@@ -1,4 +1,4 @@
-// An open file: its descriptors (one with O_DIRECT where the filesystem allows it) and the transfers on it.
+// An open file: its descriptors (one with O_DIRECT if the filesystem allows it) and the transfers on it.
 #pragma once
 
 #include <sys/types.h>
@@ -16,8 +16,8 @@ inline constexpr std::size_t kAlignment = 4096;
 
 class File {
  public:
-  // Takes ownership of both descriptors. `direct_fd` is -1 where O_DIRECT is not to be used; it may equal
-  // `fd`, and O_DIRECT is then taken off that descriptor should the filesystem refuse it later.
+  // Takes ownership of both descriptors. `direct_fd` is -1 if O_DIRECT is not to be used; it may equal
+  // `fd`, and O_DIRECT is then removed from that descriptor if the filesystem refuses it later.
   // A `temporary` file is emptied when it is closed, since a forked child may have its descriptors for longer.
   File(int fd, int direct_fd, bool temporary);
   ~File();

@@ -22,7 +22,7 @@ void enter_thread(const LaneOptions& options) {
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   pthread_setname_np(pthread_self(), options.name);
   if (options.niceness <= 0) return;
-  auto self = static_cast<id_t>(::gettid());  // on Linux a thread has a priority of its own; lowering it is never refused
+  auto self = static_cast<id_t>(::gettid());  // on Linux a thread has its own priority; lowering it is never refused
   ::setpriority(PRIO_PROCESS, self, ::getpriority(PRIO_PROCESS, self) + options.niceness);
 }
 
@@ -61,9 +61,9 @@ void Lane::submit(std::vector<Block>& blocks) {
   wake_.notify_all();
 }
 
-// Where the system gives no more threads, those there are do the work.
+// If the system gives no more threads, the existing ones do the work.
 void Lane::grow(std::size_t num_more) {
-  if (stopping_) return;  // the destructor goes through threads_ without the mutex
+  if (stopping_) return;  // the destructor iterates over threads_ without the mutex
   std::size_t wanted = std::min<std::size_t>(width_.now(), queue_.size() + num_active_ + num_more);
   try {
     while (threads_.size() < wanted) threads_.emplace_back([this] { work(); });

@@ -1,6 +1,6 @@
 // One direction of one device: a queue of blocks, and a group of threads that carry them out with preadv and pwritev.
 //
-// Threads do the checksums as well, beside the transfers of the others. In blocks of megabytes a system call costs
+// Threads also do the checksums, during the transfers of the others. In blocks of megabytes a system call costs
 // nothing next to the transfer: an io_uring, measured on the same disks, was never faster.
 #pragma once
 

@@ -11,7 +11,7 @@ std::int64_t monotonic_ns() {
 
 namespace {
 
-// Blocks end in any order; the failure that is told is the first in the transfer, not in time.
+// Blocks end in any order; the failure that is reported is the first in the transfer, not in time.
 bool comes_first(const Failure& failure, const Failure& known) {
   return known.code == 0 || std::pair(failure.run, failure.offset) < std::pair(known.run, known.offset);
 }

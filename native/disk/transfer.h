@@ -16,12 +16,12 @@ namespace unbounded::disk {
 
 enum class Operation : int { read = 0, write = 1 };
 
-// Results that are no errno; shared with the Python side.
+// Results that are not an errno; shared with the Python side.
 inline constexpr int kShortRead = -1;
 inline constexpr int kChecksumMismatch = -2;
 
 // Contiguous bytes of one file and of memory. `sums` is one slot for every `grain` bytes, or null: a write puts the
-// CRC32C of each there, a read is held against them.
+// CRC32C of each there, a read is checked against them.
 // `padded`: the file's bytes from the end of the run up to the next kAlignment belong to the run as well. They count
 // as zeros, and a slot holds the difference (exclusive or) to the checksum of kAlignment zeros: the slots of a file
 // that reads as zeros are zeros.

@@ -26,7 +26,7 @@ void Width::skip() {
   num_skipped_ = 0;
 }
 
-// The caller, not the disk, sets the pace: the window is begun anew. A width that is never filled would never be
+// The caller, not the disk, sets the pace: the window starts again. A width that is never filled would never be
 // measured again, so after a while it is given up.
 void Width::starve() {
   skip();
@@ -40,7 +40,7 @@ void Width::starve() {
 void Width::completed(std::uint64_t lane_bytes, std::uint64_t device_bytes, std::int64_t now_ns, std::size_t num_left) {
   if (num_left == 0 || num_left * 4 < std::size_t{now()} * 3) return starve();
   if (!counting_) {
-    // What was in flight under the width before belongs to no window.
+    // What was in flight under the earlier width belongs to no window.
     if (++num_skipped_ > std::max(width_, other_)) restart(lane_bytes, device_bytes, now_ns);
     return;
   }

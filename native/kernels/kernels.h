@@ -14,7 +14,7 @@ struct Update {
   Step step;
   Format format;
   DType weight_type, grad_type, out_type;
-  float grad_scale;   // negative where the objective is maximised
+  float grad_scale;   // negative if the objective is maximised
   alignas(64) int32_t salt[BLOCK];  // of the stochastic rounding: random bits for every place in a block at this step
   void* weight;
   const void* grad;
@@ -26,7 +26,7 @@ struct Update {
   void* out;          // null, or receives the weights of the fp32 format in out_type
 };
 
-// A master in `weight` and `remainder`, or a moment in codes and scales, beside its fp32 values.
+// A master in `weight` and `remainder`, or a moment in codes and scales, next to its fp32 values.
 struct Master {
   DType type;
   void* weight;
@@ -59,7 +59,7 @@ const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& neon_kernels();
 
-// The best instruction set that this machine has and `wanted` (a name, or empty) allows; null where it does not.
+// The best instruction set that this machine has and `wanted` (a name, or empty) allows; null if there is none.
 const Kernels* choose_kernels(const char* wanted);
 
 }  // namespace unbounded

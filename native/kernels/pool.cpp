@@ -5,7 +5,7 @@
 namespace unbounded {
 namespace {
 
-// Rounding and denormals as IEEE has them while working, whatever the calling thread has set.
+// Rounding and denormals follow IEEE while working, whatever the calling thread has set.
 class FloatMode {
  public:
   FloatMode() {
@@ -56,7 +56,7 @@ void Pool::serve() {
     lock.unlock();
     work(job);
     lock.lock();
-    if (job_ == &job) job_ = nullptr;  // no chunk is left: nobody else need join
+    if (job_ == &job) job_ = nullptr;  // no chunk is left, so nobody else needs to join
     if (--joined_ == 0) left_.notify_one();
   }
 }

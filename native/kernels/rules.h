@@ -1,8 +1,8 @@
 // The update rules, each one step on fp32 values in registers.
 //
 // They read like the formulas of torch.optim and keep its order of operations; a product is fused with
-// a sum where `fma` says so and nowhere else.
-// What depends on the step alone is resolved once, in double, into `Step`.
+// a sum only where `fma` says so.
+// What depends only on the step is resolved once, in double, into `Step`.
 #pragma once
 
 #include "kernels/simd/vector_scalar.h"
@@ -27,7 +27,7 @@ struct Step {
 namespace {
 
 // A rule steps one vector of fp32 values in parts, so that a kernel can let other work pass between them:
-//   advance   the moments, from the gradient; returns the direction, or its numerator where the rule divides
+//   advance   the moments, from the gradient; returns the direction, or its numerator if the rule divides
 //   (root, quotient: below, the same for all rules that divide)
 //   apply     the direction to the weight
 // `first` (exp_avg, momentum_buffer) and `second` (exp_avg_sq, sum) say which moments it keeps, `couples` whether

@@ -1,4 +1,4 @@
-"""The errors users meet: each is also the builtin a caller would expect to catch."""
+"""The errors that users see. Each is also the builtin error that a caller would expect to catch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class BudgetError(PlanError, MemoryError):
 
 
 class MissingFrameworkError(PlanError, ImportError):
-    """A part was used whose framework is not installed."""
+    """The framework that this part needs is not installed."""
 
 
 class StateError(UnboundedError, RuntimeError):
-    """Something was asked of a model or optimizer in a state that cannot give it."""
+    """The model or optimizer cannot do this in its present state."""
 
 
 class DiskError(UnboundedError, OSError):
-    """A disk operation failed; carries `errno` and `filename`, and prints as its message alone."""
+    """A disk operation failed; has `errno` and `filename`, and prints only its message."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
@@ -35,7 +35,7 @@ class CheckpointError(UnboundedError, RuntimeError):
 
 
 class PeerError(StateError):
-    """Another rank failed, stopped, ended or went another way, so this one cannot go on."""
+    """Another rank failed, stopped, ended or did something else, so this one cannot continue."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
@@ -46,11 +46,11 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class UnsavableError(CheckpointError, TypeError):
-    """A value of the user's that a checkpoint cannot represent."""
+    """A user's value that a checkpoint cannot represent."""
 
 
 class InputError(UnboundedError, ValueError):
-    """Something that the user gave a command cannot work; it ends with exit code 2."""
+    """The input of a command cannot work; it ends with exit code 2."""
 
 
 class DataError(InputError):
@@ -58,4 +58,4 @@ class DataError(InputError):
 
 
 class TrainingError(UnboundedError, RuntimeError):
-    """Training cannot go on; the command ends with exit code 1."""
+    """Training cannot continue; the command ends with exit code 1."""

@@ -1,7 +1,7 @@
-"""Which rank a launcher made this process: torchrun, Slurm's srun, mpirun, Ray, or anything that sets RANK.
+"""Which rank this process is, by its launcher: torchrun, Slurm's srun, mpirun, Ray, or anything that sets RANK.
 
-Read from the environment and checked here, and nowhere else. `ranks.launch` joins the job; what runs before or without
-torch (the command line, traces, thread pools) asks for the numbers alone.
+The environment is read and checked only here. `ranks.launch` joins the job; code that runs before or without torch (the
+command line, traces, thread pools) asks only for the numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from unbounded.errors import PlanError
 
-# What names a process among its peers, by launcher: its number and how many there are, in the job and on this machine.
+# The variables of each launcher: a process's number and how many there are, in the job and on this machine.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     # A batch script alone has no step.
@@ -30,7 +30,7 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Numbers:
-    """This process among its peers, and among those on its machine where the launcher tells (otherwise None)."""
+    """This process among its peers, and among those on its machine (None if the launcher does not say)."""
 
     launcher: str
     rank: int
@@ -51,7 +51,7 @@ def read_numbers(environment: Mapping[str, str]) -> Numbers:
     """What a launcher has set, checked; a process that was started by itself is rank 0 of 1."""
     for launcher, (rank_name, size_name, *local_names) in _LAUNCHERS.items():
         is_started = size_name in environment
-        if not is_started and launcher != "torchrun":  # whose own names are checked one by one
+        if not is_started and launcher != "torchrun":  # its own names are checked one by one
             continue
         size = _read_number(environment, size_name, least=1) if is_started else 1
         if size > 1 and rank_name not in environment:
@@ -73,7 +73,7 @@ def read_numbers(environment: Mapping[str, str]) -> Numbers:
 def read_local(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
     """This process's number on its machine and how many are there, as far as a launcher tells.
 
-    For who is in a process group already: what the environment says of the job is not looked at.
+    For a process that is already in a process group: what the environment says about the job is ignored.
     """
     names = next((names for names in _LAUNCHERS.values() if names[1] in environment), _LAUNCHERS["torchrun"])
     return _read_local(environment, *names[2:])
@@ -86,7 +86,7 @@ def _read_local(
     rank_name = next((name for name in ("LOCAL_RANK", rank_name) if name in environment), "")
     size_name = next((name for name in ("LOCAL_WORLD_SIZE", size_name) if name in environment), "")
     rank = _read_number(environment, rank_name, least=0) if rank_name else None
-    if size_name == "SLURM_STEP_TASKS_PER_NODE":  # as "4(x2),3", of which any may be this machine's
+    if size_name == "SLURM_STEP_TASKS_PER_NODE":  # such as "4(x2),3", any of which may be this machine's
         counts = [int(count) for count in re.findall(r"(?:^|,)([0-9]{1,10})", environment[size_name])]
         return rank, max(counts, default=None)
     return rank, _read_number(environment, size_name, least=1) if size_name else None
@@ -113,7 +113,7 @@ def _read_number(environment: Mapping[str, str], name: str, *, least: int, most:
 
 
 def _read_address(environment: Mapping[str, str], launcher: str, size: int) -> dict[str, Any]:
-    """Where the ranks meet. Slurm's nodes and job number name a place that all tasks of a step agree on."""
+    """Where the ranks meet. Under Slurm, nodes and job number give an address that all tasks of a step agree on."""
     address = environment.get("MASTER_ADDR", "")
     if "MASTER_PORT" in environment:
         port = _read_number(environment, "MASTER_PORT", least=1, most=65535)

@@ -90,7 +90,7 @@ def peak_between(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-@pytest.mark.filterwarnings("ignore:blocks that run inside a checkpoint of the caller")
+@pytest.mark.filterwarnings("ignore:blocks that run inside the caller's own checkpoint")
 def test_the_host_gives_what_recomputing_gives(kind: type[Stack]) -> None:
     found = []
     for policy in ("recompute", "host"):

@@ -225,9 +225,9 @@ def test_blocks_are_named_by_pattern_or_by_themselves_and_the_outer_one_is_taken
     model = TinyGPT()
     assert list(pick_blocks(model, "blocks.*")) == ["blocks.0", "blocks.1", "blocks.2"]
     assert list(pick_blocks(model, ["head", model.blocks[1]])) == ["blocks.1", "head"]
-    with pytest.raises(PlanError, match=r"blocks has 'layer\*', which is no submodule of the model. Its submodules"):
+    with pytest.raises(PlanError, match=r"blocks has 'layer\*', which is not a submodule of the model. Its submodules"):
         pick_blocks(model, "layer*")
-    with pytest.raises(PlanError, match="blocks has Linear, which is no submodule"):
+    with pytest.raises(PlanError, match="blocks has Linear, which is not a submodule"):
         pick_blocks(model, [nn.Linear(2, 2)])
 
 

@@ -17,7 +17,7 @@ from tests.activations.models import ALL, Hooked, Layer, Stack, WithDropout, ass
 from unbounded.errors import PlanError, StateError
 from unbounded.sharding.device_room import _shelves
 
-INSIDE = "ignore:blocks that run inside a checkpoint of the caller"
+INSIDE = "ignore:blocks that run inside the caller's own checkpoint"
 POLICIES = ["keep", "recompute", "host", (("blocks.1", "recompute"), ("blocks.[23]", "host"))]
 
 
@@ -67,7 +67,7 @@ def test_blocks_that_the_user_checkpoints_are_not_recomputed_twice(kind: str, po
         warnings.simplefilter("always")
         gradients(model, tokens())
     assert len(runs) == 2 * len(model.blocks)
-    told = "are left to it, their inputs on the device" in " ".join(str(warning.message) for warning in caught)
+    told = "are left to it, with their inputs on the device" in " ".join(str(warning.message) for warning in caught)
     assert told == (policy == "host")
 
 
@@ -181,7 +181,9 @@ def test_a_model_without_blocks_is_told_how_to_name_some() -> None:
 def test_a_block_has_one_policy() -> None:
     model = make(Stack)
     handle = unbounded.checkpoint_activations(model, (("blocks.0", "recompute"),))
-    with pytest.raises(PlanError, match=r"block 'blocks.0' already has the activation policy 'recompute'. Call remove"):
+    with pytest.raises(
+        PlanError, match=r"block 'blocks.0' already has the activation policy 'recompute'. First call remove"
+    ):
         unbounded.checkpoint_activations(model, "host")
     unbounded.checkpoint_activations(model, (("blocks.[1-3]", "host"),))
     handle.remove()

@@ -137,7 +137,7 @@ def test_more_activations_than_the_hosts_budget_are_an_error_before_they_are_the
         model(tokens(rows=rows, length=64))
     text = str(caught.value)
     assert text.startswith("activations need ")
-    assert "more of host memory, but of its 32.0 MiB they have " in text
+    assert "more host memory, but of 32.0 MiB they already have " in text
     assert "Raise host_bytes by " in text
     assert 'policy "recompute"' in text
     assert isinstance(caught.value, MemoryError)
@@ -185,7 +185,7 @@ def test_a_plan_and_a_call_are_not_both_followed() -> None:
 
 def test_a_model_without_blocks_is_warned_about() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
-    with pytest.warns(UserWarning, match="activations='host', but the model has no repeated blocks"):
+    with pytest.warns(UserWarning, match="activations='host' has no effect, because the model has no repeated blocks"):
         model, _ = shard_stack(model, activations="host")
     model(torch.ones(1, 3)).sum().backward()
 
@@ -256,7 +256,9 @@ def test_a_cache_that_would_be_filled_twice_is_left_out_with_a_warning() -> None
     model = llama()
     expected = llama_losses(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model, optimizer = shard_stack(llama(), activations="host", host_bytes="128MiB", device_bytes="128MiB")
-    with pytest.warns(UserWarning, match=r"caches of keys and values cannot be filled twice, and are left out. Pass"):
+    with pytest.warns(
+        UserWarning, match=r"caches of keys and values cannot be filled twice, so they are left out. Pass"
+    ):
         assert llama_losses(model, optimizer, use_cache=True) == expected
     with torch.no_grad():
         generated = model.eval().generate(tokens(rows=1), max_new_tokens=4, do_sample=False, use_cache=True)

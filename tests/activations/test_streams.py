@@ -82,7 +82,7 @@ def mover(monkeypatch: pytest.MonkeyPatch) -> LateMover:
     return made
 
 
-@pytest.mark.filterwarnings("ignore:blocks that run inside a checkpoint of the caller")
+@pytest.mark.filterwarnings("ignore:blocks that run inside the caller's own checkpoint")
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_copies_that_come_late_change_nothing(mover: LateMover, kind: type[Stack]) -> None:
     model = make(kind)

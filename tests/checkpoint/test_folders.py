@@ -168,7 +168,7 @@ def test_files_of_the_users_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     unbounded.save(tmp_path / "c", model, optimizer, number=1)  # an empty folder is fine
     (tmp_path / "c" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds files that are not a checkpoint's: notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"holds files that do not belong to a checkpoint: notes\.txt"):
         unbounded.save(tmp_path / "c", model, optimizer, number=2)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="is a file"):

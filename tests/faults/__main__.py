@@ -1,7 +1,8 @@
 """The long suite of injected faults:  python -m tests.faults
 
 Every call of saves, loads and exports with every fault; kills at random moments; flipped bits; fuzzed manifests. Takes
-some minutes; `make test` has a selection. Ends with the number of cases, and with 1 where one of them failed.
+half an hour on two busy cores and says what it does; `make test` has a selection. Ends with the number of cases, and
+with 1 where one of them failed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def main() -> int:
         print(f"{count:5} faults in: {scenario}")
     print(f"{sum(counts.values()):5} faults at calls of the system, {num_wrong} wrong", flush=True)
     environment = {**os.environ, **LONG}
-    tests = subprocess.run([sys.executable, "-m", "pytest", *TESTS], cwd=ROOT, env=environment, check=False)
+    command = [sys.executable, "-m", "pytest", "-v", "--durations=5", *TESTS]  # a line for every test, as it ends
+    tests = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     print(", ".join(f"{name.removeprefix('UNBOUNDED_').lower()}: {value}" for name, value in LONG.items()))
     return 1 if num_wrong or tests.returncode else 0
 

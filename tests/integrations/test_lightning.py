@@ -215,7 +215,7 @@ def test_fabric_trains_and_resumes_as_the_plain_one(ranks: Any, tmp_path: Path, 
 def test_what_cannot_be_is_refused_with_what_to_do() -> None:
     import unbounded.lightning
 
-    with pytest.raises(unbounded.PlanError, match="2 optimizers, and one model is sharded with one"):
+    with pytest.raises(unbounded.PlanError, match="2 optimizers, but only one is supported"):
         unbounded.lightning.precision.only_optimizer([torch.optim.SGD([nn.Parameter(torch.ones(1))])] * 2)
     strategy = unbounded.lightning.UnboundedFabricStrategy()
     with pytest.raises(unbounded.PlanError, match="together"):

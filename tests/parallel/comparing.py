@@ -13,7 +13,7 @@ import unbounded
 from tests.parallel import models
 from tests.parallel.meshes import blocks
 
-STEPS = 5
+STEPS = 3
 MAX_NORM = 0.5  # below the norms of these models, so that clipping is part of every comparison
 
 

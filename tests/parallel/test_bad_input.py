@@ -43,7 +43,7 @@ def refusal(rank: int, size: int, family: str, plan: dict[str, Any], changes: di
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
-    "mesh": ("gpt2", {"tensor": 3}, {}, False, "tensor=3 takes 3 ranks"),
+    "mesh": ("gpt2", {"tensor": 3}, {}, False, "tensor=3 needs 3 ranks"),
     "heads": (
         "gpt2",
         {"tensor": 2},
@@ -60,7 +60,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
     ),
     "features": ("llama", {"tensor": 2}, {"intermediate_size": 25}, False, "the 25 features of"),
     "no plan": ("flat", {"tensor": 2}, {}, False, "Flat has no tensor-parallel plan"),
-    "no such layer": ("flat", {"tensor": 2, "styles": (("uq", "column"),)}, {}, False, "no layer of Flat has a name"),
+    "no such layer": (
+        "flat",
+        {"tensor": 2, "styles": (("uq", "column"),)},
+        {},
+        False,
+        "no layer of Flat matches the tensor styles",
+    ),
     "style": ("flat", {"tensor": 2, "styles": (("up", "colum"),)}, {}, False, "Did you mean 'column'?"),
     "sequence alone": ("gpt2", {"sequence": True}, {}, False, "sequence without a tensor axis"),
     "tiles and tensor": ("tiled llama", {"tensor": 2}, {}, False, "layers of the model are tiled"),
@@ -69,7 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
     "whole tensors": ("adafactor llama", {"tensor": 2}, {}, False, "but the plan cuts it over the tensor axis"),
     "odd sequence": ("gpt2", {"tensor": 2, "sequence": True}, {}, True, "7 tokens, which do not divide over tensor=2"),
     "cannot be cut": ("flat", {"pipeline": 2}, {}, False, "Flat has no list of repeated blocks"),
-    "too few blocks": ("gpt2", {"pipeline": 2}, {"n_layer": 1}, False, "1 blocks (in 'transformer.h') for 2 pipeline"),
+    "too few blocks": ("gpt2", {"pipeline": 2}, {"n_layer": 1}, False, "1 blocks (in 'transformer.h'), too few for 2"),
     "too few": ("gpt2", {"pipeline": 2, "microbatches": 1}, {}, False, "microbatches=1 are too few"),
     "odd number": (
         "gpt2",
@@ -87,7 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
         False,
         "zero_bubble' splits backwards",
     ),
-    "ranks disagree": ("gpt2", {"tensor": {0: 2, 1: 1}}, {}, False, "rank 1 has another plan than rank 0"),
+    "ranks disagree": ("gpt2", {"tensor": {0: 2, 1: 1}}, {}, False, "rank 1 has a different plan from rank 0"),
 }
 
 

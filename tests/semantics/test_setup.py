@@ -54,6 +54,19 @@ def traced(model: nn.Module, optimizer: Any) -> None:
         torch.jit.script(model)
 
 
+def in_ddp(model: nn.Module, optimizer: Any) -> None:
+    if optimizer.engine.ranks.size > 1:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+
+        def train() -> None:
+            wrapped(data()).square().mean().backward()
+            optimizer.step()  # where it gives its gradients after everything else
+
+        with pytest.raises(StateError, match="Leave out DistributedDataParallel"):
+            train()
+        optimizer.zero_grad()
+
+
 def late_hook(model: nn.Module, optimizer: Any) -> None:
     with pytest.raises(StateError, match=r"last\.weight.*post-accumulate-grad hook"):
         model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -68,13 +81,13 @@ def pickled(model: nn.Module, optimizer: Any) -> None:
 def all_refused(model: nn.Module, optimizer: Any) -> Any:
     """What would go wrong raises where it is done, and training goes on as if nothing had been."""
     losses = []
-    for number, use in enumerate((regrouped, old_optimizer, states, traced, late_hook, pickled)):
-        is_sharded = hasattr(optimizer, "engine")
-        if is_sharded and use is traced:  # export reads gradients that are there
+    for number, use in enumerate((regrouped, old_optimizer, states, traced, in_ddp, late_hook, pickled)):
+        is_sharded, is_before = hasattr(optimizer, "engine"), use in (traced, in_ddp)
+        if is_sharded and is_before:  # export reads gradients that are there
             use(model, optimizer)
         loss = model(data(number)).square().mean()
         loss.backward()
-        if is_sharded and use is not traced:
+        if is_sharded and not is_before:
             use(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -118,7 +131,7 @@ def test_parameters_that_came_after_shard_are_not_left_out_of_a_checkpoint(plan:
     del model.last.scale
     last = model.last
     del model.last
-    with pytest.raises(StateError, match=r"taken out of the model after `shard`"):
+    with pytest.raises(StateError, match=r"removed from the model after `shard`"):
         unbounded.save(tmp_path / "c", model, optimizer)
     model.last = last
     unbounded.save(tmp_path / "c", model, optimizer)

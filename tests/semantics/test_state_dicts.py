@@ -78,7 +78,7 @@ def assigned(model: nn.Module, optimizer: Any) -> Any:
     for part, prefix in ((model, ""), (model.blocks, "blocks."), (model.blocks[1].up, "blocks.1.up.")):
         own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
         if hasattr(optimizer, "engine"):
-            with pytest.raises(StateError, match="Leave `assign` out"):
+            with pytest.raises(StateError, match="Leave out `assign`"):
                 part.load_state_dict(own, assign=True)
     unchanged = all(torch.equal(value, before[name]) for name, value in weights(model).items())
     model.load_state_dict(values)

@@ -36,7 +36,7 @@ def test_the_data_axis_takes_the_ranks_that_the_others_leave(
 
 
 def test_axes_that_do_not_multiply_to_the_job_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"tensor=2 x pipeline=3 takes 6 ranks .* but the job has 8"):
+    with pytest.raises(PlanError, match=r"tensor=2 x pipeline=3 needs 6 ranks .* but the job has 8"):
         lay_out(8, tensor=2, pipeline=3)
 
 
@@ -44,7 +44,7 @@ def test_one_rank_has_every_axis_and_no_group() -> None:
     axes = make_axes(None, CPU)
     for axis in (axes.world, axes.data, axes.tensor, axes.pipeline, axes.context):
         assert (axis.size, axis.rank, axis.group) == (1, 0, None)
-    with pytest.raises(PlanError, match=r"tensor=2 takes 2 ranks .* but the job has 1"):
+    with pytest.raises(PlanError, match=r"tensor=2 needs 2 ranks .* but the job has 1"):
         make_axes(None, CPU, tensor=2)
 
 
@@ -85,7 +85,7 @@ def refused(rank: int, world_size: int, shape: tuple[int, ...], names: tuple[str
         ((2, 2), None, "the mesh of 2 x 2 has no names"),
         ((2, 2), ("data", "rows"), "the mesh has the axis 'rows', which is none of"),
         ((2, 2), ("dp", "data"), "the mesh has the axis 'data', twice"),
-        ((2, 2), ("data", "expert"), "the mesh has an expert axis of 2 ranks, which is not available yet"),
+        ((2, 2), ("data", "expert"), "the mesh has an expert axis of 2 ranks, which is not supported"),
     ],
 )
 def test_a_mesh_that_is_not_the_jobs_is_the_same_error_on_every_rank(

@@ -165,7 +165,7 @@ CASES = [
     (lonely_clipping, 3, r"rank 0 is in optimizer.clip_grad_norm_\(\); rank 1 is in optimizer.step\(\)"),
     (longer_generation, 3, r"rank 0 is in model.state_dict\(\); rank 1 is in a forward without gradients"),
     (once_more, 3, "rank 0 is in a backward; rank 1 is in the gather of unit 'blocks.1'"),
-    (another_rate, 1, r"rank 1 has other settings in optimizer.step\(\) than rank 0: lr=0.002 instead of lr=0.001"),
+    (another_rate, 1, r"rank 1 has different settings in optimizer.step\(\) from rank 0: lr=0.002 instead of lr=0.001"),
 ]
 
 

@@ -73,7 +73,7 @@ def test_a_flipped_bit_fails_the_step_and_the_save_on_all_ranks_until_a_load(
     for rank, found in enumerate(ranks(world_size, flip_in_a_step, str(tmp_path), kind, timeout=TIMEOUT)):
         for met in (found["met"], found["saved"]):
             assert (met["type"], met["errno"], met["path"]) == ("DiskError", errno.EBADMSG, str(tmp_path)), found
-            assert "CRC32C differs from the one of what was written" in met["text"]
+            assert "CRC32C differs from that of what was written" in met["text"]
             assert f" of {tmp_path}" in met["text"]
             assert "failed at offset " in met["text"]
             assert met["text"].startswith(f"rank {world_size - 1} failed: ") == (rank < world_size - 1)

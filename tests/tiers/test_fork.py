@@ -24,7 +24,7 @@ from unbounded.native.host_memory import host_buffer
 from unbounded.native.thread_pool import Pool, default_pool
 
 TIERS = ("device", "host", "disk")
-BELONGS = r"belongs to process \d+, and this is process \d+, forked from it"
+BELONGS = r"belongs to process \d+, but this is process \d+, forked from it"
 
 
 def make(tier: str, folder: Path) -> tuple[nn.Module, Any]:

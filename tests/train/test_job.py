@@ -85,7 +85,7 @@ def test_what_happens_to_activations_changes_no_loss(tmp_path: Path, texts: Path
 
 def test_activations_beyond_the_hosts_budget_end_the_run_with_what_would_help(tmp_path: Path, texts: Path) -> None:
     config = tiny(tmp_path / "out", texts, host_bytes="20MiB", sequence_length=512, batch_tokens=2**16, micro_batch=128)
-    with pytest.raises(TrainingError, match=r"activations need 8.0 MiB more of host memory, but of its 20.0 MiB they"):
+    with pytest.raises(TrainingError, match=r"activations need 8.0 MiB more host memory, but of 20.0 MiB they"):
         train(config)
 
 

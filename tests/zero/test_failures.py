@@ -102,5 +102,5 @@ def test_torchrun_ends_the_job_with_the_culprits_message(tmp_path: Path) -> None
         [*launcher, str(script), "loop", "1", "2"], capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode != 0
-    assert "unbounded: joined 2 ranks that torchrun started, over gloo." in done.stderr
+    assert "unbounded: joined 2 ranks started by torchrun, over gloo." in done.stderr
     assert "deliberate failure of rank 1" in done.stderr

@@ -30,6 +30,7 @@ class Clipped(Task):
 
 
 class Accumulating(Task):
+    steps = 2
     accumulate = 3
 
 

@@ -10,7 +10,7 @@
 // Weights. bf16: the master's bits rounded to 24, split as in the exact format. fp16: the distance of the master to
 // the weight in units of the weight's last place / 256.
 //
-// Rounding is stochastic in training. A second moment moves by a thousandth a step, far less than the distance of
+// Rounding is stochastic in training. A second moment moves by a thousandth per step, far less than the distance of
 // two codes, and rounding to nearest would leave it where it is for ever; rounded up with the probability of its
 // fraction it is right on average, and so are the first moment and the weight. The noise is the low bits of another
 // value of the same element (for the moments the direction of the step, or the new weight; for the weight a moment),
@@ -81,7 +81,7 @@ inline uint32_t block_scale(uint32_t highest, uint32_t headroom) {
   return highest == 0 ? 0 : raised >= 254u << 23 ? 0x7fc00000 : bits;
 }
 
-// 0 where the scale is 0 or NaN.
+// 0 if the scale is 0 or NaN.
 inline float inverse_scale(uint32_t scale) {
   return float_of(scale - 1 < 0x7f800000 - 1 ? (254u << 23) - scale : 0);
 }
@@ -120,7 +120,7 @@ template <class W> inline typename W::I encode_at(typename W::F master, typename
   return W::max(W::min(steps + noise, W::all(255 << 5)), W::all(1 << 5));
 }
 
-// What is cut off a master's bits: 8 of them for bf16, 5 for fp16. Beside the noise, bf16 is raised by half a place.
+// What is cut off a master's bits: 8 of them for bf16, 5 for fp16. Besides the noise, bf16 is raised by half a place.
 template <class T> inline constexpr int remainder_shift = 8;
 template <> inline constexpr int remainder_shift<Fp16> = 5;
 template <class T> inline constexpr int32_t weight_raise = 0x8000;

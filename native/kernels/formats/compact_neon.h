@@ -32,7 +32,7 @@ template <class V, class T> inline Sixteen<V> load_sixteen(const T* p) {
   return {{V::load(p), V::load(p + 4), V::load(p + 8), V::load(p + 12)}};
 }
 
-// Of -z, whose sign turns the difference round: c - z * scale is one instruction, z * scale - c is two.
+// For -z, whose sign reverses the difference: c - z * scale is one instruction, z * scale - c is two.
 template <class V>
 inline Sixteen<V> decode_first(const int8_t* codes, typename V::F scale, typename V::F offset) {
   const uint8x16_t c = vreinterpretq_u8_s8(vld1q_s8(codes));

@@ -28,7 +28,7 @@ template <class V> struct Highest {
   typename V::I first = V::all(0), second = V::all(0);
 };
 
-// Bytes of four vectors on their way into their arrays.
+// Bytes of four vectors before they are stored.
 template <class V> struct Quads {
   typename V::Quad remainder, first, sign, second;
 };
@@ -126,7 +126,7 @@ inline void rescale(const Place<T>& p, const Highest<V>& highest, Stepped& advan
 }
 
 // Fetches 64 elements, of this many bytes each, that are used some blocks later. The processor's own prefetching stops
-// at the end of a page, where arrays of one byte an element arrive often. Always inline: a function that only
+// at the end of a page, which arrays of one byte per element reach often. Always inline: a function that only
 // prefetches looks to the compiler like one that does nothing.
 [[gnu::always_inline]] inline void fetch(const void* array, size_t k, size_t bytes) {
   const uintptr_t ahead = uintptr_t(array) + (k + 4 * BLOCK) * bytes;

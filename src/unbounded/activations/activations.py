@@ -1,4 +1,4 @@
-"""Activation policies of a model: what was attached, and how to take it off again."""
+"""Activation policies of a model: what was attached, and how to remove it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unbounded.errors import PlanError
 
 
 class Activations:
-    """The blocks of one model that have a policy other than "keep". `remove` takes the policies off."""
+    """The blocks of one model that have a policy other than "keep". `remove` removes the policies."""
 
     def __init__(self, model: nn.Module, blocks: list[Checkpointed]) -> None:
         self.blocks = blocks
@@ -35,7 +35,7 @@ class Activations:
         self._handle = model.register_forward_pre_hook(renew) if blocks else None
 
     def remove(self) -> None:
-        """Leaves the model as it was. A backward that is still to come is not affected."""
+        """Leaves the model as it was. Backwards still to come are not affected."""
         for block in self.blocks:
             block.detach()
             block.shelf.buffers.trim()
@@ -59,9 +59,9 @@ def attach_policies(
 ) -> Activations:
     """Puts every block under its policy; one that was left to "auto" may get another. They share a shelf and headroom.
 
-    `feed_forwards` are layers of blocks that run over tiles of the sequence where they would take more than `sizes`.
+    `feed_forwards` are layers of blocks that run over tiles of the sequence if they would take more than `sizes`.
 
-    What changes with every forward must not run twice: under "auto" such a block keeps its activations.
+    A block that changes with every forward must not run twice: under "auto" it keeps its activations.
     """
     chosen = {
         name: policy
@@ -75,7 +75,7 @@ def attach_policies(
         if id(blocks[name]) in taken:
             raise PlanError(
                 f"block {name!r} already has the activation policy {taken[id(blocks[name])]!r}. "
-                "Call remove() on what checkpoint_activations returned first."
+                "First call remove() on what checkpoint_activations returned."
             )
     if any(is_switched_on(module) for module in model.modules()):
         if "host" in chosen.values():
@@ -83,7 +83,7 @@ def attach_policies(
                 "the model's own gradient checkpointing is on, which keeps the inputs of blocks on the device, but "
                 'the activation policy is "host". Call model.gradient_checkpointing_disable() first.'
             )
-        chosen = {}  # recomputed as it is
+        chosen = {}  # is recomputed anyway
     for block in replaced:
         block.detach()
     num_auto = sum(policy == "auto" for policy in chosen.values())

@@ -1,11 +1,11 @@
-"""A block under an activation policy: its calls run through `torch.utils.checkpoint`, hooks and all.
+"""A block under an activation policy: its calls run through `torch.utils.checkpoint`, including hooks.
 
-The call of a module goes through `_compiled_call_impl` where that is set: `Module.compile` uses it, and so do we. It
-lies around every hook, so what runs again in the backward is exactly what ran first: an engine's hooks gather the
-block's weights both times, and a hook of the user's that changes inputs does so both times. `state_dict`, names,
+The call of a module goes through `_compiled_call_impl` if that is set: `Module.compile` uses it, and so do we. It is
+around every hook, so what runs again in the backward is exactly what ran first: an engine's hooks gather the block's
+weights both times, and a user's hook that changes inputs does so both times. `state_dict`, names,
 copies and pickles do not see it.
 
-Note: recomputing twice. Where the block already runs inside a checkpoint of the user's own, it is left to that one.
+Note: recomputing twice. If the block already runs inside the user's own checkpoint, it is left to that one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 class Checkpointed:
     """One block. With the policy "host" its inputs go to the shelf; with "auto" the headroom decides for each call.
 
-    Its `feed_forwards` may run over tiles where the block is computed again.
+    Its `feed_forwards` may run over tiles if the block is recomputed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Checkpointed:
         self._is_attached = False
 
     def attach(self) -> None:
-        """Puts the block under its policy, around what its call is now."""
+        """Puts the block under its policy, around its present call."""
         self.inner = self.module.__dict__.get("_compiled_call_impl") or self.module._call_impl
         self.module.__dict__["_compiled_call_impl"] = self._outer
         if self._marker is None:  # torch.compile of the whole model calls a module without hooks by its forward
@@ -66,7 +66,7 @@ class Checkpointed:
         self._is_attached = True
 
     def detach(self) -> None:
-        """Takes the policy off. What is between a forward and its backward is still computed again."""
+        """Removes the policy. Calls between their forward and their backward are still recomputed."""
         if self._is_wrapped():
             del self.module.__dict__["_compiled_call_impl"]
             if getattr(self.inner, "__func__", None) is not nn.Module._call_impl:
@@ -80,7 +80,7 @@ class Checkpointed:
         self._is_attached = False
 
     def renew(self) -> None:
-        """Takes the block back where `Module.compile` replaced its call."""
+        """Takes the call back if `Module.compile` replaced it."""
         if self._is_attached and not self._is_wrapped():
             self.attach()
 
@@ -96,7 +96,7 @@ class Checkpointed:
 
     @torch.compiler.disable
     def run(self, policy: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block so that only its inputs are kept, here or on the host, and it runs again in the backward."""
+        """Runs the block so that only its inputs are kept, here or on the host; it runs again in the backward."""
         if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
             return self.inner(*args, **kwargs)
         tensors, template = take_tensors((args, kwargs))
@@ -112,7 +112,7 @@ class Checkpointed:
         return outputs
 
     def _is_checkpointed_already(self) -> bool:
-        """Whether the model itself or its caller recomputes the block. With the policy "host" that is told."""
+        """Whether the model itself or its caller recomputes the block. With the policy "host", that is a warning."""
         is_switched = self.module.training and is_switched_on(self.module)
         if is_switched and self.policy == "host":
             raise StateError(
@@ -121,18 +121,22 @@ class Checkpointed:
             )
         is_inside = is_switched or _is_inside_checkpoint()
         if is_inside and self.policy == "host":
-            message = "blocks that run inside a checkpoint of the caller are left to it, their inputs on the device."
+            message = (
+                "blocks that run inside the caller's own checkpoint are left to it, with their inputs on the device."
+            )
             warnings.warn(message, UserWarning, stacklevel=2)
         return is_inside
 
     def _leave_out_cache(self, kwargs: dict[str, Any]) -> bool:
-        """Drops an empty cache of keys and values, which running twice would fill twice; a filled one must stay."""
+        """Drops an empty cache of keys and values, which two runs would fill twice; a filled one must stay."""
         caches = [kwargs[key] for key in _CACHES if kwargs.get(key) is not None]
         filled = any(_is_filled(cache, self.module) for cache in caches)
         drop = self.module.training and not filled
         if self.module.training:
-            what = "are left out" if drop else "hold values already, so the activations of such blocks are kept"
-            message = f"caches of keys and values cannot be filled twice, and {what}. Pass use_cache=False in training."
+            what = "are left out" if drop else "already hold values and the activations of such blocks are kept"
+            message = (
+                f"caches of keys and values cannot be filled twice, so they {what}. Pass use_cache=False in training."
+            )
             warnings.warn(message, UserWarning, stacklevel=2)
         if drop:
             kwargs.update({key: None for key in _CACHES if key in kwargs})
@@ -141,7 +145,7 @@ class Checkpointed:
         return drop
 
 
-# Not recursive: where the whole model is compiled, a block that keeps its activations still is.
+# Not recursive: if the whole model is compiled, a block that keeps its activations still is.
 @torch.compiler.disable(recursive=False)
 def _call(block: Checkpointed, *args: Any, **kwargs: Any) -> Any:
     """The call of a block under a policy."""
@@ -185,10 +189,10 @@ def is_switched_on(module: nn.Module) -> bool:
 
 def _is_inside_checkpoint() -> bool:
     """Whether a checkpoint around this call saves or recomputes what it computes."""
-    if _top_hooks is None:  # an older torch: then one lies inside the other, which costs time and nothing else
+    if _top_hooks is None:  # an older torch: then one is inside the other, which only costs time
         return False
     if torch._C._current_graph_task_id() != -1:
-        return True  # our own recomputation does not come this way: it calls what is inside
+        return True  # our own recomputation does not come here: it calls what is inside
     hooks = _top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 

@@ -1,7 +1,7 @@
 """Which block gets which policy: pure functions over names.
 
-A policy is one for all blocks, or (pattern, policy) pairs of which the first whose pattern matches a block's name
-counts; a block that none matches keeps its activations.
+A policy is one for all blocks, or (pattern, policy) pairs. The first pair whose pattern matches a block's name counts;
+a block that none matches keeps its activations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def choose_policies(policy: Placement, names: Sequence[str]) -> dict[str, str]:
 
 
 def pick_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
-    """The submodules that `blocks` names, by pattern or by themselves. Of one inside another the outer is taken."""
+    """The submodules that `blocks` gives, by pattern or as modules. If one is inside another, the outer is taken."""
     modules = {name: module for name, module in model.named_modules() if name}
     names = {id(module): name for name, module in modules.items()}
     picked: set[str] = set()
@@ -41,7 +41,7 @@ def pick_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
         found = _find(wanted, modules, names)
         if not found:
             shown = repr(wanted) if isinstance(wanted, str) else type(wanted).__name__
-            raise PlanError(f"blocks has {shown}, which is no submodule of the model. {_suggest(modules)}")
+            raise PlanError(f"blocks has {shown}, which is not a submodule of the model. {_suggest(modules)}")
         picked.update(found)
     return {name: module for name, module in modules.items() if name in picked and not _has_parent(name, picked)}
 

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, so that it comes back from the host laid out as it went.
+"""How a tensor is laid out in memory, so that it comes back from the host with the same layout.
 
 Strides decide which kernel runs, and so the last bits of its result: a transposed input must come back transposed. An
 expanded tensor (a mask for every head) is stored without its repetitions. One with gaps (a slice of a wider
@@ -20,13 +20,13 @@ class Geometry:
     strides: tuple[int, ...]
 
     def restore(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor that lies in `flat`."""
+        """The tensor in `flat`."""
         return flat.as_strided(self.shape, self.strides)
 
 
 @torch.no_grad()
 def lay_flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Geometry]:
-    """The tensor's own memory as a flat run, or a copy of it where it has gaps, and how it lies there."""
+    """The tensor's own memory as a flat run, or a copy if it has gaps, and its layout there."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     sizes = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
     base = tensor.detach().as_strided(sizes, strides)
@@ -37,7 +37,7 @@ def lay_flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Geometry]:
 
 
 def is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements fill one run of memory, each place once, in whatever order of the dims."""
+    """Whether the elements fill one run of memory, each place once, in any order of the dims."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
         if stride != expected:

@@ -1,18 +1,18 @@
-"""What a block may keep between its forward and its backward, decided as it runs: as much as the device has room for.
+"""Decides as it runs what a block may keep between its forward and its backward: as much as the device has room for.
 
 The number of tokens is not known before a batch arrives, so nothing is planned: before each block the device's memory
 is read, and the block keeps its activations if that leaves room for what must still come. That is
 
     this block     what blocks kept last time, for an input of this size
-    later blocks   an input each, which is the least that they need
+    later blocks   one input each, which is the least that they need
     the tail       what a pass takes beyond the end of its last block: logits, loss, gradients, one block run again
 
-The tail is read off the device's peak when the backward comes to the end, in every pass. Each one seen bounds the
-others: a smaller input takes no more of it, a larger one more by the square at most. Before the first, seven eighths
-of what is free are left for it before a block keeps anything, and inputs go to the host where a pass as it is in most
-models would not fit beside them. A peak that something else left behind, a model's construction or an evaluation, says
-little about the tail: where no pass of this size has come to a peak of its own, the next one has the device forget the
-old. Host memory that a pass took before its tail was known that precisely is freed.
+The tail is read from the device's peak at the end of the backward, in every pass. Each measured tail bounds the others:
+a smaller input takes no more, and a larger one grows by the square at most. Before the first one, seven eighths of the
+free memory are left for it before a block keeps anything, and inputs go to the host if a pass of a typical model would
+not fit next to them. A peak left over from something else, such as a model's construction or an evaluation, says little
+about the tail: if no pass of this size has reached a peak of its own, the next pass resets it. Host memory that a pass
+took before its tail was known this precisely is freed.
 
 Note: ranks decide alone. A block that is recomputed is gathered at the same place in the backward as one that is
 kept, so the order of collectives does not depend on it.
@@ -29,13 +29,13 @@ import torch
 
 from unbounded.activations.structure import take_tensors
 
-# What a block keeps by the size of its input, before one was seen: transformers keep 14 (fused) to 34 times as much.
+# What a block keeps, relative to its input, before one was measured: transformers keep 14 (fused) to 34 times as much.
 FIRST_RATIO = 24.0
-# What a whole pass takes by the size of a block's input, before one was seen: a block run again, and its gradients.
+# What a whole pass takes, relative to a block's input, before one was measured: a recomputed block and its gradients.
 FIRST_PASS_RATIO = 2 * FIRST_RATIO
-# Of the free memory, what is left for a tail that was not seen yet.
+# The share of the free memory that is left for a tail that was not measured yet.
 FIRST_TAIL = 7 / 8
-# Of a device's budget, what may be allocated: the rest is for what falls between the allocator's blocks.
+# The share of a device's budget that may be allocated: the rest is lost between the allocator's blocks.
 LIMIT_PART = 0.9
 
 
@@ -50,7 +50,7 @@ class Meter(Protocol):
 
 
 class DeviceMeter:
-    """A CUDA device. Its counts are the host's, so reading them waits for nothing."""
+    """A CUDA device. Its counts are kept on the host, so reading them waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,7 +82,7 @@ class Tails:
             self._seen[octave] = input_bytes, tail_bytes
 
     def expect(self, input_bytes: int) -> int | None:
-        """At most so much for an input of this size; None before the first."""
+        """The most that a tail takes for an input of this size; None before the first."""
         bounds = (int(tail * max(1.0, input_bytes / size) ** 2) for size, tail in self._seen.values())
         return min(bounds, default=None)
 
@@ -90,7 +90,7 @@ class Tails:
 def choose_policy(
     *, free_bytes: int, input_bytes: int, kept_bytes: int, num_later: int, tail_bytes: int | None, first_tail: int
 ) -> str:
-    """The cheapest policy of a block that leaves room for what comes; `first_tail` stands for a tail not seen yet."""
+    """The cheapest policy of a block that leaves room for what comes. `first_tail`: before one was measured."""
     later = num_later * input_bytes
     if kept_bytes + later + (first_tail if tail_bytes is None else tail_bytes) <= free_bytes:
         return "keep"
@@ -104,22 +104,22 @@ class _Pass:
 
     start_bytes: int  # allocated when it began, with the growth
     growth_bytes: int
-    peak_bytes: int = 0  # of all that was before its first block
+    peak_bytes: int = 0  # of everything before its first block
     num_blocks: int = 0  # that have begun
     before_bytes: int = 0  # allocated before the block that runs now
     input_bytes: int = 1
     end_bytes: int = 0  # allocated after the last block so far
     keeps_all: bool = True
     is_watched: bool = False
-    is_cautious: bool = False  # inputs went to the host for a tail that is a bound only
+    is_cautious: bool = False  # inputs went to the host for a tail that is only a bound
 
 
 class Headroom:
     """Decides for the blocks of one model on one device. `begin` a forward, then `choose` and `note` around blocks.
 
-    `has_host_room` says whether the host can take an input of so many bytes, `trim_host` frees what it has for inputs
-    and does not use, `growth_bytes` says what the device will hold more of when the backward is over. `renew_limit`
-    gives the limit anew for every forward.
+    `has_host_room` says whether the host can take an input of so many bytes, `trim_host` frees unused host memory for
+    inputs, `growth_bytes` says how much more the device will hold when the backward is over. `renew_limit` gives the
+    limit for each forward.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class Headroom:
         renew_limit: Callable[[], int] | None = None,
     ) -> None:
         self.num_kept = 0  # in the last forward
-        self.make_room: Callable[[int], None] = lambda _: None  # has states give up so many bytes of the device
+        self.make_room: Callable[[int], None] = lambda _: None  # makes states free so many bytes of the device
         self._renew_limit = renew_limit
-        self._short_from, self._short_bytes = 2**62, 0  # inputs from this size on did not fit; what they leave free
+        self._short_from, self._short_bytes = 2**62, 0  # inputs from this size on did not fit; how much they leave free
         self._meter, self._limit, self._num_blocks = meter, limit_bytes, num_blocks
         self._has_host_room, self._trim_host, self._growth_bytes = has_host_room, trim_host, growth_bytes
         self._tails, self._ratio, self._has_kept = Tails(), FIRST_RATIO, False
-        self._own_peak_size, self._forgets_peak = 0, False  # the largest input whose pass came to a peak of its own
+        self._own_peak_size, self._forgets_peak = 0, False  # the largest input whose pass reached its own peak
         self._pass = _Pass(0, 0)
         self.begin()
 
@@ -155,7 +155,7 @@ class Headroom:
 
     def choose(self, inputs: Any) -> str:
         """The policy of the block that is about to run with `inputs`."""
-        if self._pass.num_blocks >= self._num_blocks:  # called by a part of the model, so nobody said that it began
+        if self._pass.num_blocks >= self._num_blocks:  # a part of the model was called, so nobody announced the forward
             self.begin()
         passed = self._pass
         if passed.num_blocks == 0:
@@ -169,7 +169,7 @@ class Headroom:
         passed.before_bytes, passed.input_bytes = now, _largest_bytes(inputs)
         kept, tail = int(self._ratio * passed.input_bytes), self._tails.expect(passed.input_bytes)
         if tail is not None and not self._has_kept:
-            kept = max(kept, tail)  # which had room for a block run again, whatever that keeps
+            kept = max(kept, tail)  # which included a recomputed block, whatever that keeps
         policy = choose_policy(
             free_bytes=self._limit - now - passed.growth_bytes - self._left_free(passed.input_bytes),
             input_bytes=passed.input_bytes,
@@ -190,11 +190,11 @@ class Headroom:
 
     @property
     def kept_bytes(self) -> int:
-        """What blocks kept in the last forward beyond their inputs, which could be computed again."""
+        """What blocks kept in the last forward besides their inputs, which could be recomputed."""
         return int(self.num_kept * max(0.0, self._ratio - 1) * self._pass.input_bytes)
 
     def _ask_for_room(self, input_bytes: int) -> None:
-        """Before the first block of a pass: states give up what it is likely to take and the device does not have."""
+        """Before the first block of a pass: makes states free the memory that the pass is likely to lack."""
         expected, likely = self._tails.expect(input_bytes), int(FIRST_PASS_RATIO * input_bytes)
         needed = (likely if expected is None else min(expected, likely)) + self._left_free(input_bytes)
         missing = needed + self._pass.growth_bytes + self._meter.allocated_bytes() - self._limit
@@ -202,7 +202,7 @@ class Headroom:
             self.make_room(missing)
 
     def note_shortage(self) -> None:
-        """The forward under way, or its backward, did not fit: one of this size leaves an eighth more free."""
+        """The running forward, or its backward, did not fit: the next one of this size leaves an eighth more free."""
         self._short_from = min(self._short_from, self._pass.input_bytes)
         self._short_bytes = min(self._short_bytes + self._limit // 8, self._limit)
 
@@ -216,16 +216,16 @@ class Headroom:
         passed.end_bytes = self._meter.allocated_bytes()
         if kept:
             self.num_kept, self._has_kept = self.num_kept + 1, True
-            # Weights come and go meanwhile, so one block's figure may be too small.
+            # Weights come and go meanwhile, so the figure of one block may be too small.
             self._ratio = max((passed.end_bytes - passed.before_bytes) / passed.input_bytes, 0.9 * self._ratio, 1.0)
         passed.keeps_all = passed.keeps_all and kept
         if not passed.is_watched:
             passed.is_watched = self._watch(passed, outputs)
 
     def _watch(self, passed: _Pass, outputs: Any) -> bool:
-        """Has the tail read when the backward comes to what the first block returned.
+        """Makes the tail be read when the backward reaches the output of the first block.
 
-        A tail has room for a block run again; where none was, what a block keeps is added.
+        A tail includes a recomputed block; if there was none, what a block keeps is added.
         """
 
         def settle(_: torch.Tensor) -> None:
@@ -245,6 +245,6 @@ class Headroom:
 
 
 def _largest_bytes(inputs: Any) -> int:
-    """The bytes of the largest tensor: what passes from block to block. An expanded one counts as it is stored."""
+    """The bytes of the largest tensor: what passes from block to block. Expanded ones count as stored."""
     tensors, _ = take_tensors(inputs)
     return max((min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors), default=1) or 1

@@ -1,8 +1,8 @@
-"""Host buffers for activations: cut from chunks of host memory that stay, given back when the last reference dies.
+"""Host buffers for activations: cut from chunks of host memory that stay, and returned with the last reference.
 
 Sizes repeat from block to block and from step to step, so a steady step allocates and pins nothing. A shorter sequence
-takes parts of the chunks that a longer one needed; parts grow together again when they are given back. Where the
-budget allows no new chunk, those that are not in use are freed first.
+takes parts of the chunks that a longer one needed; parts merge again when they are returned. If the budget allows no
+new chunk, unused ones are freed first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unbounded.tiers.room import Room
 
 @dataclass(eq=False)
 class _Part:
-    """A run of a chunk that is not in use; what it is used for next comes after the events of its last uses."""
+    """An unused run of a chunk; its next use must come after the events of its last uses."""
 
     start: int
     size: int
@@ -50,7 +50,7 @@ class _Chunk:
         return taken
 
     def give_back(self, part: _Part) -> None:
-        """Joins a part with the free ones beside it."""
+        """Joins a part with free neighbours."""
         for other in [other for other in self.free if other.stop == part.start or part.stop == other.start]:
             self.free.remove(other)
             events = tuple(dict.fromkeys((*part.after, *(event for event in other.after if not event.query()))))
@@ -62,7 +62,7 @@ class _Chunk:
 
 
 class Buffer:
-    """A run of host memory. Dropping it gives it back, to be written again after the events in `after`."""
+    """A run of host memory. Dropping it returns it, to be written again after the events in `after`."""
 
     __slots__ = ("_chunk", "_home", "_part")
 
@@ -70,7 +70,7 @@ class Buffer:
         self._chunk, self._part, self._home = chunk, part, home
 
     def __del__(self) -> None:
-        self._home.append((self._chunk, self._part))  # no lock: this may run wherever memory is collected
+        self._home.append((self._chunk, self._part))  # no lock, because this may run whenever memory is collected
 
     @property
     def after(self) -> tuple[torch.cuda.Event, ...]:
@@ -95,7 +95,7 @@ class HostBuffers:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, *, pin: bool = False) -> Buffer:
-        """A buffer of at least `num_bytes`; BudgetError, before anything is allocated, where there is no room."""
+        """A buffer of at least `num_bytes`; a BudgetError before anything is allocated if there is no room."""
         size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             self._collect()

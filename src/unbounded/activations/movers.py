@@ -1,11 +1,11 @@
-"""How activations move: on a GPU on two streams of their own, on a CPU by a copy there and then.
+"""How activations move: on a GPU on two streams of their own, on a CPU by an immediate copy.
 
     compute   | block 0 | block 1 | block 2 | ... | block 2 again, backward | block 1 again, backward |
     out            | 0 |     | 1 |     | 2 |
     back                                          | 1 |                     | 0 |
 
-No call waits for the device. The memory that a copy reads or writes belongs to the computing stream; it is given up
-only after that stream was told to wait for the copy, so that whoever gets it next runs after it.
+No call waits for the device. The memory that a copy reads or writes belongs to the computing stream. It is freed only
+after that stream was told to wait for the copy, so its next user runs after the copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Event = torch.cuda.Event | None
 
 
 class Arrival(Protocol):
-    """Values on their way back to the device."""
+    """Values being copied back to the device."""
 
     @property
     def event(self) -> Event: ...
@@ -42,7 +42,7 @@ class Mover(Protocol):
 
 
 class HostMover:
-    """Where the device is the CPU."""
+    """For a CPU as the device."""
 
     def mark(self) -> Event:
         return None
@@ -61,7 +61,7 @@ class HostMover:
 
 
 class CudaMover:
-    """Where the device is a GPU."""
+    """For a GPU as the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,7 @@ class CudaMover:
         return _record(self._out)
 
     def bring(self, source: torch.Tensor, *, after: Event) -> Arrival:
-        """Copies to memory of the computing stream, after what that has been given: one block ahead of its use."""
+        """Copies to memory of the computing stream, after its queued work: one block ahead of its use."""
         stream = torch.cuda.current_stream(self.device)
         target = torch.empty_like(source, device=self.device)
         self._back.wait_event(_record(stream))
@@ -114,7 +114,7 @@ class _Here:
 
 
 class _Coming:
-    """Values that a stream is bringing. Dropped unused, their memory is still kept from whoever would write it."""
+    """Values that a stream is bringing. If they are dropped unused, nobody writes to their memory before it is done."""
 
     def __init__(self, target: torch.Tensor, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         self._target, self.event, self._stream = target, event, stream

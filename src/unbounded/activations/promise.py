@@ -1,12 +1,12 @@
 """A device budget that is kept, as the driver counts it.
 
-The budget less what the process takes around torch's allocator (context, kernels, collectives: `DriverCount`) is the
-*cap*: torch's allocator is not allowed beyond it, so slack and fragmentation are inside. It is read anew with every
-forward of the first ones, while kernels are still being loaded. What blocks may keep is decided within the cap
-(`headroom`); a batch that does not fit in spite of that ends in a `BudgetError` from the allocation that failed, in the
-forward or the backward. Nothing is killed, states are untouched, and a smaller batch goes on.
+The budget minus what the process takes outside torch's allocator (context, kernels, collectives: `DriverCount`) is the
+*cap*: torch's allocator may not exceed it, so slack and fragmentation are included. It is read again in each of the
+first forwards, while kernels are still being loaded. What blocks may keep is decided within the cap (`headroom`). If a
+batch still does not fit, the allocation that fails raises a `BudgetError` in the forward or the backward. Nothing is
+killed, states are untouched, and a smaller batch works.
 
-The cap is the process's, so the budgets of several models add up. Without a budget in the plan there is no cap.
+The cap is for the process, so the budgets of several models add up. Without a budget in the plan there is no cap.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Allocator(Protocol):
 
 
 class DeviceShortage(BudgetError, torch.OutOfMemoryError):
-    """A batch that does not fit, for whoever catches torch's own error as well."""
+    """A batch that does not fit. It can also be caught as torch's own error."""
 
 
 class CudaAllocator:
     """torch's caching allocator for one GPU. A fraction that the user has set is not raised."""
 
-    _ours: ClassVar[dict[torch.device, tuple[float, float]]] = {}  # what we have set, over what the user had
+    _ours: ClassVar[dict[torch.device, tuple[float, float]]] = {}  # what we have set, and what the user had before
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,7 +90,7 @@ class DevicePromise:
         if self.budget_bytes <= context + KERNEL_BYTES:
             raise BudgetError(
                 f"device_bytes is {format_bytes(self.budget_bytes)}, but the GPU's context with its kernels takes "
-                f"{format_bytes(context)} of it already. Raise it to at least "
+                f"{format_bytes(context)} of it. Raise it to at least "
                 f"{format_bytes(2 * (context + KERNEL_BYTES))}."
             )
 
@@ -119,7 +119,7 @@ class DevicePromise:
         return end
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """A forward of the model begins with these inputs. Whose began last is who explains a shortage."""
+        """A forward of the model begins with these inputs. The promise whose forward began last explains a shortage."""
         global _current
         _current = weakref.ref(self)
         self.batch = describe_batch(args, kwargs)
@@ -128,7 +128,7 @@ class DevicePromise:
             self.renew()
 
     def renew(self) -> None:
-        """Reads what is around the allocator, and lets it have the rest."""
+        """Reads what is outside the allocator, and gives the allocator the rest."""
         margin = KERNEL_BYTES if self._num_forwards <= NUM_FIRST else MARGIN_BYTES
         cap = max(0, self.budget_bytes - self.driver.context_bytes() - margin)
         if cap != self.cap_bytes:
@@ -139,7 +139,7 @@ class DevicePromise:
             self.allocator.free_cached()
 
     def shortage(self, num_bytes: int) -> DeviceShortage:
-        """What the user is told where `num_bytes` more cannot be had."""
+        """The error for the user if `num_bytes` more are not available."""
         self.on_shortage()
         taken, states, context = self.allocator.allocated_bytes(), self.states(), self.driver.context_bytes()
         rest = max(0, taken - states)
@@ -173,7 +173,7 @@ def _apply_caps(allocator: Allocator) -> None:
 def promise_device(device: torch.device, budget_bytes: int) -> DevicePromise:
     """A promise that the process stays within `budget_bytes` of a GPU.
 
-    It is kept from here on, unless tensors of a model that was built on the GPU fill it already.
+    It is kept from here on, unless a model that was built on the GPU already fills it.
     """
     use_expandable_segments()
     promise = DevicePromise(budget_bytes, count_device(device), CudaAllocator(device))
@@ -184,7 +184,7 @@ def promise_device(device: torch.device, budget_bytes: int) -> DevicePromise:
 
 
 def explain_shortage(num_bytes: int) -> None:
-    """Called by the allocator where it has to give up: raises what the user is told instead."""
+    """Called by the allocator when it must give up: raises our error instead of its own."""
     promise = _current() if _current is not None else None
     if promise is None:
         promise = next(iter(_promises), None)
@@ -193,7 +193,7 @@ def explain_shortage(num_bytes: int) -> None:
 
 
 def _watch_allocations() -> None:
-    """Has torch's allocator ask us before it raises its own error, on whichever thread that is."""
+    """Makes torch's allocator call us before it raises its own error, on any thread."""
     global _is_watching
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None and not _is_watching:
@@ -202,7 +202,7 @@ def _watch_allocations() -> None:
 
 
 def use_expandable_segments() -> None:
-    """Lets the allocator join what it has freed, unless the user has chosen how it works."""
+    """Lets the allocator join what it has freed, unless the user has configured it."""
     given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
     choose = getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if not given and choose is not None:

@@ -1,13 +1,13 @@
 """The inputs of blocks between forward and backward: their values on the host, and nothing on the device.
 
     HELD        the device's memory, while the block runs for the first time
-    LEAVING     a copy to the host is under way; the device's memory is given up two blocks later
-    AWAY        the values are on the host alone
+    LEAVING     a copy to the host is running; the device's memory is freed two blocks later
+    AWAY        the values are only on the host
     (arrival)   a copy on the device again, fetched one block ahead of its recomputation
 
-A tensor that many blocks are given (a mask, rotary tables) is one `Parcel` that goes once and comes back once. What
-is still alive on the device when it is needed again, because the user keeps it or because it has not left yet, is
-used where it is.
+A tensor that many blocks receive (a mask, rotary tables) is one `Parcel` that goes once and comes back once. A tensor
+that is still on the device when it is needed again, because the user keeps it or because it has not left yet, is used
+where it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unbounded.activations.movers import Arrival, Event, Mover, make_mover
 from unbounded.errors import StateError
 from unbounded.tiers.room import Room
 
-# Blocks whose inputs may still be on their way to the host: one leaves while the next computes.
+# Blocks whose inputs may still be being copied to the host: one leaves while the next computes.
 LEAVING_AT_ONCE = 2
 
 
@@ -38,7 +38,7 @@ class ParcelPlace(enum.Enum):
 
 
 class Parcel:
-    """One tensor that goes to the host and comes back, for all the blocks that were given it."""
+    """One tensor that goes to the host and comes back, for all blocks that received it."""
 
     def __init__(self, tensor: torch.Tensor, mover: Mover) -> None:
         self._origin, self._version = TensorWeakRef(tensor), tensor._version
@@ -70,7 +70,7 @@ class Parcel:
             self.give_up(block)
 
     def give_up(self, block: str) -> None:
-        """Drops the device's memory."""
+        """Frees the device's memory."""
         self._check_unchanged(block)
         self._mover.give_up(self._sent)
         self._flat = None
@@ -84,7 +84,7 @@ class Parcel:
             self._buffer.after = (self._arrival.event,) if self._arrival.event is not None else ()
 
     def fetch(self) -> torch.Tensor:
-        """The tensor on its device, for one of its users; the last of them takes the device's copy with it."""
+        """The tensor on its device, for one of its users; after the last of them the device's copy is dropped."""
         alive = self._alive()
         if alive is not None:
             return alive.detach()
@@ -116,7 +116,7 @@ class Parcel:
 
 
 class BlockInputs:
-    """The tensors that one call of a block was given; `pack` and `unpack` are its hooks for saved tensors."""
+    """The tensors that one call of a block received; `pack` and `unpack` are its hooks for saved tensors."""
 
     def __init__(self, shelf: Shelf, block: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self._shelf, self.block = shelf, block
@@ -131,11 +131,11 @@ class BlockInputs:
         self.ready = shelf.mover(device).mark()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Parcel:
-        """What is kept instead of `tensor`: its parcel, or itself where it cannot go."""
+        """What is kept instead of `tensor`: its parcel, or the tensor itself if it cannot go."""
         return self._parcels.get(_key(tensor), tensor) if type(tensor) is torch.Tensor else tensor
 
     def unpack(self, packed: torch.Tensor | Parcel) -> torch.Tensor:
-        """The tensor again. With the last of them, those of the block before are sent for."""
+        """The tensor again. With the last one, fetching the tensors of the preceding block begins."""
         if isinstance(packed, torch.Tensor):
             return packed
         with torch.no_grad():
@@ -169,7 +169,7 @@ class Shelf:
         self._newest: weakref.ref[BlockInputs] | None = None
 
     def hold(self, block: str, tensors: Sequence[torch.Tensor]) -> BlockInputs:
-        """The inputs of a call that is about to begin. Where one is on a GPU, only those there can leave."""
+        """The inputs of a call that is about to begin. If one is on a GPU, only those on it can leave."""
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
         inputs = BlockInputs(self, block, tensors, device)
         inputs.previous, self._newest = self._newest, weakref.ref(inputs)
@@ -189,7 +189,7 @@ class Shelf:
         return self._movers[device]
 
     def follow(self, block: str, parcels: Sequence[Parcel]) -> None:
-        """Gives up the device's memory of those that left long enough ago."""
+        """Frees the device's memory of those that left long enough ago."""
         self._leaving.append(
             (block, [weakref.ref(parcel) for parcel in parcels if parcel.place is ParcelPlace.LEAVING])
         )
@@ -202,5 +202,5 @@ class Shelf:
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tells apart the tensors of one call, which are all alive."""
+    """A key that identifies a tensor of one call; all of them are alive."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,8 +1,8 @@
 """Takes the tensors out of a call's arguments and puts others in their place.
 
-What is left is a template that holds no tensor, so that keeping it keeps no device memory: containers that
+What is left is a template without tensors, so that keeping it keeps no device memory: containers that
 `torch.utils._pytree` knows (tuples, lists, dicts, named tuples, what libraries register there) and dataclasses.
-An object of any other kind is passed on as it is, with whatever it holds.
+An object of any other kind is passed on unchanged, with whatever it holds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class ArgumentTemplate:
-    """A nest of arguments with its tensors taken out."""
+    """Nested arguments without their tensors."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec

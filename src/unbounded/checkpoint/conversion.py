@@ -1,6 +1,6 @@
-"""A saved checkpoint as a plain safetensors folder that `from_pretrained` reads, without the model.
+"""Writes a saved checkpoint as a plain safetensors folder for `from_pretrained`, without building the model.
 
-Tensors pass one by one, in pieces that are read, verified and written.
+Tensors are handled one by one, in pieces that are read, verified and written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def export_checkpoint(
 ) -> Path:
     """The weights of a saved checkpoint (of a `peft` model: the adapters) as a safetensors folder; returns the folder.
 
-    The model is not built. `config` is a folder whose configuration and tokenizer files are copied beside them; without
-    it the checkpoint's own configuration is written, where it has one.
+    The model is not built. `config` is a folder whose configuration and tokenizer files are copied too. Without it, the
+    checkpoint's own configuration is written, if it has one.
     """
     max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
     target = Path(folder).expanduser()
@@ -75,7 +75,9 @@ def _export(source: Path, target: Path, max_bytes: int) -> Manifest:
 def _check_names(names: Mapping[str, list[str]], entries: Mapping[str, TensorEntry], source: Path) -> None:
     missing = [name for name in names if name not in entries]
     if missing:
-        raise CheckpointError(f"the checkpoint in {source} has no {missing[0][:100]}, which an adapter is made of.")
+        raise CheckpointError(
+            f"the checkpoint in {source} has no {missing[0][:100]}, which its adapter needs. Load another."
+        )
 
 
 def _plan(entry: TensorEntry, key: str) -> Planned:

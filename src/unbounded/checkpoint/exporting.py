@@ -1,7 +1,7 @@
-"""`export`: a running model as a plain safetensors folder that `from_pretrained` reads.
+"""`export`: writes a running model as a plain safetensors folder for `from_pretrained`.
 
-Tensors pass unit by unit: one is gathered, written by the first rank and released. From a saved checkpoint without
-the model: `checkpoint/conversion.py`.
+It works unit by unit: a unit is gathered, written by the first rank and released. `checkpoint/conversion.py` does the
+same from a saved checkpoint, without the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unbounded.zero.sites import persistent_buffers
 from unbounded.zero.whole_values import whole_values
 
 logger = logging.getLogger("unbounded")
-Names = Mapping[str, list[str]]  # a tensor of the model -> what it is called in the files
+Names = Mapping[str, list[str]]  # a tensor of the model -> its name in the files
 
 
 def export(
@@ -43,8 +43,8 @@ def export(
 ) -> None:
     """All ranks must call this. Writes the weights, the configuration and the tokenizer for `from_pretrained`.
 
-    The first rank writes; memory on every rank stays within one unit. Tied weights are written once. Of a `peft`
-    model the adapters alone are written, for `PeftModel.from_pretrained`.
+    The first rank writes; memory on every rank stays within one unit. Tied weights are written once. For a
+    `peft` model, only the adapters are written, for `PeftModel.from_pretrained`.
     """
     state = sharded(model)
     refuse_strangers(model)
@@ -89,16 +89,16 @@ def _write_adapter_config(place: Path, about: Mapping[str, Any]) -> None:
 
 
 def _report_unwritten(state: Sharded, written: set[str], *, speaks: bool) -> None:
-    """A weight of the base model that is trained itself is no part of any adapter."""
+    """Reports weights of the base model that are trained themselves, and so belong to no adapter."""
     trained = [slot.name for unit in state.engine.units if unit.trainable for slot in unit.layout.slots]
     lost = [name for name in trained if name not in written]
     if lost and speaks:
         shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
-        logger.warning("trained weights that are in no adapter, and not exported: %s", shown)
+        logger.warning("trained weights that belong to no adapter and are not exported: %s", shown)
 
 
 def _loose(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What no unit holds: buffers, and parameters without elements."""
+    """Tensors that no unit holds: buffers, and parameters without elements."""
     return {**persistent_buffers(model), **{name: p for name, p in model.named_parameters() if p.numel() == 0}}
 
 
@@ -113,7 +113,7 @@ def _planned(state: Sharded, loose: Mapping[str, torch.Tensor]) -> dict[str, Pla
 
 
 def _write(state: Sharded, peers: Peers, writer: ShardWriter, names: Names, loose: Mapping[str, torch.Tensor]) -> None:
-    """The tensors named, under the names they have in the files; the first rank writes."""
+    """Writes the tensors under their names in the files, on the first rank."""
     opened: list[ShardWriter] = []
 
     def begin() -> None:
@@ -168,7 +168,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def _save_beside(target: Path, model: Any, tokenizer: Any) -> None:
-    """Configuration, generation settings and tokenizer, as `save_pretrained` leaves them."""
+    """Saves configuration, generation settings and tokenizer, as `save_pretrained` does."""
     with told(target, "exporting to"):
         _save_config(target, model)
         if tokenizer is not None:
@@ -185,5 +185,5 @@ def _save_config(target: Path, model: Any) -> None:
             config.dtype = str(next(iter(dtypes))).removeprefix("torch.")
         config.save_pretrained(target)
         generation: Any = getattr(model, "generation_config", None)
-        if hasattr(generation, "to_json_string"):  # as it was, also where save_pretrained would object to it
+        if hasattr(generation, "to_json_string"):  # unchanged, even if save_pretrained would reject it
             (target / "generation_config.json").write_text(generation.to_json_string())

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint into a running model, whatever its number of ranks, stage, tiers and state format.
+"""`load`: brings a checkpoint into a running model, whatever its number of ranks, stage, tiers and state format.
 
     rank 0  finds the checkpoint
     all     manifest, files, model and optimizer compared: nothing is changed while anything differs
@@ -8,11 +8,11 @@
 
 Nothing half-loaded can be used. A rank's share up to STAGED_BYTES, and no more than the host's budget has left, is
 verified whole before anything is changed, so a damaged checkpoint leaves the model as it was. A larger one is put in
-place as it is read, because reading twice would halve the speed and a second copy would double the memory. Where
-anything fails after the model has begun to change (a damaged block, or the disk tier while it takes what was staged),
-every unit is marked, on all ranks, and refuses to be trained, read or saved until a load succeeds.
+place as it is read, because reading twice would halve the speed and a second copy would double the memory. If anything
+fails after the model has begun to change (a damaged block, or the disk tier while it takes what was staged), every unit
+is marked, on all ranks, and refuses to be trained, read or saved until a load succeeds.
 
-A checkpoint that another job replaces while it is read is read again from the start: the new one is whole, too.
+If another job replaces a checkpoint while it is read, the new one, which is whole too, is read from the start.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ STAGED_BYTES = 256 << 20
 def load(
     folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """All ranks must call this. Brings the checkpoint in `folder` into the model and gives back its `extra`.
+    """All ranks must call this. Loads the checkpoint in `folder` into the model and returns its `extra`.
 
-    With `optimizer` its states, step counts, hyper-parameters, loss scale, gradients added up so far and the random
-    states come back too; without it only weights and buffers. Raises a FileNotFoundError on all ranks where there is
-    no whole checkpoint, and a CheckpointError that lists what differs where it is another model's or optimizer's.
+    With `optimizer`, its states, step counts, hyper-parameters, loss scale, gradients added up so far and the random
+    states are loaded too; without it, only weights and buffers. If there is no whole checkpoint, all ranks raise a
+    FileNotFoundError; if it is of another model or optimizer, a CheckpointError that lists what differs.
     """
     state = sharded(model)
     state.engine.refuse_inside_full_params("unbounded.load")
     check_optimizer(state, optimizer)
+    if optimizer is None:  # which alone would take back what a backward has done to its states
+        state.engine.refuse_pending("unbounded.load() without the optimizer")
     finish_pending(model)
     state.engine.phases.confirm("unbounded.load()")
     _put_aside_failures(state)
@@ -58,9 +60,9 @@ def load(
 
 
 def _put_aside_failures(state: Sharded) -> None:
-    """Waits for whatever is under way. What has failed is no reason not to load: loading is how to go on.
+    """Waits for whatever is running. A failure does not prevent loading, because loading is how to continue.
 
-    A gradient that was lost stays so until it is dropped, which a load with the optimizer does.
+    A lost gradient stays lost until it is dropped, which a load with the optimizer does.
     """
     engine = state.engine
     for unit in engine.units:
@@ -72,7 +74,7 @@ def _put_aside_failures(state: Sharded) -> None:
             unit.forget_update()
     engine.settle()
     for unit in engine.units:
-        engine.gathering.order_stream(unit)  # of one that is whole on the device
+        engine.gathering.order_stream(unit)  # for a unit that is whole on the device
     engine.failures.forget()
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
@@ -131,7 +133,7 @@ class _Loading:
         self._folder = Path(found)
 
     def _was_replaced(self) -> bool:
-        """All ranks must call this. Whether another checkpoint lies where this one was read from."""
+        """All ranks must call this. Whether the checkpoint was replaced since it was read."""
         if self._identity is None:
             return False
         return bool(self.peers.agree(lambda: folders.identify(self._folder) != self._identity)[0])
@@ -166,22 +168,22 @@ class _Loading:
             transfer.convert(contents.conversions)
             if self.with_optimizer:
                 assert self.state.optimizer is not None
-                transfer.later(self.state.optimizer.zero_grad)
+                transfer.later(self.state.optimizer.forget_gradients)
                 contents.put_gradients(transfer.later)
 
     def _mark(self, reason: str) -> None:
-        """Whoever needs states of the model is told, until a load succeeds."""
+        """Makes every use of the model's states raise, until a load succeeds."""
         for unit in self.state.engine.units:
             unit.spoil(
                 StateError(
                     f"a load failed after it had begun to change the model ({reason}), so the model's states are not "
-                    "usable. Load a whole checkpoint, or build the model anew."
+                    "usable. Load a whole checkpoint, or build the model again."
                 )
             )
             self.state.engine.gathering.invalidate(unit)
 
     def _finish(self, contents: Contents) -> None:
-        """Nothing here can fail: everything was read and checked before."""
+        """Nothing here can fail, because everything was read and checked before."""
         engine = self.state.engine
         with torch.no_grad():
             for name, value in contents.new_buffers.items():

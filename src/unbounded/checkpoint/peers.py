@@ -1,4 +1,4 @@
-"""Ranks that do one thing together: either all of them succeed, or all of them raise.
+"""Ranks that do something together: either all of them succeed, or all of them raise.
 
 Agreement goes over its own group on the host (gloo), so that a save in the background neither waits for nor
 disturbs the collectives of training.

@@ -33,7 +33,7 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 
 
 def check_random_states(states: Any, device: torch.device) -> None:
-    """Raises where `restore_random_states` could not take these. Tried on generators that nobody uses."""
+    """Raises if `restore_random_states` could not take these. They are tried on spare generators."""
     import numpy
 
     if not isinstance(states, Mapping):

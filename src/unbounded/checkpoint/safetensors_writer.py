@@ -1,7 +1,7 @@
-"""Writing safetensors as a stream: where every byte goes is known before the first one is there.
+"""Writes safetensors as a stream: where every byte goes is known before the first one is written.
 
 The files are laid out from names, dtypes and shapes alone, so tensors may come in any order and in pieces, and
-memory holds no more than the piece at hand. Files appear under their names only when all are whole.
+memory holds only the current piece. Files appear under their names only when all are whole.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def plan_file(name: str, tensors: Sequence[Planned]) -> ShardPlan:
     """One file with these tensors."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, position = {}, 0
-    # The widest first, so that every tensor is aligned to its element.
+    # The widest dtype first, so that every tensor is aligned to its elements.
     for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
         if tensor.dtype not in _NAMES:
             raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which safetensors cannot hold. Convert it first.")
@@ -94,9 +94,9 @@ def plan_file(name: str, tensors: Sequence[Planned]) -> ShardPlan:
 class ShardWriter:
     """Writes planned files into `folder`; use as a context, and they appear when it ends well.
 
-    A folder that holds an earlier export is readable at every moment: as the old one, then as the new one. A reader
-    takes `model.safetensors` where there is one, otherwise the index; the files that an index names are never
-    replaced, so those of the new one get other names.
+    A folder with an earlier export is readable at every moment, first as the old one and then as the new one. A reader
+    takes `model.safetensors` if there is one, otherwise the index. The files that an index names are never replaced,
+    so those of the new one get other names.
     """
 
     folder: Path
@@ -131,7 +131,7 @@ class ShardWriter:
 
     def _open_files(self) -> None:
         self._staging = self.folder / f".export-{secrets.token_hex(6)}"
-        for left in self.folder.iterdir():  # of exports that were killed: the lock is ours
+        for left in self.folder.iterdir():  # left by killed exports, since the lock is ours
             if _STAGING.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)
         self._staging.mkdir()
@@ -146,7 +146,7 @@ class ShardWriter:
         if len(self.plans) == 1:
             os.replace(self._staging / self.plans[0].name, self.folder / self.plans[0].name)
             sync_folder(self.folder)
-            if self.plans[0].name == SINGLE:  # adapters may lie beside the base model's files
+            if self.plans[0].name == SINGLE:  # adapters may be next to the base model's files
                 (self.folder / INDEX).unlink(missing_ok=True)
                 self._remove_stale({SINGLE})
             return
@@ -161,7 +161,7 @@ class ShardWriter:
         self._remove_stale(set(names.values()))
 
     def _free_names(self) -> dict[str, str]:
-        """A name for each planned file that no file of the folder has."""
+        """An unused name in the folder for each planned file."""
         held = {path.name for path in self.folder.iterdir()}
         if not held & {plan.name for plan in self.plans}:
             return {plan.name: plan.name for plan in self.plans}
@@ -175,7 +175,7 @@ class ShardWriter:
         return text.encode() + b"\n"
 
     def _remove_stale(self, kept: set[str]) -> None:
-        """Shards of an earlier export, which nothing names any more."""
+        """Removes shards of an earlier export, which no index names any more."""
         for path in self.folder.iterdir():
             if _SHARD.fullmatch(path.name) and path.name not in kept:
                 path.unlink(missing_ok=True)

@@ -6,10 +6,10 @@
     rank 0  manifest, commit
 
 In the background the arrays are read while training goes on: every unit carries a reader until its states have been
-read. The update that would overwrite them asks it to make way (`readers`).
+read. The update that would overwrite them asks the reader to make way (`readers`).
 
-An error of a save in the background is raised by its handle, or by the next save or load of the model. One that
-nobody has asked for when the program ends is printed, and the program exits with a status that is not 0.
+An error of a save in the background is raised by its handle, or by the next save or load of the model. If nobody has
+asked by the time the program ends, the error is printed and the program exits with a status that is not 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from unbounded.zero.setup.assembly import Sharded
 
 
 class Save:
-    """A save under way. `wait` returns when the checkpoint is committed, or raises what went wrong on any rank."""
+    """A running save. `wait` returns when the checkpoint is committed, or raises what went wrong on any rank."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -54,13 +54,13 @@ class Save:
         return self._over.is_set()
 
     def is_here(self) -> bool:
-        """Whether this process is the one that saves, and no child of it."""
+        """Whether this process is the one that saves, and not a child of it."""
         return self._owner.is_here()
 
     def _end(self, error: BaseException | None) -> None:
         self._error = error
         if error is not None:
-            _unasked.add(self)  # also where the model, and with it this handle, is gone before anybody asks
+            _unasked.add(self)  # even if the model, and with it this handle, is gone before anybody asks
         self._over.set()
 
 
@@ -76,15 +76,16 @@ def save(
     wait: bool = True,
     **extra: Any,
 ) -> Save:
-    """All ranks must call this. Puts one checkpoint into `folder`, replacing one that is there only when whole.
+    """All ranks must call this. Writes one checkpoint to `folder`. An older one there is replaced only by a whole one.
 
-    Without `optimizer` only weights and buffers are saved. `extra` is given back by `load`: numbers, strings,
-    containers, tensors, such as schedulers' state_dict(). With `wait=False` it returns once everything small is
-    copied; training may go on, and the next step waits only for what it would overwrite. Errors of such a save are
-    raised by the handle's `wait`, or by the next save or load.
+    Without `optimizer`, only weights and buffers are saved. `load` returns `extra`: numbers, strings, containers and
+    tensors, such as the state_dict() of a scheduler. With `wait=False` it returns once everything small is copied.
+    Training may continue, and the next step waits only for what it would overwrite. Errors of such a save are raised
+    by the handle's `wait`, or by the next save or load.
     """
     state = sharded(model)
     state.engine.refuse_inside_full_params("unbounded.save")
+    state.engine.refuse_pending("unbounded.save()")
     check_optimizer(state, optimizer)
     refuse_strangers(model)
     finish_pending(model)
@@ -101,7 +102,7 @@ def save(
         return handle
     # Not a daemon: a program that ends finishes its save first.
     threading.Thread(target=_run_in_background, args=(job, handle), name="unbounded-save").start()
-    _pending[model] = handle  # only now: what did not start never ends
+    _pending[model] = handle  # only now, because a thread that did not start never ends
     job.wait_for_gradients()
     return handle
 
@@ -114,7 +115,7 @@ def finish_pending(model: nn.Module) -> None:
 
 
 def settle(state: Sharded) -> None:
-    """Returns when no update or reduction of gradients is under way."""
+    """Returns when no update or reduction of gradients is running."""
     for unit in state.engine.units:
         if unit.trainable:
             with state.engine.failures.noting():
@@ -139,13 +140,13 @@ def check_optimizer(state: Sharded, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def refuse_strangers(model: nn.Module) -> None:
-    """Raises where parameters came to the model after `shard`: nothing keeps them, and nothing would save them."""
+    """Raises if parameters were added to the model after `shard`, because nothing would save them."""
     for name, parameter in model.named_parameters():
         is_kept = isinstance(parameter, (ManagedParameter, ShownParameter, TiledParameter))
         if not is_kept and parameter.numel() and not parameter.is_meta:
             raise StateError(
                 f"the parameter {name!r} was added to the model after `shard`, so it is neither trained nor saved. Add "
-                "it before `shard`, or take it out before saving."
+                "it before `shard`, or remove it before saving."
             )
 
 
@@ -161,8 +162,8 @@ def _run_in_background(job: SaveJob, handle: Save) -> None:
 class _Unflushable:
     """Takes the place of stderr in a program that must not exit with 0.
 
-    A program's status is settled when handlers of `atexit` run, with one exception: Python exits with 120 where a
-    standard stream cannot be flushed at the very end, after all handlers. Others' calls of `flush` work as always.
+    When `atexit` handlers run, a program's status is already fixed, with one exception: Python exits with 120 if a
+    standard stream cannot be flushed at the very end, after all handlers. Other calls to `flush` work as always.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -180,7 +181,7 @@ class _Unflushable:
 
 @atexit.register
 def _tell_unasked() -> None:
-    """At exit the threads have ended; an error that nobody has asked for is printed, and changes the exit status."""
+    """At exit, when the threads have ended: prints an error that nobody has asked for, and changes the exit status."""
     unasked = [handle for handle in _unasked if handle.is_here()]
     for handle in unasked:
         print(f"unbounded: a save in the background failed: {handle._error}", file=sys.stderr)

@@ -14,7 +14,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Adds --deepspeed and --deepspeed_config, as DeepSpeed does."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed's config")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="the JSON file of it")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed's JSON config file")
     return parser
 
 

@@ -12,21 +12,21 @@ LATEST = "latest"
 
 
 def find_tag(folder: Path, tag: str | None) -> Path:
-    """The checkpoint under `tag`, or the latest. A FileNotFoundError where there is none."""
+    """The checkpoint under `tag`, or the latest. A FileNotFoundError if there is none."""
     if tag is None:
         latest = folder / LATEST
         if not latest.is_file():
-            raise FileNotFoundError(f"{folder} has no file {LATEST!r}, so no checkpoint was finished there.")
+            raise FileNotFoundError(f"{folder} has no file {LATEST!r}, so there is no finished checkpoint in it.")
         tag = latest.read_text().strip()
     if is_deepspeed(folder / tag):
         raise CheckpointError(
-            f"{folder / tag} was saved by DeepSpeed. Turn it into one of ours: `unbounded import {folder} OUT`."
+            f"{folder / tag} was saved by DeepSpeed. Convert it first: `unbounded import {folder} OUT`."
         )
     return folder / tag
 
 
 def name_latest(folder: Path, tag: str) -> None:
-    """Makes `tag` the latest, whole or not at all."""
+    """Makes `tag` the latest, atomically."""
     staged = folder / f".{LATEST}.new"
     staged.write_text(tag)
     with open(staged) as file:

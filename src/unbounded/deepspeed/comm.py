@@ -13,7 +13,7 @@ from unbounded.ranks.launch import join, local_device
 
 
 def init_distributed(dist_backend: str | None = None, **unused: Any) -> None:
-    """All ranks must call this. Makes the process group where a launcher started several ranks and nobody has."""
+    """All ranks must call this. Makes the process group if a launcher started several ranks and there is none."""
     is_gpu = torch.cuda.is_available() and dist_backend != "gloo"
     join(local_device("cuda") if is_gpu else torch.device("cpu"))
 

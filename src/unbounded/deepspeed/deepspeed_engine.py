@@ -1,7 +1,7 @@
 """The engine that `initialize` returns: DeepSpeed's calls over a sharded model.
 
 engine(batch) | engine.backward(loss) | engine.step()      for every micro-batch; every
-gradient_accumulation_steps-th step clips, updates, zeroes the gradients and moves the schedule on.
+gradient_accumulation_steps-th step clips, updates, zeroes the gradients and advances the schedule.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DeepSpeedEngine(nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Takes the decision out of the engine's hands: the next steps update, or do not."""
+        """Overrides the engine's decision: the next steps update, or do not."""
         self._boundary = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -131,7 +131,7 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """All ranks must call this. The path and the client state, or (None, None) where nothing was saved."""
+        """All ranks must call this. The path and the client state, or (None, None) if nothing was saved."""
         try:
             folder = find_tag(Path(load_dir), None if tag is None else str(tag))
         except FileNotFoundError as error:
@@ -255,10 +255,10 @@ class DeepSpeedEngine(nn.Module):
         """Nothing stays gathered between passes."""
 
     def destroy(self) -> None:
-        """Nothing to tear down: the process group is the job's."""
+        """There is nothing to tear down: the process group belongs to the job."""
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine does not have is the model's: `engine.generate`, `engine.config` of its own kind aside."""
+        """What the engine does not have comes from the model, such as `engine.generate`."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration as a plan, batch sizes, an optimizer and a scheduler, with a report of every key.
+"""Reads DeepSpeed's configuration as a plan, batch sizes, an optimizer and a scheduler, with a report of every key.
 
-A key is honoured, has no meaning here (and the report says why), is refused because ignoring it would change the
-results, or is unknown: then the error suggests the key that was meant. `"auto"` leaves a value open.
+A key is honoured, or has no meaning here (the report says why), or is refused because ignoring it would change the
+results, or is unknown (the error suggests the right key). `"auto"` leaves a value open.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Given = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def plan_from_config(config: Given, *, report: Callable[[str], Any] | None = print) -> Plan:
-    """The plan that a DeepSpeed configuration (a dict or the path of its JSON) asks for; `report` is told of each key.
+    """The plan that a DeepSpeed configuration (a dict or the path of its JSON) asks for; `report` lists each key.
 
     Batch sizes, clipping, optimizer and scheduler are not part of a plan: `initialize` honours them.
     """
@@ -66,7 +66,7 @@ def plan_from_config(config: Given, *, report: Callable[[str], Any] | None = pri
 
 
 def read_config(config: Given) -> DeepSpeedConfig:
-    """All that a DeepSpeed configuration asks for, checked; unknown keys are an error that names them all."""
+    """Everything that a DeepSpeed configuration asks for, checked; unknown keys are an error that names them all."""
     given = config if isinstance(config, Mapping) else _load(Path(config))
     entries = dict(_walk(given, KEYS, ""))
     _refuse_unknown([key for key, (_, verdict) in entries.items() if verdict is None])
@@ -93,11 +93,11 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.expanduser().read_text(), object_pairs_hook=_without_doubles)
     except OSError as error:
-        raise PlanError(f"the DeepSpeed config {path} cannot be read: {error.strerror}. Give the path of it.") from None
+        raise PlanError(f"the DeepSpeed config {path} cannot be read: {error.strerror}. Check the path.") from None
     except json.JSONDecodeError as error:
         raise PlanError(f"the DeepSpeed config {path} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise PlanError(f"the DeepSpeed config {path} is a {type(found).__name__}. It must be an object.")
+        raise PlanError(f"the DeepSpeed config {path} is a {type(found).__name__}. It must be a JSON object.")
     return found
 
 

@@ -42,7 +42,9 @@ def initialize(
     if model is None:
         raise PlanError("initialize was given no model. Give model=.")
     if mpu is not None or mesh_param is not None:
-        raise PlanError("initialize was given a model-parallel unit (mpu or mesh_param), which is not supported.")
+        raise PlanError(
+            "initialize was given a model-parallel unit (mpu or mesh_param), which is not supported. Leave it out."
+        )
     found = read_config(find_config(args, config, config_params))
     if dist_init_required is not False:
         comm.init_distributed()

@@ -9,10 +9,10 @@ Table = Mapping[str, "str | Table | None"]
 _UNITS = "parameters move in units found from the model, with buffers of their own sizes"
 _OVERLAP = "communication is always overlapped"
 _ORDER = "reductions are partitioned and contiguous by design"
-_AUTO = "what is kept gathered is decided by what the device has room for"
-_DISK = "the disk engine measures what the disk likes"
+_AUTO = "what stays gathered depends on the room on the device"
+_DISK = "the disk engine measures what suits the disk"
 _PIN = "host buffers are always pinned for a GPU"
-_LOGS = "metrics are the script's to log; unbounded.trace(path) records a step"
+_LOGS = "the script logs its own metrics; unbounded.trace(path) records a step"
 _ANY = "every optimizer that can be sharded exactly is allowed, and others are refused"
 _EXACT = "weights and gradients are sent as they are, so results are those of full precision"
 
@@ -47,7 +47,7 @@ KEYS: Table = {
         **dict.fromkeys(("enabled", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis"), READ),
         "min_loss_scale": READ,
         "auto_cast": "the model's inputs are always cast to its precision",
-        "consecutive_hysteresis": "overflows count until the scale has grown again, which is the default there too",
+        "consecutive_hysteresis": "overflows count until the scale has grown again, which is also DeepSpeed's default",
         "fp16_master_weights_and_grads": "masters are completed by 16 bits instead of being kept twice",
     },
     "bf16": {
@@ -132,7 +132,7 @@ KEYS: Table = {
     **dict.fromkeys(("flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"), _LOGS),
     "timers": _LOGS,
     "nebula": "checkpoints are folders",
-    "autotuning": "the plan decides placements by itself",
+    "autotuning": "the plan decides placements automatically",
     "compile": "use torch.compile on the model",
     "use_data_before_expert_parallel_": "there are no expert-parallel groups",
     "dataloader_drop_last": READ,
@@ -156,4 +156,4 @@ CHANGES_TRAINING: Mapping[str, str] = {
     "pipeline": "Leave it out.",
     "sequence_parallel_size": "Leave it out.",
 }
-"""What would change the results if it were ignored, so it is refused where it is switched on."""
+"""Keys that are refused if they are switched on, because ignoring them would change the results."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning rate schedules, which configs name: a warm-up by the logarithm or a line, then a decay."""
+"""DeepSpeed's learning rate schedules, which configs name: a logarithmic or linear warm-up, then a decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unbounded.errors import PlanError
 
 
 class WarmupLR:
-    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, and there it stays."""
+    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, then constant."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from unbounded.sharding.running import find_model, full_params
 
 @contextmanager
 def Init(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Models are built as they are written, in host memory; `initialize` partitions them.
+    """Does nothing: models are built in host memory, and `initialize` partitions them.
 
     For one that the host cannot hold, build it under `torch.device("meta")` and call `unbounded.shard(weights=...)`.
     """
@@ -34,7 +34,7 @@ def GatheredParameters(
     model = next((found for found in map(find_model, given) if found is not None), None)
     if not enabled:
         yield
-    elif model is None:  # not sharded yet: the values are all there
+    elif model is None:  # not sharded yet, so all values are there
         yield
         _broadcast(given, modifier_rank)
     else:
@@ -44,7 +44,7 @@ def GatheredParameters(
 
 
 def _broadcast(parameters: list[nn.Parameter], source: int | None) -> None:
-    """Every rank keeps its own part of what it holds, so all must hold what the modifier wrote."""
+    """Every rank keeps its part of what it holds, so all must hold what the modifier wrote."""
     if source is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         with torch.no_grad():
             for parameter in parameters:

@@ -5,7 +5,7 @@
     model = unbounded.hf.from_pretrained(folder, AutoModelForCausalLM)      streamed in by `shard`
     unbounded.hf.attach(accelerator)                                        a loop with Accelerate
 
-Nothing of transformers or accelerate is changed for others: a trainer is a subclass, an accelerator is that one object.
+Nothing in transformers or accelerate changes globally: a trainer is a subclass, and only the given accelerator changes.
 """
 
 # The names are exported by __getattr__, so that what is not used is not imported; type checkers read the imports.

@@ -1,7 +1,7 @@
 """Accelerate with sharded objects: an `Accelerator` whose backward, clipping and checkpoints know the engine.
 
 `attach(accelerator)` gives that one accelerator these methods. Models and optimizers that `shard` returned pass through
-`prepare` as they are; everything else, and every other accelerator, works as usual.
+`prepare` unchanged; everything else, and every other accelerator, works as usual.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from unbounded.sharding.running import is_sharded, sharded
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
 STATES = "unbounded"
-"""The folder beside a framework's own files that holds weights and states."""
+"""The folder next to a framework's own files that holds weights and states."""
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """Steps only where gradients are complete, as Accelerate's wrapper does; its states stay where they are."""
+    """Steps only when gradients are complete, as Accelerate's wrapper does; its states stay where they are."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
@@ -40,14 +40,14 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return bool(self.optimizer.step_was_skipped)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper does not have is the optimizer's own: `scale`, `memory`, `last_backward`."""
+        """What the wrapper does not have comes from the optimizer: `scale`, `memory`, `last_backward`."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
 
 class AttachedAccelerator(Accelerator):
-    """The methods that `attach` adds. It is never made by itself."""
+    """The methods that `attach` adds. It is never instantiated."""
 
     _saves_states = False
     _plan: Plan | None = None
@@ -77,8 +77,8 @@ class AttachedAccelerator(Accelerator):
         scaling = [one for one in self._placed() if one.loss_scale is not None]
         if len(scaling) > 1:
             raise StateError(
-                f"{len(scaling)} optimizers in fp16 have a loss scale each, and this loss may be of any. "
-                "Call optimizer.scale(loss).backward() with the one it is of, or train in bf16."
+                f"{len(scaling)} optimizers in fp16 each have a loss scale, and this loss may belong to any of them. "
+                "Call optimizer.scale(loss).backward() on the right one, or train in bf16."
             )
         if scaling:
             (scaling[0].scale(loss / self.gradient_accumulation_steps)).backward(**kwargs)
@@ -106,7 +106,7 @@ class AttachedAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Gradients of a sharded model are reduced in every backward: kept whole on each rank they may not fit."""
+        """Gradients of a sharded model are reduced in every backward: whole ones on each rank might not fit."""
         if is_sharded(model):
             yield
         else:
@@ -120,7 +120,7 @@ class AttachedAccelerator(Accelerator):
         return super().get_state_dict(model, unwrap)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """All ranks must call this. Accelerate's folder, with one of ours inside for every sharded model."""
+        """All ranks must call this. Writes Accelerate's folder, with one of ours inside for every sharded model."""
         self._saves_states = True
         try:
             return super().save_state(*args, **kwargs)
@@ -138,14 +138,14 @@ def _trained(optimizer: ShardedOptimizer) -> set[int]:
 def attach(accelerator: Accelerator, plan: Plan | None = None) -> Accelerator:
     """Makes this accelerator know sharded models and optimizers; returns it. Call it before `prepare`.
 
-    With a `plan` it shards models that are prepared for evaluation alone, as references and reward models are.
+    With a `plan`, it shards models that are prepared only for evaluation, such as reference and reward models.
     """
     if isinstance(accelerator, AttachedAccelerator):
         return accelerator
     if accelerator.mixed_precision not in ("no", None):
         raise PlanError(
             f"the Accelerator has mixed_precision={accelerator.mixed_precision!r}, which would cast inside the model. "
-            f'Make it without, and give the plan precision="{accelerator.mixed_precision}".'
+            f'Make it without, and set precision="{accelerator.mixed_precision}" in the plan.'
         )
     own = type(accelerator)
     accelerator.__class__ = type(own.__name__, (AttachedAccelerator, own), {"__module__": own.__module__})

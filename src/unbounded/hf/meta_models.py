@@ -17,8 +17,8 @@ from unbounded.sharding.placing import expect_weights
 def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCausalLM, **options: Any) -> nn.Module:
     """The model of `folder`, of the class `kind`, without its weights: `shard` or a trainer here streams them in.
 
-    `folder` has safetensors and a config.json; the name of a model on the hub is downloaded first. `options` are the
-    configuration's, and `dtype` is that of the parameters (by default the files').
+    `folder` has safetensors and a config.json; a model on the hub, given by name, is downloaded first. `options` go to
+    the configuration, and `dtype` is that of the parameters (by default that of the files).
     """
     path = _find(folder)
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
@@ -43,5 +43,5 @@ def _find(folder: str | os.PathLike[str]) -> Path:
 
         path = Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
     if not any(path.glob("*.safetensors")):
-        raise PlanError(f"{path} has no safetensors files. Save the model there with save_pretrained.")
+        raise PlanError(f"{path} has no safetensors files. Save the model to it with save_pretrained.")
     return path

@@ -1,4 +1,4 @@
-"""`on(Trainer)`: a subclass of any Trainer class that shards the model where it makes the optimizer.
+"""`on(Trainer)`: a subclass of any Trainer class that shards the model when it makes the optimizer.
 
 create_optimizer       the optimizer is made as usual, then model and optimizer are sharded
 accelerator            attached: backward, clipping and prepare know the engine (`accelerator.py`)
@@ -40,7 +40,7 @@ def on(kind: Any) -> Any:
 class ShardingTrainer:
     """What `on` puts before a Trainer class."""
 
-    # Of the Trainer that this class is mixed into; named for type checkers.
+    # Attributes of the Trainer that this class is mixed into, for type checkers.
     args: Any
     model: Any
     optimizer: Any
@@ -55,7 +55,7 @@ class ShardingTrainer:
         self._resumed_from: str | None = None
         self._uses_cache = _uses_cache(args[0] if args else kwargs.get("model"))
         super().__init__(*args, **kwargs)
-        self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel: start one process a GPU
+        self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel: start one process per GPU
         self._train_batch_size = self.args.train_batch_size
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -64,8 +64,8 @@ class ShardingTrainer:
         found = {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # type: ignore[misc]
         if found.get("deepspeed_plugin") is not None or found.get("fsdp_plugin") is not None:
             raise PlanError(
-                "the training arguments ask for DeepSpeed or FSDP, and the trainer shards the model itself. Leave "
-                "deepspeed= and fsdp= out; unbounded.deepspeed.plan_from_config turns a config into a plan."
+                "the training arguments ask for DeepSpeed or FSDP, but this trainer shards the model itself. Leave out "
+                "deepspeed= and fsdp=; unbounded.deepspeed.plan_from_config turns a config into a plan."
             )
         return found
 
@@ -74,7 +74,7 @@ class ShardingTrainer:
         attach(self.accelerator, self._plan())
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """`shard` places the model; moved whole it may not fit."""
+        """`shard` places the model; moving it whole might not fit."""
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         return model if is_sharded(model) else super()._wrap_model(model, *args, **kwargs)  # type: ignore[misc]
@@ -94,13 +94,13 @@ class ShardingTrainer:
         return self.optimizer
 
     def _generate_together(self) -> None:
-        """Ranks gather weights together, so `generate` must go on on each until all are done, as it does for FSDP."""
+        """Ranks gather weights together, so `generate` must run on each rank until all are done, as for FSDP."""
         for part in self.model.modules() if self.args.world_size > 1 else ():
             if hasattr(part, "generate"):
                 part._is_fsdp_managed_module = True
 
     def _plan(self) -> Plan:
-        """The plan given, with the precision and the checkpointing that the training arguments ask for."""
+        """The given plan, with the precision and the checkpointing that the training arguments ask for."""
         plan, asked = self._open_plan, "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else None
         if plan.precision is not None and asked not in (None, plan.precision):
             raise PlanError(
@@ -110,19 +110,19 @@ class ShardingTrainer:
         return replace(plan, precision=plan.precision or asked, activations="keep" if keeps else plan.activations)
 
     def _take_plain_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """A checkpoint of the Trainer without us has the states whole: `shard` takes them over."""
+        """A plain Trainer's checkpoint has whole states, which `shard` takes over."""
         file = Path(self._resumed_from or "") / "optimizer.pt"
         if self._resumed_from is not None and not self._states_in(self._resumed_from) and file.is_file():
             optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """The engine's gradients are on no mesh of DTensors; looking at them would not tell."""
+        """The engine's gradients are not on a mesh of DTensors, and looking at them would not show it."""
         return not is_sharded(model) and super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """All ranks must call this. A model that has not trained yet is sharded for it."""
+        """All ranks must call this. Shards a model that has not trained yet."""
         if not is_sharded(self.model):
             if self.train_dataset is not None:
                 self.create_optimizer()
@@ -133,7 +133,7 @@ class ShardingTrainer:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """All ranks must call this. A folder that `from_pretrained` reads; of a peft model the adapters."""
+        """All ranks must call this. Writes a folder for `from_pretrained`; for a peft model, the adapters."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -150,7 +150,7 @@ class ShardingTrainer:
 
     @contextmanager
     def _cache_as_given(self) -> Iterator[None]:
-        """Training sets `use_cache` in the model's configuration for itself; what is exported has the model's own."""
+        """Training changes `use_cache` in the model's configuration; what is exported has the original value."""
         config = getattr(self.model, "config", None)
         if config is None or self._uses_cache is None:
             yield
@@ -194,7 +194,7 @@ class ShardingTrainer:
 
 
 def _uses_cache(model: Any) -> bool | None:
-    """The `use_cache` of a model, or of one by its name; None if it says nothing."""
+    """The `use_cache` of a model, or of a model by name; None if it does not say."""
     if isinstance(model, str):
         found = PreTrainedConfig.get_config_dict(model)[0].get("use_cache")
     else:

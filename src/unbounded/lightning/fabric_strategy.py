@@ -23,7 +23,7 @@ from unbounded.zero.step.optimizer import ShardedOptimizer
 
 
 class _EverySync(_BackwardSyncControl):
-    """Gradients are reduced in every backward: kept whole on each rank they may not fit."""
+    """Gradients are reduced in every backward: whole ones on each rank might not fit."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -45,14 +45,14 @@ class UnboundedFabricStrategy(DDPStrategy):
 
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
-        """The engine casts, so of the plugin only the precision it stands for is taken."""
+        """The engine casts, so only the precision is taken from the plugin."""
         self._precision = None if plugin is None else Precision()
         self._flag = self._flag if plugin is None else plugin.precision
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def module_to_device(self, module: nn.Module) -> None:
-        """`shard` places the module; moved whole it may not fit."""
+        """`shard` places the module; moving it whole might not fit."""
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks call this."""
@@ -66,14 +66,18 @@ class UnboundedFabricStrategy(DDPStrategy):
         return shard(module, None, with_precision(self.open_plan, self._flag))[0]
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        raise PlanError("set the model and its optimizer up together: fabric.setup(model, optimizer).")
+        raise PlanError(
+            "the model was set up without its optimizer. Set them up together: fabric.setup(model, optimizer)."
+        )
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         scaling = [optimizer for optimizer in self._placed if optimizer.loss_scale is not None]
         if len(scaling) > 1:
-            raise PlanError("two models in fp16 have a loss scale each. Train them in bf16.")
+            raise PlanError(
+                "two models in fp16 each have a loss scale, and this loss may belong to either. Train them in bf16."
+            )
         super().backward(scaling[0].scale(tensor) if scaling else tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(
@@ -98,7 +102,7 @@ class UnboundedFabricStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """All ranks call this. One folder of ours: the model and its optimizer, and everything else as plain values."""
+        """All ranks call this. Writes one checkpoint folder: model, optimizer, and everything else as plain values."""
         model = _sharded_in(state)
         if model is None:
             super().save_checkpoint(path, state, storage_options, filter)

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint dict as plain values, which a checkpoint of ours holds without pickle."""
+"""Turns Lightning's checkpoint dict into plain values, which our checkpoints hold without pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def as_plain(value: Any) -> Any:
-    """`value` with dicts, paths and enumerations of frameworks' own classes as Python's; the rest as it is."""
+    """`value` with frameworks' own classes of dicts, paths and enumerations turned into Python's."""
     if isinstance(value, Mapping):
         return {as_plain(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):

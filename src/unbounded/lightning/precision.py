@@ -1,4 +1,4 @@
-"""Lightning's precision flags as the plan's, and the one optimizer that a strategy shards."""
+"""Turns Lightning's precision flags into the plan's, and finds the one optimizer that a strategy shards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_precision(plan: Plan, flag: Any) -> Plan:
         )
     asked = _PRECISIONS[str(flag)]
     if plan.precision is not None and asked not in (None, plan.precision):
-        raise PlanError(f"the plan has precision={plan.precision!r} and Lightning {flag!r}. Give one of them.")
+        raise PlanError(f"the plan has precision={plan.precision!r} and Lightning has {flag!r}. Give one of them.")
     return replace(plan, precision=plan.precision or asked)
 
 
@@ -39,7 +39,7 @@ def only_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.O
     """The optimizer of a module; a module with several cannot be sharded as one."""
     if len(optimizers) != 1:
         raise PlanError(
-            f"the module has {len(optimizers)} optimizers, and one model is sharded with one. Put the parameters into "
+            f"the module has {len(optimizers)} optimizers, but only one is supported. Put the parameters into "
             "groups of one optimizer, each with its own options."
         )
     return optimizers[0]

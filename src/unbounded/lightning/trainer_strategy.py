@@ -1,7 +1,7 @@
-"""The strategy of Lightning's Trainer: the module is sharded where its optimizer is set up.
+"""The strategy of Lightning's Trainer: the module is sharded when its optimizer is set up.
 
 Steps of the LightningModule run inside its own forward, so that weights outside repeated blocks are gathered once for
-the whole step. A checkpoint is a folder of ours; what else Lightning wants back is in it as plain values.
+the whole step. A checkpoint is one of our folders; what else Lightning needs is in it as plain values.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class UnboundedStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        """The engine casts, so of the plugin only the precision it stands for is taken."""
+        """The engine casts, so only the precision is taken from the plugin."""
         self._precision_plugin = None if plugin is None else EnginePrecision(plugin.precision)
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """All ranks call this. Shards the module, with its optimizer where it is to be trained.
+        """All ranks call this. Shards the module, with its optimizer if it is to be trained.
 
-        Every fit makes its optimizer anew, so a module that an earlier one has trained is whole in between.
+        Every fit makes a new optimizer, so between fits a trained module is whole.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -86,7 +86,7 @@ class UnboundedStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """`shard` places the module; moved whole it may not fit."""
+        """`shard` places the module; moving it whole might not fit."""
 
     def configure_ddp(self) -> None:
         """The engine reduces gradients."""
@@ -128,14 +128,14 @@ class UnboundedStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """All ranks call this. A folder that Lightning resumes from; `unbounded export` gives the weights alone."""
+        """All ranks call this. Writes a folder that Lightning resumes from; `unbounded export` extracts the weights."""
         module = self.lightning_module
         assert module is not None
         with_states = "optimizer_states" in checkpoint
         save(filepath, module, sharded(module).optimizer if with_states else None, lightning=as_plain(checkpoint))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """All ranks call this. Brings weights and states in place; a file that another strategy saved is read too."""
+        """All ranks call this. Loads weights and states; a file that another strategy saved can be read too."""
         module = self.lightning_module
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)

@@ -1,1 +1,1 @@
-"""The C++ core behind its C ABI: library (loading), host_memory (buffers), kernels (optimizers), disk (extents)."""
+"""The C++ core through its C ABI: library (loading), host_memory (buffers), kernels (optimizers), disk (extents)."""

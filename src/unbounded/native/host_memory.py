@@ -1,8 +1,8 @@
 """Host memory by the page: aligned anonymous buffers as tensors, faulting them in, and how much is free.
 
-A buffer is a mapping of its own: exactly as large as asked (torch's pinned allocator rounds up to a power of
-two), zero until written, on huge pages where the system gives them, and unmapped when its last tensor dies. A forked
-child finds zeros there, so that it holds no copy of what its parent writes.
+A buffer is its own mapping: exactly as large as asked (torch's pinned allocator rounds up to a power of two), zero
+until written, on huge pages if the system gives them, and unmapped when its last tensor dies. A forked child finds
+zeros there, so that it holds no copy of what its parent writes.
 Pinning is not done here; whoever registers a buffer with a device must unregister it first.
 """
 
@@ -36,7 +36,7 @@ def _functions() -> tuple[ctypes._NamedFuncPointer, ...]:
 
 
 def host_buffer(nbytes: int, *, huge: bool = True) -> torch.Tensor:
-    """A new uint8 tensor of `nbytes` zero bytes in a mapping of its own, page-aligned (2 MiB for large ones)."""
+    """A new uint8 tensor of `nbytes` zero bytes in its own mapping, page-aligned (2 MiB for large ones)."""
     import torch
 
     if nbytes < 0:
@@ -102,7 +102,7 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> list[tuple[Path, tuple[str, st
         else:
             continue
         inside = Path(path.lstrip("/"))
-        # A container may see its own cgroup as the root: folders that are not there are passed over.
+        # A container may see its own cgroup as the root; folders that are not there are skipped.
         found += [(root / part, names) for part in [inside, *inside.parents]]
     return found
 
@@ -116,5 +116,5 @@ def _cgroup_room(folder: Path, limit_name: str, usage_name: str, cache_name: str
         return None
     if limit == "max":
         return None
-    # The page cache counts as used, but gives way.
+    # The page cache counts as used, but can be reclaimed.
     return int(limit) - usage + int(stat.get(cache_name, 0))

@@ -87,7 +87,7 @@ def _call(name: str, pool: Pool | None, *arguments: object) -> float | None:
 
 
 def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) -> None:
-    """Raises unless `tensor` is a contiguous CPU tensor of one of `dtypes` and, where given, of `numel` elements."""
+    """Raises unless `tensor` is a contiguous CPU tensor of one of `dtypes` and, if given, of `numel` elements."""
     if tensor.device.type != "cpu":
         raise PlanError(f"{name} is on {tensor.device}. Host kernels need tensors on the CPU.")
     if tensor.dtype not in dtypes:
@@ -114,8 +114,8 @@ def update(
 
     `states` holds the arrays of `state_arrays`, zero before step 1, and is changed in place like `weight`. `out`
     (fp32 format only) receives the new weights in bf16 or fp16. A compact slice begins at a multiple of BLOCK. With
-    `source` ("weight" and the states by name) what is read is there and stays as it is: `weight` and `states` are
-    written without being read. They must not overlap.
+    `source` ("weight" and the states by name), old values are read from there and stay unchanged: `weight` and `states`
+    are written without being read. They must not overlap.
     """
     specs = state_arrays(rule.name, format, weight.dtype, momentum=rule.momentum != 0)
     numel = weight.numel()
@@ -180,7 +180,7 @@ def _arguments(
 
 
 def sum_squares(tensor: Tensor, pool: Pool | None = None) -> float:
-    """The sum of squares in float64; inf or nan where the tensor has one."""
+    """The sum of squares in float64; inf or nan if the tensor has one."""
     _check("tensor", tensor, tuple(FLOATS))
     total = _call("sum_squares", pool, tensor.data_ptr(), FLOATS[tensor.dtype], tensor.numel())
     assert total is not None

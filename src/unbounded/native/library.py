@@ -1,4 +1,4 @@
-"""Finds and loads the compiled core, once a process.
+"""Finds and loads the compiled core, once per process.
 
 The core is built at install and is never compiled here. Signatures are declared by the modules that call
 them (`kernels`, `disk`, `host_memory`), each through `declare`.
@@ -23,7 +23,7 @@ class CoreMissingError(UnboundedError, ImportError):
 
 
 def candidates() -> list[Path]:
-    """Where the core may be: beside the package (a wheel), or in site-packages (an editable install)."""
+    """Where the core may be: in the package (a wheel), or in site-packages (an editable install)."""
     found = [Path(__file__).resolve().parent.parent / FILE_NAME]
     with suppress(metadata.PackageNotFoundError):
         found.append(Path(str(metadata.distribution("unbounded").locate_file(f"unbounded/{FILE_NAME}"))))

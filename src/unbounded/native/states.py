@@ -81,7 +81,7 @@ def moments(rule_name: str, *, momentum: bool = True) -> tuple[str | None, str |
 def state_arrays(
     rule_name: str, format: str, weight_dtype: torch.dtype, *, momentum: bool = True
 ) -> dict[str, ArraySpec]:
-    """The arrays kept beside the weights; `momentum` says whether sgd has any."""
+    """The arrays kept besides the weights; `momentum` says whether sgd has any."""
     check_format(format, weight_dtype)
     if rule_name not in RULES:
         raise PlanError(f'the rule "{rule_name}" is unknown. Choose one of {", ".join(RULES)}.')
@@ -98,7 +98,7 @@ def state_arrays(
 
 
 def check_format(format: str, weight_dtype: torch.dtype) -> None:
-    """Raises where the format is unknown or does not keep weights of this dtype."""
+    """Raises if the format is unknown or does not keep weights of this dtype."""
     if format not in FORMATS:
         raise PlanError(f'the state format "{format}" is unknown. Choose one of {", ".join(FORMATS)}.')
     if weight_dtype not in WEIGHT_DTYPES[format]:

@@ -1,7 +1,7 @@
 """Threads of the native core that the host kernels run on.
 
-A pool sleeps between jobs and never spins against torch's threads. Several Python threads may use one pool (they
-take turns) or pools of their own. Results never depend on the number of threads. A pool belongs to the process that
+A pool sleeps between jobs and never spins against torch's threads. Several Python threads may share one pool (they
+take turns) or have their own. Results never depend on the number of threads. A pool belongs to the process that
 made it: a forked child makes its own, and `default_pool` does.
 """
 
@@ -102,7 +102,7 @@ _default_lock = module_lock()
 
 
 def default_pool() -> Pool:
-    """The pool used where none is given: this rank's share of the cores that the process may use."""
+    """The default pool: this rank's share of the cores that the process may use."""
     global _default
     with _default_lock:
         if _default is None or not _default.is_here():

@@ -1,4 +1,4 @@
-"""The rules of one optimizer, or of several joined: read once for each kind of unit, before anything runs."""
+"""The rules of one optimizer, or of several joined. Each kind of unit gets one before anything runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RuleBook:
         return len(self._members)
 
     def member_of(self, group: int) -> int:
-        """The optimizer that a param group is of, by its number; where there are several, -1 for what is in none."""
+        """The number of the optimizer that a param group belongs to; if there are several, -1 for what is in none."""
         return self._of_group[group] if group >= 0 else 0 if self.num_members == 1 else -1
 
     def kind(self, member: int) -> str:
@@ -44,7 +44,7 @@ class RuleBook:
     def rule(self, member: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> UpdateRule | None:
         """The rule for a unit of `dtype` with parameters of `shapes`; None if nobody updates it.
 
-        Where there cannot be one, the error says why.
+        If there cannot be one, the error says why.
         """
         if member < 0:
             return None

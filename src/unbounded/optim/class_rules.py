@@ -1,4 +1,4 @@
-"""Rules that run an optimizer's own class: on flat stretches where it is elementwise, otherwise on whole tensors.
+"""Rules that run an optimizer's own class: on flat stretches if it is elementwise, otherwise on whole tensors.
 
 What the class keeps is found by a trial on small tensors whose sizes are different primes: a state with the
 parameter's shape is an array like any other, one of another shape is a *factor*, whose sides are sides of the parameter
@@ -22,7 +22,7 @@ from unbounded.optim.replica import Replica
 from unbounded.optim.rules import Groups, Scalars, StateSpec, Whole
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
-Side = tuple[str, int]  # ("dim", which of the parameter's) or ("size", as it is)
+Side = tuple[str, int]  # ("dim", a dim of the parameter) or ("size", a constant)
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class ClassRule:
         self._arrays = tuple(spec.name for spec in self.specs[len(completing) :])
         if granularity is not Granularity.TENSOR and first.factors:
             raise PlanError(
-                f"{type(optimizer).__name__} keeps {', '.join(first.factors)} in another shape than the parameter's, "
+                f"{type(optimizer).__name__} keeps {', '.join(first.factors)} in a shape other than the parameter's, "
                 'so it is not elementwise. Declare unbounded_rule = "tensor" if it treats every tensor by itself.'
             )
 
     def factor_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The states of a parameter of `shape` that are no arrays of the unit, by name."""
+        """The states of a parameter of `shape` that are not arrays of the unit, by name."""
         if self.granularity is not Granularity.TENSOR:
             return {}
         sizes = tuple(shape) or (1,)
@@ -119,7 +119,7 @@ class ClassRule:
 
 
 def _look(replica: Replica, groups: Groups, num_dims: int, dtype: torch.dtype) -> Kept:
-    """What the class keeps for a parameter of `num_dims`, in any of the groups: what one keeps another may not."""
+    """What the class keeps for a parameter of `num_dims` in any of the groups, which may differ."""
     shape = _PRIMES[:num_dims]
     held: dict[str, Any] = {}
     for group in groups:
@@ -139,7 +139,10 @@ def _look(replica: Replica, groups: Groups, num_dims: int, dtype: torch.dtype) -
         elif isinstance(value, (torch.Tensor, int, float)):
             scalars[name] = value
         else:
-            raise PlanError(f"the optimizer keeps {name!r}, a {type(value).__name__}, which has no place on a tier.")
+            raise PlanError(
+                f"the optimizer keeps {name!r}, a {type(value).__name__}, which "
+                "cannot be placed on a tier. Keep tensors or numbers."
+            )
     return Kept(tuple(arrays), factors, scalars)
 
 

@@ -1,6 +1,6 @@
 """The fused update on a GPU: the same rules and formats as the host's core, as one Triton kernel.
 
-Imported only where a CUDA tensor is updated. One launch covers one stretch of flat buffers: states are decoded
+Imported only if a CUDA tensor is updated. One launch covers one stretch of flat buffers: states are decoded
 to fp32 in registers, stepped, and encoded again, so every array crosses the memory bus once each way. The
 gradient scale is read from device memory, so clipping never makes the host wait for the norm.
 """
@@ -38,7 +38,7 @@ def update(
         return
     first, second = (states.get(name) if name else None for name in moments(rule.name, momentum=rule.momentum != 0))
     scale = grad_scale if isinstance(grad_scale, torch.Tensor) else torch.full((), grad_scale, device=weight.device)
-    spare = weight  # stands for arrays that this rule or format does not have: never touched
+    spare = weight  # a stand-in for arrays that this rule or format does not have; never touched
     first_scale = states.get("exp_avg_scale", states.get("momentum_buffer_scale"))
     second_scale = states.get("exp_avg_sq_scale", states.get("sum_scale"))
     is_bf16 = weight.dtype == torch.bfloat16
@@ -63,7 +63,7 @@ def update(
         HAS_OUT=out is not None,
         ROWS=ROWS,
         num_warps=4,
-        enable_fp_fusion=False,  # results must not depend on what a compiler chooses to fuse
+        enable_fp_fusion=False,  # results must not depend on what the compiler fuses
     )
 
 
@@ -76,7 +76,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(rule: Rule) -> tuple[Any, ...]:
-    """What depends on the step alone, in double, in the order of the kernel's arguments."""
+    """What depends only on the step, in double precision, in the order of the kernel's arguments."""
     lr, eps, step_size = rule.lr, rule.eps, 0.0
     keep = 1.0 - rule.lr * rule.weight_decay
     if rule.name in ("adamw", "adam"):

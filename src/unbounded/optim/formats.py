@@ -1,4 +1,4 @@
-"""State formats as tensors: fp32 values into the arrays that a rule keeps, and back. Any device, any length.
+"""Encodes fp32 values into the arrays that a rule keeps, and decodes them. Any device, any length.
 
 `exact` completes bf16 weights to their fp32 master by 16 more bits: the weight is the master rounded to nearest
 (halves up in magnitude, so that the rest fits a signed 16-bit number), and `remainder` is what is left.
@@ -17,7 +17,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The dtype of each precision that a plan may name."""
 
 MASTER_STATES = ("remainder", "master")
-"""The states that belong to the weights: with them they are the master that is trained."""
+"""The states that complete the weights: together they are the master that is trained."""
 
 
 def encode_weight(master: torch.Tensor, dtype: torch.dtype, rule: UpdateRule | None) -> dict[str, torch.Tensor]:
@@ -76,5 +76,5 @@ def decode_moment(arrays: Mapping[str, torch.Tensor], name: str) -> torch.Tensor
 
 
 def moment_names(rule: UpdateRule) -> list[str]:
-    """The states that are values of their own: not what completes the weights, not the scales of others."""
+    """The states that are moments: neither what completes the weights nor scales."""
     return [s.name for s in rule.specs if s.name not in MASTER_STATES and not s.name.endswith("_scale")]

@@ -12,14 +12,14 @@ from unbounded.errors import PlanError
 
 
 class _MemberStates(ChainMap[Any, Any]):
-    """The states of all members; each is taken from whoever has it."""
+    """The states of all members; each is taken from the member that has it."""
 
     def pop(self, key: Any, *default: Any) -> Any:
         return next((held for held in self.maps if key in held), {}).pop(key, *default)
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
-    """The param groups of all `members`, one after another: the same dicts, so that schedulers of each go on working.
+    """The param groups of all `members`, one after another: the same dicts, so that their schedulers keep working.
 
     It does not step by itself: `shard` takes it, and its optimizer steps them all.
     """
@@ -27,7 +27,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         if not members or not all(isinstance(member, torch.optim.Optimizer) for member in members):
             named = ", ".join(type(member).__name__ for member in members) or "nothing"
-            raise PlanError(f"shard was given a list of {named} as the optimizer. Give one of torch.optim optimizers.")
+            raise PlanError(f"shard was given a list of {named} as the optimizer. Give torch.optim optimizers.")
         self.members = tuple(members)
         super().__init__([group for member in members for group in member.param_groups], {})
         self.param_groups = [group for member in members for group in member.param_groups]

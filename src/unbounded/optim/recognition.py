@@ -1,9 +1,9 @@
 """Which update an optimizer object stands for: read from its class by identity or by declaration.
 
 A stock class of torch.optim stands for itself, and so does a subclass that leaves the update alone, as those that
-frameworks make. Any other class declares itself with a class attribute: `unbounded_rule = "lion"` where its update is
-one of the fused rules, "elementwise" where every element is updated by itself, "tensor" where every tensor is. The last
-two are believed only after a trial (`optim/trial.py`). Wrappers that only pass calls on are looked through.
+frameworks make. Any other class declares itself with a class attribute: `unbounded_rule = "lion"` if its update is one
+of the fused rules, "elementwise" if every element is updated by itself, "tensor" if every tensor is. The last two are
+believed only after a trial (`optim/trial.py`). Wrappers that only pass on calls are ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ STOCK: tuple[type[torch.optim.Optimizer], ...] = tuple(
 WHOLE: tuple[type[torch.optim.Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)
 )
-"""Those whose update of an element depends on its whole tensor."""
+"""Optimizers whose update of an element depends on its whole tensor."""
 _ADAFACTOR = "transformers.optimization.Adafactor"
 DECLARED = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
-"""The fused rules that a class may declare as its `unbounded_rule`, and the kind that it then is."""
+"""The fused rules that a class may declare as its `unbounded_rule`, and the kind that each one means."""
 _OWN = {"elementwise": Granularity.ELEMENT, "tensor": Granularity.TENSOR}
 
 _WRAPPERS = {
@@ -44,7 +44,7 @@ _UPDATE = ("step", "_init_group")
 
 @dataclass(frozen=True)
 class Recognised:
-    """`kind` names the update. Where the class has only declared it, it `is_to_be_tried` before it is believed."""
+    """`kind` names the update. If the class only declared it, it `is_to_be_tried` before it is believed."""
 
     kind: str
     granularity: Granularity
@@ -54,7 +54,7 @@ class Recognised:
 def unwrap(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers of frameworks that only pass calls on; several are joined into one."""
+    """The optimizer inside frameworks' wrappers that only pass on calls; several are joined into one."""
     if isinstance(optimizer, (list, tuple)):
         return JoinedOptimizer([unwrap(one) for one in optimizer])
     while any(_full(kind) in _WRAPPERS for kind in type(optimizer).__mro__):
@@ -81,12 +81,12 @@ def recognise(optimizer: torch.optim.Optimizer) -> Recognised:
             f"{_full(own)} cannot be run exactly on partitioned states, because its update of an element may depend "
             f"on others. Use one of {', '.join(kind.__name__ for kind in (*STOCK, *WHOLE))} of torch.optim. If its "
             f'update is exactly that of one of {", ".join(DECLARED)}, declare it: `unbounded_rule = "lion"` in the '
-            'class; "elementwise" where every element is updated by itself, "tensor" where every tensor is.'
+            'class; "elementwise" if every element is updated by itself, "tensor" if every tensor is.'
         )
     changed = [name for name in _UPDATE if _function(own, name) is not _function(stock, name)]
     if changed:
         raise PlanError(
-            f"{_full(own)} has a {changed[0]} of its own, which would not run: the engine updates the states itself, "
+            f"{_full(own)} has its own {changed[0]}, which would not run: the engine updates the states itself, "
             f"as {stock.__name__} does. Give a torch.optim.{stock.__name__} and do what {changed[0]} adds in the "
             'training loop, or declare `unbounded_rule = "elementwise"` in the class if that is what it is.'
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# How torch runs a step, not what it computes: one tensor at a time needs none of it.
+# Options for how torch runs a step, not for what it computes; one tensor at a time needs none of them.
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -32,10 +32,10 @@ class Replica:
         options: Mapping[str, Any],
         states: Mapping[nn.Parameter, dict[str, Any]],
     ) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """Updates `targets`, which have gradients; their states afterwards. One that has none yet gets its first."""
+        """Updates `targets`, which have gradients, and returns their new states."""
         copy: Any = object.__new__(type(self._optimizer))
         copy.__dict__.update(self._optimizer.__dict__)
-        copy.__dict__.pop("step", None)  # schedulers put a step of the object's own there
+        copy.__dict__.pop("step", None)  # schedulers set a `step` on the object itself
         copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         copy.param_groups = [{**options, "params": list(targets)}]
         copy.state = defaultdict(dict, {target: state for target, state in states.items() if state})

@@ -1,9 +1,9 @@
 """Update rules: what an optimizer does to flat buffers.
 
-A rule says what it must see at once (`granularity`) and which state arrays it keeps beside the weights (`specs`), reads
-a param group and a step count into frozen numbers (`resolve`), and updates buffers in place (`apply`). `NativeRule`
-runs the fused host kernel or, for buffers on a GPU, the fused device kernel. Everything else runs the optimizer's own
-class (`optim/class_rules.py`). Which rule an optimizer has: `optim/book.py`.
+A rule says what it must see at once (`granularity`) and which state arrays it keeps besides the weights (`specs`),
+reads a param group and a step count into frozen numbers (`resolve`), and updates buffers in place (`apply`).
+`NativeRule` runs the fused host kernel or, for buffers on a GPU, the fused device kernel. Everything else runs the
+optimizer's own class (`optim/class_rules.py`). Which rule an optimizer has: `optim/book.py`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class UpdateRule(Protocol):
-    """How one optimizer updates flat buffers: any stretch of them, or, with `whole`, one parameter that is there whole.
+    """How one optimizer updates flat buffers: any stretch of them or, with `whole`, one whole parameter.
 
-    `granularity` says which. Where it is TENSOR, a parameter may have `factor_shapes`: states of other shapes.
+    `granularity` says which. If it is TENSOR, a parameter may have `factor_shapes`: states of other shapes.
     """
 
     granularity: Granularity
@@ -69,7 +69,7 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter that is there whole: its shape, and the states of it that have other shapes than the parameter's."""
+    """A whole parameter: its shape, and those of its states that have other shapes."""
 
     shape: tuple[int, ...]
     factors: Mapping[str, torch.Tensor]
@@ -102,7 +102,7 @@ class NativeRule:
     def resolve(self, group: Mapping[str, Any], step: int) -> kernels.Rule:
         self._refuse_new_states(group)
         beta1, beta2 = group.get("betas", (0.0, 0.0))
-        is_decoupled = self.name == "adam" and group.get("decoupled_weight_decay")  # one group may be, another not
+        is_decoupled = self.name == "adam" and group.get("decoupled_weight_decay")  # groups may differ
         return kernels.Rule(
             name="adamw" if is_decoupled else self.name,
             lr=float(group["lr"]),
@@ -131,7 +131,7 @@ class NativeRule:
         whole: Whole | None = None,
         source: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, float]:
-        """With `source` what is stepped is read there ("weight" and the states), on the host, and stays as it is."""
+        """With `source`, the old values ("weight" and the states) are read there, on the host, and stay unchanged."""
         moments = {name: state for name, state in states.items() if name != "master"}
         target, out = (states["master"], weight) if self.has_master else (weight, None)
         if weight.device.type == "cuda":
@@ -159,7 +159,7 @@ class NativeRule:
         moments: Mapping[str, torch.Tensor],
         pool: kernels.Pool | None,
     ) -> dict[str, torch.Tensor]:
-        """The source as the kernel takes it. A moment that these numbers do not step is copied as it is."""
+        """The source as the kernel takes it. A moment that this step does not use is copied unchanged."""
         stepped = kernels.state_arrays(
             numbers.name, self.format, source["master" if self.has_master else "weight"].dtype,
             momentum=numbers.momentum != 0,
@@ -169,7 +169,7 @@ class NativeRule:
         return {**source, "weight": source["master"]} if self.has_master else dict(source)
 
     def _refuse_new_states(self, group: Mapping[str, Any]) -> None:
-        """Options that need an array which was not there when the states were placed."""
+        """Refuses options that need an array that was not there when the states were placed."""
         if self.name == "sgd" and group.get("momentum") and not any("momentum" in spec.name for spec in self.specs):
             raise StateError(
                 f"a param group of SGD now has momentum={group['momentum']}, but had 0 in `shard`, so no momentum is "
@@ -177,11 +177,11 @@ class NativeRule:
                 "cycle_momentum=False, or give SGD a momentum."
             )
         if group.get("amsgrad"):
-            raise StateError("a param group now has amsgrad=True, but had not in `shard`. Set it before `shard`.")
+            raise StateError("a param group now has amsgrad=True, but did not in `shard`. Set it before `shard`.")
 
 
 def _initial_sum(value: float, dtype: torch.dtype) -> dict[str, float]:
-    """Adagrad's sum of squares before the first step, in each array that stands for it."""
+    """Adagrad's sum of squares before the first step, in each array that represents it."""
     if dtype == torch.float32:
         return {"sum": value}
     codes, scale = torch.empty(BLOCK, dtype=dtype), torch.empty(1)

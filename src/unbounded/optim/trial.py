@@ -1,7 +1,7 @@
-"""What a class has declared of its update, tried on small tensors before anything is trusted to it.
+"""Tries what a class declares about its update on small tensors, before it is trusted.
 
 The class updates a matrix and a vector together, as in plain PyTorch, and once more as the engine would: each tensor by
-itself and, where it is declared elementwise, each in two flat parts with states of their own. Both must agree.
+itself and, if it is declared elementwise, each in two flat parts with their own states. Both must agree.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TOLERANCE = 1e-5
 
 
 def try_declared(optimizer: torch.optim.Optimizer, granularity: Granularity) -> None:
-    """Raises where the class does not update as it has declared."""
+    """Raises if the class does not update as it declares."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         values = [torch.randn(shape) for shape in _SHAPES]
-        # Of unlike sizes, so that a norm over more than it should be shows.
+        # Of very different sizes, so that a norm over too much shows.
         grads = [[torch.randn(shape) * 3**index for index, shape in enumerate(_SHAPES)] for _ in range(_STEPS)]
         for group in optimizer.param_groups:
             together = _train_together(optimizer, group, values, grads)
@@ -65,7 +65,7 @@ def _train(
     *,
     whole: bool,
 ) -> torch.Tensor:
-    """The parts of one tensor, each updated by a rule as the engine has it."""
+    """The parts of one tensor, each updated by a rule as the engine would."""
     done = []
     for number, part in enumerate(parts):
         granularity = Granularity.TENSOR if whole else Granularity.ELEMENT

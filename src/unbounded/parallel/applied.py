@@ -3,7 +3,7 @@
     take_parts   checks and cuts: every rank keeps its stages, and its part of each parameter in them
     attach       lets modules compute with the parts, once the engine is in place around them
 
-Everything that cannot work is found by every rank from the same values, or told to all, before anything is touched.
+Whatever cannot work is found by every rank from the same values, or reported to all, before anything is changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
 from unbounded.ranks.mesh import Axes
 
-# Chunks of layers a rank has in the interleaved schedule.
+# Chunks of layers per rank in the interleaved schedule.
 CHUNKS = 2
 
 
@@ -45,12 +45,12 @@ class Applied:
         default_factory=list
     )  # parameters that several stages hold
     heads: dict[nn.Module, HeadPart] = field(default_factory=dict)  # last layers whose logits stay cut
-    replaced: dict[int, nn.Parameter] = field(default_factory=dict)  # what stands for a parameter, by its id
+    replaced: dict[int, nn.Parameter] = field(default_factory=dict)  # what replaces a parameter, by its id
     attaches: list[Callable[[], None]] = field(default_factory=list)
     detaches: list[Callable[[], None]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: Any) -> Applied:
-        """A copy of a model is a plain one."""
+        """A copy of a model is plain."""
         return Applied()
 
     def attach(self) -> None:
@@ -65,7 +65,7 @@ class Applied:
 def take_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, axes: Axes, device: torch.device
 ) -> Applied:
-    """All ranks must call this. Leaves this rank's part of the model in it; what it returns attaches the rest."""
+    """All ranks must call this. Leaves only this rank's part in the model; the result's `attach` does the rest."""
     applied, error, cutting = Applied(), None, None
     try:
         _check_fields(plan, axes)
@@ -123,12 +123,12 @@ def num_chunks(plan: Plan) -> int:
 def _check_fields(plan: Plan, axes: Axes) -> None:
     for name in ("sequence", "styles"):
         if getattr(plan, name) and axes.tensor.size == 1:
-            raise PlanError(f"the plan has {name} without a tensor axis. Give tensor=2 or more with it.")
+            raise PlanError(f"the plan has {name} without a tensor axis. Add tensor=2 or more, or leave it out.")
     if axes.context.size > 1 and plan.sequence:
         raise PlanError("sequence=True and a context axis both cut the sequence. Leave sequence out of the plan.")
     for name in ("schedule", "microbatches"):
         if getattr(plan, name) is not None and axes.pipeline.size == 1:
-            raise PlanError(f"the plan has {name} without a pipeline axis. Give pipeline=2 or more with it.")
+            raise PlanError(f"the plan has {name} without a pipeline axis. Add pipeline=2 or more, or leave it out.")
 
 
 def _find_stages(model: nn.Module, plan: Plan, axes: Axes) -> Cutting | None:
@@ -190,7 +190,7 @@ def _match_ranks(model: nn.Module, axis: Axis, device: torch.device) -> None:
 
 
 def _replace(optimizer: torch.optim.Optimizer | None, replaced: dict[int, nn.Parameter]) -> None:
-    """Lets the optimizer hold what now stands in the model."""
+    """Makes the optimizer hold the parameters that are now in the model."""
     if optimizer is None:
         return
     for group in optimizer.param_groups:

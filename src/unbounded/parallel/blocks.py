@@ -1,4 +1,4 @@
-"""What parallel axes read off a model: its lists of repeated blocks, and the loss its own forward asks for."""
+"""What parallel axes need to know of a model: its lists of repeated blocks, and the loss its own forward calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _planned(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def asked_loss(base: nn.Module) -> str:
-    """The name of the `loss_function` that a transformers model's own forward calls; nothing where it calls none."""
+    """The name of the `loss_function` that a transformers model's own forward calls; empty if it calls none."""
     code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
     if code is None or "loss_function" not in code.co_names:
         return ""

@@ -1,4 +1,4 @@
-"""The collectives of a parallel axis as functions of the graph: what a forward does, the backward undoes.
+"""The collectives of a parallel axis as differentiable functions: the backward reverses what the forward does.
 
     function        forward                 backward
     enter           nothing                 sum over the ranks
@@ -10,7 +10,7 @@
 
 `enter` and `leave` stand around a region whose ranks work on parts of the weights (Megatron's f and g), `gather` and
 `scatter` around one whose neighbours work on parts of the sequence. `join` and `split` change between parts and
-copies where every rank does the same with the copies. On one rank each is nothing.
+copies if every rank does the same with the copies. On one rank, each does nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unbounded.ranks.cut import share
 
 
 class LayerSite:
-    """A layer on the ranks of an axis: where its collectives happen, and what they are called when a rank is late."""
+    """A layer on the ranks of an axis: where its collectives happen, and their name for when a rank is late."""
 
     def __init__(self, axis: Axis, layer: str) -> None:
         self.axis, self.layer = axis, layer
@@ -34,14 +34,14 @@ class LayerSite:
 
 
 def sum_parts(tensor: torch.Tensor, site: LayerSite, subject: str) -> torch.Tensor:
-    """All ranks of the axis must call this. The sum over the ranks, in a tensor of its own."""
+    """All ranks of the axis must call this. The sum over the ranks, in a new tensor."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     with trace.device_span("reduce", site.layer, bytes=total.numel() * total.element_size()):
         return site.axis.sum(total, f"the sum of {subject}")
 
 
 def join_parts(part: torch.Tensor, dim: int, site: LayerSite, subject: str, length: int | None = None) -> torch.Tensor:
-    """All ranks of the axis must call this. Every rank's part along `dim`; `length` of all where parts are unequal."""
+    """All ranks of the axis must call this. Joins the parts along `dim`; `length` is the total of unequal parts."""
     dim %= part.dim()
     if length is None or length % site.size == 0:
         return _join_equal(part, dim, site, subject)
@@ -75,7 +75,7 @@ def scatter_sum(full: torch.Tensor, dim: int, site: LayerSite, subject: str) -> 
 
 
 def exchange_parts(parts: torch.Tensor, site: LayerSite, subject: str) -> torch.Tensor:
-    """All ranks of the axis must call this. Row by row of `parts`, what each rank has for this one."""
+    """All ranks of the axis must call this. What each rank has for this one, in the rows of `parts`."""
     received = torch.empty_like(parts)
     site.axis.exchange(received, parts, site.layer, subject)
     return received

@@ -1,4 +1,4 @@
-"""Context parallelism: inside the blocks each rank holds a part of every sequence, attention sees all of it.
+"""Context parallelism: inside the blocks each rank holds a part of every sequence, but attention sees all of it.
 
     first block   split the hidden states along the sequence
     attention     all-to-all: from a part of the sequence and all heads to the whole sequence and a part of the heads,
@@ -7,8 +7,8 @@
 
 Everything outside the blocks (masks, positions, the embedding, the head and the loss) is the model's own code on whole
 sequences, the same on every rank, and attention, which sees whole sequences too, takes its masks as they are. Gradients
-of the blocks are parts and are summed, one collective per block. It holds for `scaled_dot_product_attention`; a block
-that attends in another way is refused when it first runs, and a mask that is made inside a block, of its part.
+of the blocks are parts and are summed, one collective per block. It works for `scaled_dot_product_attention`. A block
+with another attention is refused when it first runs, and so is a mask that a block makes from its part.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class ContextAttention(SlicedDropout):
         return _Exchange.apply(result, self.site, False)  # type: ignore[no-any-return]
 
     def _own_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of a mask of whole sequences, which most masks have only one of."""
+        """This rank's heads of a mask of whole sequences; most masks have only one head."""
         length, others = query.shape[2], key.shape[2]
         if mask.dim() < 2 or mask.shape[-1] not in (1, others) or mask.shape[-2] not in (1, length):
             raise StateError(
                 f"attention has a mask of {tuple(mask.shape)} for sequences of {length} tokens: it was made inside a "
-                "block, of a part of them. Leave context out of the plan."
+                "block, from a part of them. Leave context out of the plan."
             )
         heads = query.shape[1]
         if mask.dim() == 4 and mask.shape[1] == heads * self.scene.axis.size:
@@ -117,14 +117,14 @@ class ContextParallel:
         kind = getattr(getattr(base, "config", None), "_attn_implementation", "sdpa")
         if kind != "sdpa":
             raise PlanError(
-                f"the model's attention is {kind!r}, and context parallelism needs scaled_dot_product_attention. "
+                f"the model's attention is {kind!r}, but context parallelism needs scaled_dot_product_attention. "
                 "Build it with attn_implementation='sdpa', or leave context out of the plan."
             )
         self.scene = Scene(axis, by_sequence=True)
         self._detaches: list[Detach] = []
 
     def attach(self) -> None:
-        """Lets the blocks hold parts of the sequence."""
+        """Makes the blocks hold parts of the sequence."""
         names = {module: name for name, module in unwrap(self.model).named_modules()}
         for stack in self.stacks:
             for block in stack:
@@ -160,7 +160,7 @@ class ContextParallel:
         scene, axis = self.scene, self.axis
 
         def cut(value: Any, length: int) -> Any:
-            """Positions and tables of them, which go with the tokens."""
+            """Cuts positions and their tables, which go with the tokens."""
             if isinstance(value, tuple):
                 return tuple(cut(item, length) for item in value)
             if isinstance(value, torch.Tensor) and value.dim() in (2, 3) and value.shape[1] == length:
@@ -190,6 +190,6 @@ class ContextParallel:
         if is_first and hidden.shape[1] % self.axis.size:
             raise StateError(
                 f"the sequence has {hidden.shape[1]} tokens, which do not divide over context={self.axis.size}. "
-                "Pad the batch to a multiple of it."
+                "Pad the batch to a multiple of that."
             )
         return self.scene.begin_block(hidden, site, is_first=is_first)

@@ -38,10 +38,10 @@ class Pending:
 
 
 class Axis:
-    """The ranks along one axis of the job: `group`'s, or this one alone where it is None.
+    """The ranks along one axis of the job: those of `group`, or only this one if it is None.
 
-    `lane` makes a second set of the same ranks with a communicator of its own, to run beside this one. `limit` is how
-    many seconds a rank may be waited for that runs its user's code (see `watchdog`).
+    `lane` makes a second axis of the same ranks with its own communicator, to run at the same time. `limit` is how many
+    seconds the others may wait for a rank that runs its user's code (see `watchdog`).
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup | None = None, watch: Watch | None = None) -> None:
@@ -51,7 +51,7 @@ class Axis:
         self.limit = LIMIT_SECONDS
         self._lease: GroupLease | None = None
         config = "" if group is None else str(dist.get_backend_config(group))
-        self.is_on_device = "nccl" in config  # torch launches, and the device waits
+        self.is_on_device = "nccl" in config  # torch launches, and the device does the waiting
         self._host = torch.device("cuda") if self.is_on_device and "gloo" not in config else torch.device("cpu")
         self._start: torch.cuda.Event | None = None  # before the last collective on a device
         self._post = None if group is None or watch is None else watch.heartbeat.post(group.group_name, self.members())
@@ -62,7 +62,7 @@ class Axis:
     def lane(self, purpose: str, backend: str | None = None) -> Axis:
         """All ranks of the axis must call this. With "gloo" the lane is on the host and disturbs no device.
 
-        Its communicator is this axis' own for `purpose` until the axis is freed, and then the next one's.
+        Its communicator belongs to this axis and `purpose` until the axis is freed; then the next axis uses it.
         """
         if self.group is None or self.size == 1:
             return self
@@ -81,7 +81,7 @@ class Axis:
     def gather(self, full: torch.Tensor, shard: torch.Tensor, name: str, subject: str = "") -> None:
         """All ranks of the axis must call this. Fills `full` with every rank's `shard`.
 
-        `name` is the span's in a trace; `subject` what is gathered, in words, unless it is the unit of that name.
+        `name` is that of the span in a trace; `subject` says what is gathered, by default the unit of that name.
         """
         num_bytes = full.numel() * full.element_size()
         with trace.device_span("gather", name, bytes=num_bytes):
@@ -122,9 +122,9 @@ class Axis:
         subject: str,
         sizes: tuple[list[int], list[int]] | None = None,
     ) -> None:
-        """All ranks of the axis must call this. Each rank gets its part of every rank's `sent`, in their order.
+        """All ranks of the axis must call this. Each rank gets its part of every rank's `sent`, in the order of ranks.
 
-        Parts are equal, or `sizes` says what this rank gets of each rank, and what it sends to it.
+        Parts are equal, or `sizes` says what this rank gets from each rank, and what it sends to each.
         """
         num_bytes = sent.numel() * sent.element_size()
         given = {} if sizes is None else {"output_split_sizes": sizes[0], "input_split_sizes": sizes[1]}
@@ -136,7 +136,7 @@ class Axis:
         """This rank's part of the sum of all `full`, in fp32 or wider.
 
         gloo's reduce-scatter adds in an order that depends on an element's place in the buffer, so results would
-        depend on how parameters are cut into units. The same bytes exchanged and added here do not.
+        depend on how parameters are divided into units. Exchanging the same bytes and adding them here does not.
         """
         parts = torch.empty_like(full)
         self._end(self._launch(dist.all_to_all_single, parts, full))
@@ -168,7 +168,7 @@ class Axis:
         return tensor
 
     def launch_max(self, tensor: torch.Tensor, what: str) -> Pending:
-        """All ranks of the axis must call this. `max` of a tensor on the host, launched and not yet waited for."""
+        """All ranks of the axis must call this. Launches the `max` of a tensor on the host without waiting for it."""
         self._begin(what)
         number = 0 if self._post is None else self._post.begun
         return Pending(self, self._launch(dist.all_reduce, tensor, op=dist.ReduceOp.MAX), number)
@@ -217,7 +217,7 @@ class Axis:
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def agree(self, error: Exception | None, value: Any = None, what: str = "an agreement of ranks") -> list[Any]:
-        """All ranks of the axis must call this. Every rank's `value`; if any has an error, all of them raise one."""
+        """All ranks of the axis must call this. Every rank's `value`; if any has an error, all of them raise."""
         told = self.objects((value, None if error is None else _describe(error)), what)
         if error is not None:
             raise error
@@ -232,7 +232,7 @@ class Axis:
         for rank, mark in enumerate(marks):
             if mark != marks[0]:
                 raise PlanError(
-                    f"rank {rank} has another {what} than rank 0. Build the same {what} on every rank, "
+                    f"rank {rank} has a different {what} from rank 0. Build the same {what} on every rank, "
                     "in the same order."
                 )
 
@@ -249,7 +249,7 @@ def _describe(error: Exception) -> tuple[str, str, int | None, str | None]:
 
 
 def _error_of_peer(rank: int, name: str, text: str, number: int | None, path: str | None) -> Exception:
-    """What the others raise where one rank failed: the same error of ours with path and errno, or StateError."""
+    """What the others raise when one rank failed: the same error of ours with path and errno, or StateError."""
     kind = FileNotFoundError if name == "FileNotFoundError" else getattr(errors, name, None)
     if kind is None:
         return StateError(f"rank {rank} failed: {name}: {text}")

@@ -1,7 +1,7 @@
 """Which part of a tensor a rank of the tensor axis holds. Pure arithmetic, shared by whoever lays out, saves and loads.
 
-A cut takes intervals of one dim, one after another: one interval for a plain layer, three for queries, keys and
-values that lie in one matrix, the same interval on several ranks where there are fewer key heads than ranks.
+A cut is a sequence of intervals of one dim: one for a plain layer, three for queries, keys and values in one matrix,
+and the same interval on several ranks if there are fewer key heads than ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Cut:
         return math.prod(self.shape)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `full`, as a tensor of its own."""
+        """This rank's part of `full`, as a new tensor."""
         parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.intervals]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
@@ -83,7 +83,7 @@ class Cut:
             yield position, (*box[: self.dim], self._side(*box[self.dim]), *box[self.dim + 1 :])
 
     def in_blocks(self, length: int) -> Cut | None:
-        """The same part where one element stands for `length` in a row; None if a rank's part is not whole blocks.
+        """The same part in blocks of `length` neighbouring elements; None if a rank's part is not whole blocks.
 
         The answer is the same on every rank.
         """
@@ -108,7 +108,7 @@ class Cut:
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[Interval, ...]]]:
-    """A stretch of a flattened tensor as boxes of it, in order: the rest of a row, whole rows, the beginning of one."""
+    """A stretch of a flattened tensor as boxes, in order: the rest of a row, whole rows, the beginning of a row."""
     if start >= stop:
         return
     if not shape:
@@ -133,11 +133,13 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, t
 
 
 def join_cut(cut: Cut, local: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """All ranks of the axis must call this. The whole tensor of which every rank has a part, bit by bit."""
+    """All ranks of the axis must call this. The whole tensor of which every rank has a part, bit for bit."""
     whole = torch.zeros(cut.shape, dtype=local.dtype, device=local.device)
     if cut.is_first:
         cut.put(whole, local)
-    axis.sum(whole.view(-1).view(torch.uint8))  # bytes and zeros: no rounding, no sign of zero lost
+    axis.sum(
+        whole.view(-1).view(torch.uint8)
+    )  # adds bytes to zeros, so nothing is rounded and the sign of zero is kept
     return whole
 
 
@@ -152,7 +154,7 @@ def cut_evenly(shape: Sequence[int], dim: int, rank: int, size: int, *, sections
 
 
 def cut_heads(shape: Sequence[int], dim: int, rank: int, size: int, *, num_heads: int) -> Cut:
-    """Whole heads; the same one on several ranks in a row where there are fewer heads than ranks."""
+    """Whole heads; several neighbouring ranks get the same one if there are fewer heads than ranks."""
     width = shape[dim] // num_heads
     if num_heads >= size:
         first, last = share(num_heads, rank, size)
@@ -163,7 +165,7 @@ def cut_heads(shape: Sequence[int], dim: int, rank: int, size: int, *, num_heads
 
 
 def share(length: int, rank: int, size: int) -> Interval:
-    """The part of `length` things that `rank` of `size` gets: the first ranks one more where it does not divide."""
+    """The part of `length` things that `rank` of `size` gets; the first ranks get one more if it does not divide."""
     whole, rest = divmod(length, size)
     start = rank * whole + min(rank, rest)
     return start, start + whole + (rank < rest)

@@ -1,14 +1,14 @@
-"""Failures that one rank meets and all ranks raise.
+"""Failures that happen on one rank and are raised on all.
 
 A disk that fails on one rank fails in a lane, while its peers are on their way to the next gather. Raising there
 would leave them waiting. So the rank notes the failure, takes part with zeros in what its peers expect, and all
 ranks meet where every one of them passes: at the end of a forward whose weights are gathered, at the optimizer's
-norm and step, at a save. There the failure is told to all, before anything is updated, and raised by all.
+norm and step, at a save. There all ranks learn of the failure and raise it, before anything is updated.
 
     rank 0   gather u0 | gather u1         | gather u2 | meet: rank 1 failed ...
     rank 1   gather u0 | read u1 fails, 0s | gather u2 | meet: raises its own error
 
-Only jobs with states on disk meet. Elsewhere, and with one rank, a failure is raised where it is met.
+Only jobs with states on disk meet. Otherwise, and with one rank, a failure is raised where it happens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Failures:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keeps an error from inside for the next meeting, and goes on after the block."""
+        """Keeps an error inside the block for the next meeting, and continues after it."""
         try:
             yield
         except Exception as error:
-            if not self.shared or isinstance(error, PeerError):  # whose peers will not come to meet
+            if not self.shared or isinstance(error, PeerError):  # its peers will not come to the meeting
                 raise
             if self._noted is None:
                 self._noted = error
@@ -45,13 +45,13 @@ class Failures:
             self._ranks.agree(self._take(), what="the meeting after a pass")
 
     def raise_noted(self) -> None:
-        """Raises on this rank alone, where its peers may be elsewhere."""
+        """Raises only on this rank, when its peers may be elsewhere."""
         error = self._take()
         if error is not None:
             raise error
 
     def forget(self) -> None:
-        """What was noted no longer matters: states that it had spoiled are being replaced on all ranks."""
+        """Drops what was noted, because the states that it spoiled are being replaced on all ranks."""
         self._noted = None
 
     def _take(self) -> Exception | None:

@@ -1,8 +1,8 @@
-"""The process groups beside an axis' own: made once a job, and used by one model after the other.
+"""The process groups besides an axis' own: made once per job, and used by one model after another.
 
 A group costs threads and file descriptors on every rank and cannot be shared: two models whose lanes ran on one
-would meet in different orders on different ranks. So a model takes a set of them, and gives it back when it is freed.
-When that is differs from rank to rank, so which set is free on all of them is asked.
+would meet in different orders on different ranks. So a model takes a set of them, and returns it when it is freed. That
+happens at different times on different ranks, so the ranks ask each other which set is free on all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass(eq=False)
 class _Set:
-    """The groups that one model uses beside an axis, by purpose and backend."""
+    """The groups that one model uses besides an axis' own, by purpose and backend."""
 
     is_taken: bool = False
     groups: dict[tuple[str, str | None], dist.ProcessGroup] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class GroupLease:
         return groups[key]
 
 
-# By the job's process group, with which they end; then by the name of the axis' own group.
+# By the job's process group, because they end with it; then by the name of the axis' own group.
 _sets: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, list[_Set]]] = weakref.WeakKeyDictionary()
 
 
 def take_lease(axis_group: str, exchange: Callable[[Any], list[Any]]) -> GroupLease:
-    """All ranks of the axis must call this. The first set that no model has on any rank, or a new one."""
+    """All ranks of the axis must call this. The first set that no model uses on any rank, or a new one."""
     world = dist.group.WORLD
     assert world is not None
     sets = _sets.setdefault(world, {}).setdefault(axis_group, [])

@@ -26,28 +26,28 @@ def is_due() -> bool:
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of `kind` that this process takes among those on its machine, made the current one."""
+    """The device of `kind` that this process uses on its machine. Makes it the current one."""
     if kind != "cuda":
         return torch.device(kind)
     index = read_numbers(os.environ).local_rank or 0
     if index >= torch.cuda.device_count():
         raise PlanError(
             f"local rank {index} has no GPU: torch sees {torch.cuda.device_count()} of them. "
-            "Start as many processes a node as it has GPUs."
+            "Start as many processes per node as it has GPUs."
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def spare_device() -> torch.device:
-    """What picks the backend where a model is on no device yet: this rank's own GPU if there is a group to be made."""
+    """The device that picks the backend for a model without one: this rank's GPU, if a group must be made."""
     return local_device("cuda" if torch.cuda.is_available() else "cpu") if is_due() else torch.device("cpu")
 
 
 def join(device: torch.device) -> bool:
-    """All ranks must call this. Makes the process group where a launcher started several ranks and nobody has made it.
+    """All ranks must call this. Makes the process group if a launcher started several ranks and there is none.
 
-    Says whether it did. `device` picks the backend: NCCL for a GPU, gloo otherwise.
+    Returns whether it did. `device` picks the backend: NCCL for a GPU, gloo otherwise.
     """
     if is_running():
         return False
@@ -55,11 +55,14 @@ def join(device: torch.device) -> bool:
     if launch is None:
         return False
     if not dist.is_available():
-        raise PlanError(f"{launch.launcher} started {launch.size} ranks, but this torch has no torch.distributed.")
+        raise PlanError(
+            f"{launch.launcher} started {launch.size} ranks, but this torch is built without "
+            "torch.distributed. Install another build."
+        )
     _make_group(launch, device)
     if launch.rank == 0:
         print(
-            f"unbounded: joined {launch.size} ranks that {launch.launcher} started, over {dist.get_backend()}.",
+            f"unbounded: joined {launch.size} ranks started by {launch.launcher}, over {dist.get_backend()}.",
             file=sys.stderr,
         )
     return True
@@ -67,7 +70,7 @@ def join(device: torch.device) -> bool:
 
 def _make_group(launch: Launch, device: torch.device) -> None:
     tell_local_rank(launch, os.environ)
-    # With the agent of torchrun the store is there already, on the agent.
+    # Under torchrun the agent already has the store.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store: dist.Store = dist.TCPStore(
@@ -75,7 +78,8 @@ def _make_group(launch: Launch, device: torch.device) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise PlanError(
-            f"rank {launch.rank} of {launch.size} could not meet its peers at {launch.address}:{launch.port}: {error}. "
+            f"rank {launch.rank} of {launch.size} could not connect to its peers at {launch.address}:{launch.port}: "
+            f"{error}. "
             "Check that every rank was started and that the port is free and reachable."
         ) from error
     # Restarted workers share the store with those before them: a prefix keeps them from reading stale keys.

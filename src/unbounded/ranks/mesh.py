@@ -5,8 +5,8 @@
     context    which part of a sequence
     tensor     which part of every layer    innermost: its ranks are neighbours on one machine
 
-An axis nobody asked for has size 1 and no process group. The arithmetic is pure (`lay_out`), so that a mesh that does
-not fit the job is the same error on every rank before any of them communicates.
+An axis nobody asked for has size 1 and no process group. The arithmetic is pure (`lay_out`), so a mesh that does not
+fit the job gives the same error on every rank before any of them communicates.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from unbounded.ranks.axis import Axis, is_running
 from unbounded.ranks.watchdog.watch import watch_job
 
 ORDER = ("pipeline", "data", "context", "tensor")
-"""The axes from the outermost to the innermost."""
+"""The axes, from outermost to innermost."""
 
 _SHORT = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _KNOWN = (*ORDER, "expert")
 
-# The meshes made here, so that every model of a job runs on the same groups; and the job's group. A mesh holds that
-# one, so meshes of a job that has ended go when the next one makes its first.
+# The meshes made here, so that every model of a job runs on the same groups; and the job's group, which a mesh holds.
+# Meshes of a job that has ended are dropped when the next job makes its first mesh.
 _made: dict[tuple[int, ...], DeviceMesh] = {}
 _made_in: weakref.ref[dist.ProcessGroup] | None = None
 
 
 @dataclass(frozen=True)
 class Axes:
-    """A rank's axes. `world` is all ranks: what everyone must agree on goes over it."""
+    """A rank's axes. `world` is all ranks, for what everyone must agree on."""
 
     world: Axis
     data: Axis
@@ -66,25 +66,25 @@ class Axes:
 
 
 def world_axis() -> Axis:
-    """All ranks must call this. All ranks of the job, or this one alone where there is no process group."""
+    """All ranks must call this. All ranks of the job, or only this one if there is no process group."""
     return Axis("world", dist.group.WORLD, watch_job()) if is_running() else Axis("world")
 
 
 def lay_out(num_ranks: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> dict[str, int]:
-    """The size of every axis, from the outermost in; the data axis takes the ranks that the others leave."""
+    """The size of every axis, from the outermost in; the data axis takes what the others leave."""
     copy = tensor * pipeline * context
     if num_ranks % copy:
         asked = {"tensor": tensor, "pipeline": pipeline, "context": context}
         shown = " x ".join(f"{name}={size}" for name, size in asked.items() if size > 1)
         raise PlanError(
-            f"{shown} takes {copy} ranks for each copy of the model, but the job has {num_ranks}, which is not a "
+            f"{shown} needs {copy} ranks for each copy of the model, but the job has {num_ranks}, which is not a "
             f"multiple. Start a multiple of {copy} ranks, or choose axes that divide {num_ranks}."
         )
     return {"pipeline": pipeline, "data": num_ranks // copy, "context": context, "tensor": tensor}
 
 
 def read_mesh(mesh: DeviceMesh, num_ranks: int) -> dict[str, str]:
-    """Our name -> the mesh's name of every axis of a mesh that a user made; raises where it cannot be this job's."""
+    """Our name -> the mesh's name, for every axis of a user's mesh; raises if it cannot be this job's."""
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(f"mesh is a {type(mesh).__name__}. Give a torch.distributed.DeviceMesh.")
     shape = tuple(mesh.mesh.shape)
@@ -104,7 +104,9 @@ def read_mesh(mesh: DeviceMesh, num_ranks: int) -> dict[str, str]:
         known = _SHORT.get(name, name)
         if known not in _KNOWN or known in names:
             fault = "twice" if known in names else f"which is none of {', '.join(_KNOWN)}"
-            raise PlanError(f"the mesh has the axis {name!r}, {fault}. Name every axis of the mesh once, by these.")
+            raise PlanError(
+                f"the mesh has the axis {name!r}, {fault}. Give each axis of the mesh one of these names, each once."
+            )
         names[known] = name
     return names
 
@@ -136,7 +138,9 @@ def _check_sizes(found: Mapping[str, int], asked: Mapping[str, int]) -> None:
                 "Leave it out of the plan, or make the mesh to match."
             )
     if found.get("expert", 1) > 1:
-        raise PlanError(f"the mesh has an expert axis of {found['expert']} ranks, which is not available yet.")
+        raise PlanError(
+            f"the mesh has an expert axis of {found['expert']} ranks, which is not supported. Make a mesh without it."
+        )
 
 
 def _axes(world: Axis, groups: Mapping[str, dist.ProcessGroup | None], mesh: DeviceMesh | None) -> Axes:
@@ -145,7 +149,7 @@ def _axes(world: Axis, groups: Mapping[str, dist.ProcessGroup | None], mesh: Dev
 
 
 def _make_mesh(sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
-    """Tensor innermost. Axes of one rank are part of it, so that every mesh made here has the same names."""
+    """Makes a mesh, tensor innermost. It includes axes of one rank, so every mesh made here has the same names."""
     global _made_in
     world = dist.group.WORLD
     assert world is not None

@@ -1,15 +1,15 @@
-"""What the ranks do next, compared before they do it: a pass, a step, a save.
+"""Compares what the ranks are about to do (a pass, a step, a save) before they do it.
 
-Collectives meet by their order alone. A rank that evaluates while another trains would fill its weights with parts of
-other units, or abort in the backend where the sizes differ. So before the first collective of a phase the ranks compare
+Collectives match only by their order. A rank that evaluates while another trains would fill its weights with parts of
+other units, or abort in the backend if the sizes differ. So before the first collective of a phase the ranks compare
 what they are about to do, in one small vote on the host that runs ahead of it:
 
     main     enter(forward) | compute ...                | enter(backward) | ...
     words                   | vote |                                       | vote |
     fetch                   | read u0 | ticket | gather u0 | gather u1 |
 
-A phase without a collective is not announced: whole weights may be evaluated on one rank. A collective outside any
-phase is a phase of its own.
+A phase without a collective is not announced, because one rank may evaluate whole weights alone. A collective outside
+any phase is its own phase.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from unbounded.errors import PeerError
 from unbounded.ranks.axis import Axis, Pending
 from unbounded.ranks.watchdog.verdict import ADVICE
 
-# How long a rank looks for what its peers said they are doing, once it knows that they differ.
+# How long a rank waits to hear what its peers are doing, once it knows that they differ.
 _HEAR_SECONDS = 10.0
 
 
 class Said(NamedTuple):
-    """What a rank is about to do, with what must be the same everywhere, after how many collectives."""
+    """What a rank is about to do, what must be the same on all ranks, and the number of collectives so far."""
 
     text: str
     detail: str
@@ -45,7 +45,7 @@ class Ticket:
     def __init__(self, axis: Axis, number: int, said: Said, before: Ticket | None) -> None:
         self._axis, self._number, self._said, self._before = axis, number, said, before
         marks = [zlib.crc32(said.text.encode()), zlib.crc32(said.detail.encode()), said.issued]
-        with torch.inference_mode(False):  # another thread receives into it, in whatever mode
+        with torch.inference_mode(False):  # another thread writes to it, in any grad mode
             self._votes = torch.tensor([*marks, *(-mark for mark in marks)])
         self._pending: Pending | None = None
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class Ticket:
         self._pending = self._axis.launch_max(self._votes, what)
 
     def wait(self) -> None:
-        """Returns when every rank has come to the same phase; raises where one has come to another."""
+        """Returns when every rank has reached the same phase; raises if one has reached another."""
         with self._lock:
             if self._pending is not None:
                 try:
@@ -75,11 +75,11 @@ class Ticket:
         if self._before is not None:
             self._before.wait()
         pending.finish()
-        if self._votes[:3].add(self._votes[3:]).any():  # the greatest and the least are not the same
+        if self._votes[:3].add(self._votes[3:]).any():  # the greatest and the least differ
             self._error = PeerError(describe_difference(self._hear()))
 
     def _hear(self) -> dict[int, Said]:
-        """All ranks of the axis call this where one differs: what each of them is about to do."""
+        """All ranks of the axis call this if one differs. What each of them is about to do."""
         axis, ranks = self._axis, self._axis.members()
         if axis.watch is None or axis.group is None:
             return {ranks[axis.rank]: self._said}
@@ -103,16 +103,16 @@ class Phases:
         self._number = self._issued = 0
 
     def enter(self, text: str, detail: str = "") -> None:
-        """What follows, until `leave` or the next `enter`, is `text`; `detail` must be the same on every rank."""
+        """Begins the phase `text`, until `leave` or the next `enter`; `detail` must be the same on every rank."""
         self._text, self._detail, self._ticket = text, detail, None
 
     def leave(self) -> None:
-        """What follows belongs to no phase."""
+        """Ends the phase; what follows belongs to none."""
         self._text = None
 
     @contextmanager
     def during(self, text: str, detail: str = "") -> Iterator[None]:
-        """Inside, what follows is `text`; after it, what was before."""
+        """Inside, the phase is `text`; afterwards it is the one from before."""
         before = self._text, self._detail, self._ticket
         self.enter(text, detail)
         try:
@@ -135,7 +135,7 @@ class Phases:
 
     @contextmanager
     def together(self, text: str, detail: str = "") -> Iterator[None]:
-        """All ranks of the axis must enter this. Like `during`, but it begins only when every rank has come to it."""
+        """All ranks of the axis must enter this. Like `during`, but it begins only when every rank has reached it."""
         with self.during(text, detail):
             ticket = self.ticket(text)
             if ticket is not None:
@@ -157,7 +157,7 @@ class Phases:
 
 
 def describe_difference(said: Mapping[int, Said]) -> str:
-    """What ranks that do not do the same are doing, by rank."""
+    """Describes what ranks that differ are doing, by rank."""
     if len({one.text for one in said.values()}) > 1:
         shown = "; ".join(f"rank {rank} is in {one.text}" for rank, one in said.items())
         return f"the ranks are not doing the same: {shown}. {ADVICE}"
@@ -165,14 +165,14 @@ def describe_difference(said: Mapping[int, Said]) -> str:
     if len({one.issued for one in said.values()}) > 1:
         shown = ", ".join(f"rank {rank} {one.issued}" for rank, one in said.items())
         return (
-            f"the ranks come to {text} after different numbers of gathers and reductions: {shown}. A pass was broken "
-            f"off on one of them, by an exception that it caught. {ADVICE}"
+            f"the ranks reached {text} after different numbers of gathers and reductions: {shown}. One of them "
+            f"caught an exception that ended a pass early. {ADVICE}"
         )
     for rank, (_, detail, _) in said.items():
         if detail != first:
             pairs = zip(detail.split("; "), first.split("; "), strict=False)
             differing = ", ".join(f"{one} instead of {other}" for one, other in pairs if one != other)
-            fact = f"rank {rank} has other settings in {text} than rank {min(said)}"
+            fact = f"rank {rank} has different settings in {text} from rank {min(said)}"
             return f"{fact}: {differing}. Set the same on every rank."
     return f"another rank is not in {text}. {ADVICE}"
 

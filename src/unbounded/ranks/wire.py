@@ -1,7 +1,7 @@
-"""What one rank of an axis sends another, watched as collectives are.
+"""What one rank of an axis sends to another, watched in the same way as collectives.
 
-Between two ranks each direction is a sequence of its own: the sender's nth is the receiver's nth. gloo closes its
-connections where a wait for one of them times out, so its waits have no limit: a thread waits, and the caller waits for
+Between two ranks each direction is its own sequence: the sender's nth is the receiver's nth. gloo closes its
+connections when a wait on one of them times out, so these waits have no limit: a thread waits, and the caller waits for
 the thread, in slices.
 
     caller   receive | slice | slice ...... |          or, in slice after slice, the verdict
@@ -27,7 +27,7 @@ from unbounded.ranks.watchdog.watch import Collective
 
 
 class _Waited:
-    """A send or a receive that a thread waits for. Waiting for that may time out, and be repeated."""
+    """A send or a receive that a thread waits for. Waiting for the thread may time out and be repeated."""
 
     def __init__(self, work: Collective) -> None:
         self._work = work

@@ -1,1 +1,1 @@
-"""The front door: `placing` shards a model, `running` knows those that are, `block_policies` says what blocks keep."""
+"""The front door: `placing` shards models, `running` keeps track of them, `block_policies` decides what blocks keep."""

@@ -29,18 +29,18 @@ def checkpoint_activations(
     *,
     tiled: str | Sequence[str] | None = "auto",
 ) -> Activations:
-    """Chooses what a block keeps between its forward and its backward; what it returns has a `remove`.
+    """Chooses what blocks keep between forward and backward; call `remove` on what it returns to undo it.
 
     "keep" keeps everything, "recompute" only the block's inputs, "host" not even those: they go to host memory and
-    come back. "auto" takes the first of these that a GPU has room for, in every forward anew; on a CPU it keeps.
+    come back. "auto" takes the first of these that a GPU has room for, anew in every forward; on a CPU it keeps.
     `policy` is one for all blocks, or (block pattern, policy) pairs. The blocks are the repeated ones that `shard`
-    finds, or the submodules that `blocks` names, by pattern or by themselves. Works on any model, sharded or not,
-    before `shard` or after. Results are those of "keep", bit by bit, where a block may run twice: BatchNorm counts a
-    forward that is recomputed twice, as under `torch.utils.checkpoint`, so "auto" keeps such blocks.
+    finds, or the submodules that `blocks` gives, by pattern or as modules. Works on any model, sharded or not, before
+    `shard` or after. Results are those of "keep", bit for bit, if a block may run twice. BatchNorm may not, because it
+    counts a recomputed forward twice, as under `torch.utils.checkpoint`, so "auto" keeps such blocks.
 
-    Long sequences: feed-forward layers of blocks that run again go over tiles of tokens where they would otherwise take
-    a large part of the device. Those of Hugging Face models are found; `tiled` names others by patterns, or None. Such
-    a layer must treat every token alone, and its results are those of the whole layer to the dtype's rounding.
+    For long sequences, feed-forward layers of recomputed blocks run over tiles of tokens if they would otherwise take a
+    large part of the device. Those of Hugging Face models are found; `tiled` names others by patterns, or is None. Such
+    a layer must treat every token alone. Its results are those of the whole layer, up to the dtype's rounding.
     """
     found = find_blocks(model) if blocks is None else pick_blocks(model, blocks)
     policies = choose_policies(policy, list(found))
@@ -82,23 +82,25 @@ def close_activations(model: nn.Module, plan: Plan, device: torch.device) -> Pla
             f"the plan has activations={plan.activations!r}, but checkpoint_activations was called on this model. "
             "Leave out one of them."
         )
-    # Backwards in halves need everything kept.
+    # Split backwards need everything to be kept.
     unsaid = "keep" if plan.schedule == "zero_bubble" else "auto"
     policies = choose_policies(plan.activations or unsaid, list(find_blocks(model)))
     if not policies and plan.activations is not None:
-        warnings.warn(f"activations={plan.activations!r}, but the model has no repeated blocks.", stacklevel=3)
+        warnings.warn(
+            f"activations={plan.activations!r} has no effect, because the model has no repeated blocks.", stacklevel=3
+        )
     closed = tuple((name, close_policy(policy, device)) for name, policy in policies.items())
     return replace(plan, activations=closed or None)
 
 
 def close_policy(policy: str, device: torch.device) -> str:
-    """Only a GPU says how much of it is taken, which "auto" asks before every block."""
+    """Only a GPU reports its free memory, which "auto" needs before every block."""
     return "keep" if policy == "auto" and device.type != "cuda" else policy
 
 
 @contextmanager
 def lifted_policies(model: nn.Module) -> Iterator[None]:
-    """Takes activation policies off while hooks are attached: they belong around those. Their room is then ours."""
+    """Removes activation policies while hooks are attached, around which they belong. Their memory is then ours."""
     blocks = attached_to(model)
     for block in blocks:
         block.detach()

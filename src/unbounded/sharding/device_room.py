@@ -1,6 +1,6 @@
-"""Who gets the device and the host of a model, beside its states: budgets kept, activations, states that move.
+"""Who gets the memory of device and host besides a model's states: budgets, activations, states that move.
 
-A model that is not sharded has the whole device, and what is free of the host.
+A model that is not sharded has the whole device, and whatever is free on the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _promises: weakref.WeakKeyDictionary[nn.Module, DevicePromise] = weakref.WeakKey
 
 
 def promise_budget(axes: Axes, device: torch.device, device_bytes: int | None) -> DevicePromise | None:
-    """All ranks must call this. The promise of a budget for a GPU; one that a rank cannot keep is everybody's error."""
+    """All ranks must call this. The promise of a GPU's budget; if one rank cannot keep it, all raise."""
     if device.type != "cuda" or device_bytes is None:
         return None
     promise, error = None, None
@@ -85,7 +85,7 @@ def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
 
 
 def shelf_of(model: nn.Module) -> Shelf:
-    """Where activations of a model are kept on the host: in its host tier, or in what is free."""
+    """Where activations of a model are kept on the host: in its host tier, or in free memory."""
     if model not in _shelves:
         state = find_sharded(model)
         _shelves[model] = Shelf(TierRoom(state.tiers) if state is not None else FreeRoom())
@@ -93,7 +93,7 @@ def shelf_of(model: nn.Module) -> Shelf:
 
 
 def forget_shelf(model: nn.Module) -> None:
-    """The next activations of `model` are kept where it is now: in its host tier once it is sharded."""
+    """From now on, activations of `model` are kept where it belongs now: in its host tier once it is sharded."""
     _shelves.pop(model, None)
 
 
@@ -104,7 +104,7 @@ def strike_off(model: nn.Module) -> None:
 
 
 def may_balance(plan: Plan, state: Sharded) -> bool:
-    """Whether the plan lets states move and has no place for them, ranks may decide alone, and lanes can carry them."""
+    """Whether the plan lets states move and does not place them, ranks may decide alone, and lanes can carry them."""
     is_native = all(isinstance(unit.rule, NativeRule) for unit in state.engine.units if unit.rule is not None)
     is_own = state.engine.ranks.size == 1 or state.plan.stage > 0
     is_open = plan.move_states and plan.optimizer is None and plan.gradients is None
@@ -112,7 +112,7 @@ def may_balance(plan: Plan, state: Sharded) -> bool:
 
 
 def balance(model: nn.Module, state: Sharded) -> Callable[[], None]:
-    """Has states and activations share the device, once steps have been seen; the returned function ends it."""
+    """Lets states and activations share the device, once steps have been seen; the returned function ends it."""
     assert state.optimizer is not None
     headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
     meter, limit = DeviceMeter(state.engine.device), int(device_limit(model) * LIMIT_PART)

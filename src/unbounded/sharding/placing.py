@@ -57,12 +57,12 @@ def shard(
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """All ranks must call this. Places the states of `model` and `optimizer` and returns them ready to train.
 
-    The model is changed in place and returned; the optimizer returned is a `torch.optim.Optimizer` over the same
-    param groups (None if none was given); several optimizers, Muon for matrices and AdamW for the rest, become one
-    that steps them all. `plan` is "auto", a `Plan`, or a dict of its fields. `weights` is a
-    folder of safetensors that is streamed into a model on the meta device. `mesh` gives the axes of the job (data,
-    tensor, pipeline), where the plan's sizes shall not make them. Where a launcher such as torchrun started this
-    process among others and there is no process group yet, one is made.
+    The model is changed in place and returned. The optimizer returned is a `torch.optim.Optimizer` over the same param
+    groups (None if none was given). Several optimizers, such as Muon for matrices and AdamW for the rest, become one
+    that steps them all. `plan` is "auto", a `Plan`, or a dict of its fields. `weights` is a folder of safetensors that
+    is streamed into a model on the meta device. `mesh` gives the axes of the job (data, tensor, pipeline, context)
+    instead of the plan's sizes. If a launcher such as torchrun started this process among others and there is no
+    process group yet, one is made.
     """
     optimizer = unwrap(optimizer) if optimizer is not None else None
     admitted = admit(model, optimizer, plan, mesh=mesh, is_known=is_sharded(model))
@@ -108,23 +108,23 @@ def shard(
 
 
 def _refuse_tiles(model: nn.Module) -> None:
-    tile_to_fit(model, None)  # takes those off that a failed call made for a budget
+    tile_to_fit(model, None)  # removes those that a failed call made for a budget
     if has_tiles(model):
         raise PlanError(
-            "layers of the model are tiled, and the job has a tensor, pipeline or context axis, which cuts the model "
-            "too. Leave out unbounded.tile: a tensor axis makes large layers smaller."
+            "layers of the model are tiled, but the job also has a tensor, pipeline or context axis, which cuts the "
+            "model too. Leave out unbounded.tile: a tensor axis makes large layers smaller."
         )
 
 
 def _refuse_old_optimizer(*_: Any) -> None:
     raise StateError(
-        "this optimizer was given to `shard`, which keeps its states now, so its own step would train nothing. Use the "
+        "this optimizer was given to `shard`, which now keeps its states, so its own step would train nothing. Use the "
         "optimizer that `shard` returned: model, optimizer = unbounded.shard(model, optimizer)."
     )
 
 
 def _refuse_late_adapters(model: nn.Module) -> Callable[[], None]:
-    """Has the next forward refuse adapters that peft puts into a model whose optimizer does not know them."""
+    """Makes the next forward refuse adapters that peft put into a model whose optimizer does not know them."""
 
     def check(module: nn.Module, _: Any) -> None:
         if hasattr(module, "peft_config"):
@@ -137,7 +137,7 @@ def _refuse_late_adapters(model: nn.Module) -> Callable[[], None]:
 
 
 def expect_weights(model: nn.Module, folder: os.PathLike[str]) -> None:
-    """Has `shard` stream the safetensors in `folder` into this model, or into one that wraps it."""
+    """Makes `shard` stream the safetensors in `folder` into this model, or into one that wraps it."""
     _expected[model] = folder
 
 
@@ -174,18 +174,19 @@ def _choose_fill(
 
 
 def unshard(model: nn.Module) -> nn.Module:
-    """All ranks must call this. Gives the model its whole parameters back as plain ones, and frees all that ran it.
+    """All ranks must call this. Makes it a plain model with whole parameters again, and frees everything that ran it.
 
-    The values come to the device that the model ran on. The sharded optimizer refuses to work afterwards, and its
-    states are gone: save what it knows first.
+    The values come to the device that the model ran on. The sharded optimizer cannot be used afterwards, and its states
+    are gone, so save them first.
     """
     state = sharded(model)
     engine = state.engine
     engine.refuse_inside_full_params("unbounded.unshard")
+    engine.refuse_pending("unbounded.unshard()")
     if any(axis.size > 1 for axis in engine.axes.model) or has_tiles(model):
         raise StateError(
-            "unshard joins what the data axis has partitioned, but this model is also cut by tiles or by the tensor or "
-            "pipeline axis. Use unbounded.export(folder, model) and load the folder into a new model."
+            "unshard joins what is partitioned over the data axis, but this model is also cut by tiles or by the "
+            "tensor or pipeline axis.  Use unbounded.export(folder, model) and load the folder into a new model."
         )
     if state.optimizer is not None:
         state.optimizer.wait()

@@ -23,11 +23,11 @@ from unbounded.zero.gradients.copies import leave_to_first, sum_copies
 from unbounded.zero.setup.assembly import Sharded
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
-_PARTS = "_unbounded_parts"  # an attribute of the model, which they hold: a table of ours would keep it alive
+_PARTS = "_unbounded_parts"  # an attribute of the model, which the parts hold: a table would keep it alive
 
 
 def enrol(model: nn.Module, state: Sharded, parts: Applied) -> None:
-    """From now on `model` is sharded. `parts` is what the parallel axes have done to it, undone when it is detached."""
+    """From now on `model` is sharded. `parts` is what the parallel axes did to it, undone when it is detached."""
     _sharded[model], model.__dict__[_PARTS] = state, parts
     parts.attach()
     state.add_detach(partial(_detach_parts, weakref.ref(model)))
@@ -45,7 +45,7 @@ def _detach_parts(held: weakref.ref[nn.Module]) -> None:
 
 
 def sharded(model: nn.Module) -> Sharded:
-    """What runs a sharded model, whose last forward may have been broken off."""
+    """What runs a sharded model, whose last forward may have been interrupted."""
     try:
         state = _sharded[model]
     except KeyError:
@@ -72,7 +72,7 @@ def find_model(parameter: nn.Parameter) -> nn.Module | None:
 
 
 def cut_head(model: nn.Module) -> HeadPart | None:
-    """This rank's part of the vocabulary, where a tensor axis cuts the one head of a sharded model."""
+    """This rank's part of the vocabulary, if a tensor axis cuts the one head of a sharded model."""
     parts = model.__dict__.get(_PARTS)
     return next(iter(parts.heads.values())) if parts is not None and len(parts.heads) == 1 else None
 
@@ -90,13 +90,13 @@ def full_params(model: nn.Module) -> Iterator[None]:
 def pipeline(
     model: nn.Module, loss: Loss | None = None, *, targets: Sequence[str] = (), reduction: str = "mean"
 ) -> Pipeline:
-    """All ranks must call this. What runs the batches of a model that was sharded with a pipeline axis.
+    """All ranks must call this. Runs the batches of a model that was sharded with a pipeline axis.
 
-    Called with a batch it runs the forwards and backwards of all micro-batches and returns the batch's loss, the same
-    on every rank; `optimizer.step()` follows as usual. The loss is the model's own (`labels` in the batch), or
-    `loss(output, batch)` of what the model returns; `targets` names what in the batch is for `loss` alone. The losses
-    of micro-batches are averaged, or added up with reduction="sum". On a model without a pipeline axis it does the same
-    on one stage.
+    Call the result with a batch: it runs the forwards and backwards of all micro-batches and returns the batch's loss,
+    the same on every rank. Then call `optimizer.step()` as usual. The loss is the model's own (`labels` in the batch),
+    or `loss(output, batch)` of what the model returns; `targets` names the parts of the batch that only `loss` reads.
+    The losses of micro-batches are averaged, or added up with reduction="sum". A model without a pipeline axis runs as
+    one stage.
     """
     if reduction not in ("mean", "sum"):
         raise PlanError(f'reduction is {reduction!r}. Choose "mean" or "sum".')

@@ -1,8 +1,8 @@
-"""Host memory for the host tier and for buffers: allocated once, of exact size, pinned where a GPU reads it.
+"""Host memory for the host tier and for buffers: allocated once, of exact size, pinned if a GPU reads it.
 
 torch's pinned allocator rounds every block up to a power of two; here memory is mapped with huge pages and
-registered with the driver, which costs neither. Where registering is refused (a small memory-lock limit), the
-memory is used as it is, with one warning: transfers are then slower and nothing else changes.
+registered with the driver, which avoids that. If registering is refused (a small memory-lock limit), the memory is used
+as it is, with one warning: only transfers are slower.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class HostArena:
         self.used_bytes = 0
         self._pinned: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
-        # Memory must be unregistered before it is unmapped, also when the arena is merely forgotten.
+        # Memory must be unregistered before it is unmapped, even if the arena is merely dropped.
         self._close = finalize(self, _unregister, self._pinned)
 
     def allocate(self, dtype: torch.dtype, numel: int, *, pin: bool | None = None) -> torch.Tensor:
         """A zeroed 1-D tensor on a page boundary; pinned unless the arena or the caller says otherwise.
 
-        Its storage is whole pages, as its memory is, so that whole pages can be read into it.
+        Its storage is whole pages, like its memory, so that whole pages can be read into it.
         """
         num_bytes = max(1, numel * dtype.itemsize)
         raw = host_memory.host_buffer(-(-num_bytes // host_memory.PAGE_BYTES) * host_memory.PAGE_BYTES)
@@ -42,7 +42,7 @@ class HostArena:
         return raw[: numel * dtype.itemsize].view(dtype)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Gives back a tensor of `allocate`; its memory goes when the caller drops the last reference."""
+        """Returns a tensor of `allocate`; its memory is freed when the caller drops the last reference."""
         with self._lock:
             self.used_bytes -= max(1, tensor.numel() * tensor.element_size())
             raw = self._pinned.pop(tensor.data_ptr(), None)
@@ -63,7 +63,7 @@ class HostArena:
             _clear_error()
             warnings.warn(
                 f"pinning {raw.numel()} bytes of host memory was refused (CUDA error {int(status)}), so transfers "
-                "run at the speed of pageable memory. Raise the memory-lock limit (ulimit -l unlimited).",
+                "will be as slow as from pageable memory. Raise the memory-lock limit (ulimit -l unlimited).",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -76,6 +76,6 @@ def _unregister(pinned: dict[int, torch.Tensor]) -> None:
 
 
 def _clear_error() -> None:
-    """Takes back the error that a refused registration leaves for the next CUDA call to report."""
+    """Clears the error that a refused registration leaves for the next CUDA call."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")

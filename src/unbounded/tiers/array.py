@@ -1,6 +1,6 @@
-"""One kind of state of one unit, on its tier: a flat typed array behind a small protocol.
+"""One kind of state of one unit, on its tier: a flat typed array with a small protocol.
 
-`direct` is the array itself where it can be addressed (device and host memory). `fetch` and `evict` move a
+`direct` is the array itself if it can be addressed (device and host memory). `fetch` and `evict` move a
 stretch of it to and from a buffer: memory is copied on the current stream, disk is read and written by the
 disk engine. Both return a transfer in flight.
 """
@@ -31,7 +31,7 @@ class InFlight(Waitable, Protocol):
     """A transfer between an array and a buffer."""
 
     def order_stream(self) -> object:
-        """Has the current stream wait for the transfer, or the host where no stream carries it out; raises likewise."""
+        """Makes the current stream wait for the transfer, or the host if no stream carries it out; raises its error."""
 
 
 class Array(Protocol):
@@ -147,7 +147,7 @@ class _Traced:
 
 
 class DeviceCopy:
-    """A copy on its way to or from a GPU."""
+    """A copy in flight to or from a GPU."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -181,7 +181,7 @@ def is_reachable(tensor: torch.Tensor) -> bool:
 
 
 def stream_mark(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """When the current stream has come this far; None for a tensor that no stream works on."""
+    """An event for when the current stream has come this far; None for a tensor that no stream works on."""
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -23,22 +23,22 @@ from unbounded.planner.unit_bytes import Budget
 from unbounded.tiers.driver import count_device, page_table_bytes
 from unbounded.tiers.staging import size_staging
 
-# Of a device's budget, kept for activations, and at most so much.
+# The share of a device's budget kept for activations, and the most.
 ACTIVATION_PART, ACTIVATION_BYTES = 0.5, 24 * 2**30
-# Of a host's budget, kept for activations where the plan puts any there.
+# The share of a host's budget kept for activations, if the plan puts any there.
 HOST_ACTIVATION_PART = 0.25
-# Of the host's free memory, what is taken unless the plan says more.
+# The share of the host's free memory that is used unless the plan says more.
 FREE_PART = 0.9
-# Elements of one piece of an update at most: large enough for full disk and PCIe bandwidth, small enough to keep
-# several in flight. At least: a piece starts on a page of the disk in every array, the scales of blocks included.
+# The most elements of one piece of an update: large enough for full disk and PCIe bandwidth, small enough to keep
+# several in flight. The least: a piece starts on a page of the disk in every array, the scales of blocks included.
 PIECE_NUMEL, LEAST_PIECE = 2**22, 2**17
 # Pieces being read ahead of the one that is updated, and pieces already updated that are still being written. Four of
-# 16 MiB keep a disk busier than two of 32: by 0, 4 and 11 % in three runs of taking turns.
+# 16 MiB keep a disk busier than two of 32: by 0, 4 and 11 % in three runs in turns.
 DEPTH, LEAST_DEPTH = 4, 2
 BOUNCE_BUFFERS = 4
-# Of a device's budget, for kernels that are loaded as training begins.
+# Device memory for kernels that are loaded as training begins.
 KERNEL_BYTES = 256 * 2**20
-# Of the host, for the checksum of a page of the disk tier.
+# Host memory for the checksum of one page of the disk tier.
 SUM_BYTES = 4
 
 
@@ -46,9 +46,9 @@ SUM_BYTES = 4
 class LeasedBuffers:
     """The leased buffers of all lanes, and how they are used.
 
-    Updates have `depth` pieces of `piece_numel` fp32 values on their way in each direction, with a buffer for each of
-    `num_arrays`. The rest goes through twice as large ones, one at a time. `staging_bytes` are those of checkpoints,
-    which are sized on their own.
+    Updates have `depth` pieces of `piece_numel` fp32 values in flight in each direction, with a buffer for each of
+    `num_arrays`. The rest goes through buffers twice as large, one at a time. `staging_bytes` are for checkpoints,
+    which are sized separately.
     """
 
     num_arrays: int
@@ -90,12 +90,12 @@ def measure(plan: Plan, device: torch.device, num_sharing: int) -> tuple[int, in
 
 
 def _around(device: torch.device) -> int:
-    """What of a device's budget is not the allocator's, with what kernels will still take of it."""
+    """The part of a device's budget outside the allocator, including what kernels will still take."""
     return count_device(device).context_bytes() + KERNEL_BYTES
 
 
 def size_buffers(host: int, num_arrays: int) -> LeasedBuffers:
-    """Buffers that take a quarter of the host's budget at most, unless that is too little."""
+    """Buffers that take at most a quarter of the host's budget, unless that is too little."""
     count, staging_bytes = size_staging(host)
     buffers = LeasedBuffers(num_arrays, PIECE_NUMEL, DEPTH, count * staging_bytes)
     while buffers.piece_numel > LEAST_PIECE and buffers.num_bytes > host // 4:
@@ -115,12 +115,12 @@ def set_aside(
 ) -> Budget:
     """The budget without what activations, gathered units (`ring`), updates of `wholes` and buffers need.
 
-    Of states that may go to disk, `may_store` bytes at most, the host has the checksums.
+    The host keeps the checksums of states that may go to disk, at most `may_store` bytes.
     """
     on_device, host, disk = sizes
     if device.type == "cuda":
         activations = min(int(on_device * ACTIVATION_PART), ACTIVATION_BYTES)
-    else:  # with a budget of one's own, "device" memory on a CPU is what the states may take
+    else:  # with an explicit budget, "device" memory on a CPU is what the states may take
         activations = 0 if plan.device_bytes is not None else on_device // 4
     gathered = (ring if plan.weights != "device" else 0) + wholes
     ring += wholes
@@ -128,7 +128,7 @@ def set_aside(
     offloaded = int(host * HOST_ACTIVATION_PART) if plan.offloads_activations else 0
     sums = SUM_BYTES * -(-min(may_store, disk) // ALIGNMENT) if plan.disk_checksums else 0
     buffered = min(buffers.num_bytes + sums, host)
-    # Where states fit nowhere otherwise, activations get half of that, then an eighth, then none of the host.
+    # If states fit nowhere otherwise, activations get half of that, then an eighth, then nothing of the host.
     half = min(reserve, ring + reserve // 2)
     least = min(half, ring + half // 4)
     tighter = ((half, buffered + offloaded), (least, buffered + offloaded), (least, buffered))
@@ -136,7 +136,7 @@ def set_aside(
 
 
 def this_machine(plan: Plan, device: torch.device, num_ranks: int) -> MachineRates:
-    """The machine as measured and saved here, otherwise common rates; with the ranks and threads of this job."""
+    """The machine as measured and saved here, otherwise typical rates; with the ranks and threads of this job."""
     try:
         machine = MachineRates.load()
     except (OSError, PlanError):  # `unbounded plan --measure` says what is wrong with the file

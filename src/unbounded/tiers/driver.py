@@ -1,8 +1,8 @@
 """What this process takes of a GPU and of the host as the system counts it, beyond what allocators say.
 
-On a GPU that is the context, loaded kernels and the buffers of collectives: what the device has given out, less what
-torch's allocator has reserved. Another process may be on the device: what was taken before and is more than any
-context is its own. On the host it is what has grown since the model was sharded: libraries, stacks, page tables.
+On a GPU that is the context, loaded kernels and the buffers of collectives: what the device has given out, minus what
+torch's allocator has reserved. Another process may be on the device: memory that was taken before, and is more than any
+context, belongs to it. On the host it is what has grown since the model was sharded: libraries, stacks, page tables.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-# A context with all of its kernels and collectives takes 0.5 to 1.5 GiB; what is beyond is another process's.
+# A context with all of its kernels and collectives takes 0.5 to 1.5 GiB; more than that belongs to another process.
 MOST_CONTEXT_BYTES, USUAL_CONTEXT_BYTES = 3 * 2**30, 768 * 2**20
 
 
 class DriverCount:
-    """The bytes of a device that are taken around the allocator: `read` gives (free, total), `reserved` its own."""
+    """The bytes of a device taken outside the allocator: `read` gives (free, total), `reserved` the allocator's own."""
 
     def __init__(self, read: Callable[[], tuple[int, int]], reserved: Callable[[], int]) -> None:
         self._read, self._reserved = read, reserved
@@ -30,7 +30,7 @@ class DriverCount:
         return self._read()[1]
 
     def context_bytes(self) -> int:
-        """The most that was seen so far: kernels are loaded when they are first used, and stay."""
+        """The most so far: kernels are loaded when they are first used, and stay."""
         self._most = max(self._most, min(self._around() - self._foreign_bytes, MOST_CONTEXT_BYTES))
         return max(0, self._most)
 
@@ -44,7 +44,7 @@ class DriverCount:
 
 
 def count_device(device: torch.device) -> DriverCount:
-    """Reading it makes the context where there is none yet, so that it is counted."""
+    """Reading it makes the context if there is none yet, so that it is counted."""
     torch.cuda.synchronize(device)
     return DriverCount(lambda: torch.cuda.mem_get_info(device), lambda: torch.cuda.memory_reserved(device))
 

@@ -1,11 +1,11 @@
-"""Items that pass through three stages, several of them in flight: what each needs is read, worked on, written.
+"""Items pass through three stages, several of them in flight: what each needs is read, worked on, and written.
 
     read     | i2 | i3 | i4 |          started for items ahead of the one in work
     work          | i2 | i3 |          on the caller's thread, in order
     write              | i1 | i2 |     started by the work; its end is waited for later
 
 `Stages` says what the three mean for one kind of item; `ItemPipeline` says when they happen. A pipeline whose items
-need buffers of one pool leases them here: when all are out it goes on with its oldest items, so it never waits for
+need buffers of one pool leases them here. When all are out it continues with its oldest items, so it never waits for
 itself.
 """
 
@@ -29,13 +29,13 @@ class Stages(Protocol[T_contra]):
         """Starts bringing in what the item needs."""
 
     def work(self, item: T_contra) -> None:
-        """Waits for what was read, uses it, and starts writing what came of it."""
+        """Waits for what was read, uses it, and starts writing the result."""
 
     def finish(self, item: T_contra) -> None:
-        """Waits for what was written, and gives the item's buffers back."""
+        """Waits for what was written, and returns the item's buffers."""
 
     def abandon(self, item: T_contra) -> None:
-        """Waits for whatever of the item is in flight and gives its buffers back. What it raises is not told."""
+        """Waits for whatever of the item is in flight and returns its buffers. What it raises is ignored."""
 
 
 class ItemPipeline(Generic[T]):
@@ -79,13 +79,13 @@ class ItemPipeline(Generic[T]):
         self._num_leased -= 1
 
     def _read_ahead(self, source: Iterator[T]) -> bool:
-        """Starts reading as far ahead as is allowed; whether there is an item to work on."""
+        """Starts reading as far ahead as is allowed; returns whether there is an item to work on."""
         while len(self._ahead) < self._num_ahead:
             try:
                 item = next(source)
             except StopIteration:
                 break
-            self._ahead.append(item)  # before anything can fail: its buffers go back in any case
+            self._ahead.append(item)  # before anything can fail, so that its buffers are always returned
             self._stages.read(item)
         return bool(self._ahead)
 

@@ -1,8 +1,8 @@
-"""Lanes: what runs beside the computation. A lane is one thread and, on CUDA, one stream, taking work in order.
+"""Lanes run at the same time as the computation. A lane is one thread and, on CUDA, one stream, taking work in order.
 
-`submit` returns a `Handle`. Whoever uses the result on the device calls `order_stream`: the caller's stream waits
-for the lane's, the host only until the lane has launched the work. Whoever uses it on the host calls `wait`. These two
-verbs mean the same on everything that is in flight, and both raise what went wrong in the work, every time.
+`submit` returns a `Handle`. Code that uses the result on the device calls `order_stream`: the caller's stream waits for
+the lane's, and the host only until the lane has launched the work. Code that uses it on the host calls `wait`. These
+two verbs mean the same for everything in flight, and both raise what went wrong in the work, every time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Handle:
         self.result: Any = None
 
     def order_stream(self) -> Any:
-        """Returns the work's result once it was launched, and has the current stream wait for it; raises its error."""
+        """Returns the work's result once it is launched, and makes the current stream wait for it; raises its error."""
         self._launched.wait()
         if self._error is not None:
             raise self._error
@@ -55,6 +55,10 @@ class Handle:
     def launched(self) -> bool:
         return self._launched.is_set()
 
+    def done(self) -> bool:
+        """Whether the work is done, on the device too, or has failed; waits for nothing."""
+        return self._launched.is_set() and (self._event is None or self._event.query())
+
     def failed(self) -> bool:
         """Whether it has ended in an error; returns when that is known."""
         self._launched.wait()
@@ -66,7 +70,7 @@ class Handle:
         self._launched.set()
 
     def fail(self, error: BaseException) -> None:
-        """Called instead of `complete` where the work could not be done."""
+        """Called instead of `complete` if the work could not be done."""
         self._error = error
         self._launched.set()
 
@@ -113,14 +117,14 @@ class Lane:
 
 
 def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
-    """Ends a lane's thread, also when the process exits: one that is still inside torch then would abort it."""
+    """Ends a lane's thread, also at exit: a thread still inside torch would then abort the process."""
     tasks.put(None)
     if threading.current_thread() is not thread:
         thread.join()
 
 
 def _work(tasks: queue.SimpleQueue[Task | None], stream: torch.cuda.Stream | None) -> None:
-    """The lane's thread. It must not hold the lane itself, whose end is its own."""
+    """The lane's thread. It must not hold the lane itself, because it ends with the lane."""
     if stream is not None:
         torch.cuda.set_device(stream.device)
         torch.cuda.set_stream(stream)

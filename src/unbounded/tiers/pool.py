@@ -1,4 +1,4 @@
-"""A bounded pool of equal host buffers. Borrowing blocks when all are out: that is the back-pressure."""
+"""A bounded pool of equal host buffers. If all are out, borrowing waits, which gives back-pressure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unbounded.tiers.arena import HostArena
 
 
 class Lease:
-    """A borrowed buffer; `release` gives it back, to be reused once the device has passed `after`."""
+    """A borrowed buffer; `release` returns it, to be reused once the device has passed `after`."""
 
     def __init__(self, pool: BufferPool, raw: torch.Tensor) -> None:
         self._pool, self._raw = pool, raw

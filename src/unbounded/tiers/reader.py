@@ -1,4 +1,4 @@
-"""Somebody still reads a unit's states in the background. Whoever is about to overwrite them has it make way first."""
+"""Somebody who still reads a unit's states in the background, and must make way before they are overwritten."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MakeWay = Callable[["Reader", "Pool | None"], None]
 
 
 class Reader(Handle):
-    """Complete when the states may be overwritten. `make_way` is told when somebody waits for that."""
+    """Complete when the states may be overwritten. `make_way` is called when somebody waits for that."""
 
     def __init__(self, make_way: MakeWay | None = None) -> None:
         super().__init__()

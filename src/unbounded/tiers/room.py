@@ -1,8 +1,8 @@
 """Host memory that is given out while training runs, within what is left of the budget.
 
-States and buffers are placed before training; activations come with the batch, whose size nobody knows before. A
-room says how much they may still take, and counts it: what is planned is kept free for the states, whether they
-have been allocated yet or not.
+States and buffers are placed before training; activations come with the batch, whose size nobody knows before. A room
+says how much they may still take, and counts it. What is planned for states is kept free, whether they have been
+allocated yet or not.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class TierRoom:
         return self._tiers.spare_host_bytes()
 
     def count(self, num_bytes: int) -> None:
-        """Counts bytes as activations'; the arena has counted them as the host's."""
+        """Counts bytes as activations; the arena has already counted them for the host."""
         self._tiers.activation_bytes += num_bytes
 
     def shortage(self, num_bytes: int) -> BudgetError:
         taken, budget = self._tiers.activation_bytes, self._tiers.budgets["host"] or 0
         held = self._tiers.held_host_bytes()
         return BudgetError(
-            f"activations need {format_bytes(num_bytes)} more of host memory, but of its {format_bytes(budget)} they "
-            f"have {format_bytes(taken)} and states and buffers {format_bytes(held)}. Raise host_bytes by "
+            f"activations need {format_bytes(num_bytes)} more host memory, but of {format_bytes(budget)} they already "
+            f"have {format_bytes(taken)}, and states and buffers have {format_bytes(held)}. Raise host_bytes by "
             f"{format_bytes(num_bytes - self.spare_bytes())} for each block that is left, run fewer tokens at once, "
             'or give some blocks the policy "recompute".'
         )
@@ -58,7 +58,7 @@ class FreeRoom:
     """What the machine has free, for a model that is not sharded."""
 
     def __init__(self) -> None:
-        self.arena = HostArena(pin=True, num_threads=max(1, (os.cpu_count() or 1) // 2))  # where the caller asks for it
+        self.arena = HostArena(pin=True, num_threads=max(1, (os.cpu_count() or 1) // 2))  # if the caller asks for it
         self.used_bytes = 0
 
     def spare_bytes(self) -> int:
@@ -69,7 +69,7 @@ class FreeRoom:
 
     def shortage(self, num_bytes: int) -> BudgetError:
         return BudgetError(
-            f"activations need {format_bytes(num_bytes)} more of host memory, but {format_bytes(available_bytes())} "
-            f"are free and they have {format_bytes(self.used_bytes)}. Run fewer tokens at once, or give some blocks "
-            'the policy "recompute".'
+            f"activations need {format_bytes(num_bytes)} more host memory, but only {format_bytes(available_bytes())} "
+            f"are free, and they already have {format_bytes(self.used_bytes)}. Run fewer tokens at once, or give "
+            'some blocks the policy "recompute".'
         )

@@ -1,12 +1,12 @@
 """How large the staging buffers of checkpoints are: a part of the host's budget that is set aside for them.
 
-They are made at the first save or load and kept. A checkpoint in the background runs beside updates that hold all
-their buffers while they wait for it, so it must have buffers of its own.
+They are made at the first save or load and kept. Updates hold all their buffers while they wait for a checkpoint in
+the background, so that must have its own buffers.
 """
 
 from __future__ import annotations
 
-# Enough that a disk stays busy in both directions: half of them being filled, half being written.
+# Enough to keep a disk busy in both directions: half of them being filled, half being written.
 NUM_BUFFERS, BUFFER_BYTES = 8, 16 << 20
 # A buffer holds at least one checksum block of a file, and there is one for each direction.
 LEAST_BUFFERS, LEAST_BYTES = 2, 1 << 20

@@ -32,7 +32,7 @@ class TierUse:
 
 
 class Tiers:
-    """Device, host and disk. The disk store is reserved whole at the start, so that it cannot run full later."""
+    """Device, host and disk. The disk store is fully reserved at the start, so the disk cannot run full later."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Tiers:
         self.device, self.budgets = device, budgets
         self.arena = HostArena(pin=device.type == "cuda", num_threads=num_threads)
         self._used = {"device": 0, "disk": 0}
-        self.planned_host_bytes = 0  # for states and buffers, whether they are there yet or not
-        self.activation_bytes = 0  # of the host's, for activations
-        # Where a GPU computes, the host's budget is the process's: what it had before is not ours.
+        self.planned_host_bytes = 0  # for states and buffers, whether they are allocated yet or not
+        self.activation_bytes = 0  # part of the host's, for activations
+        # If a GPU computes, the host's budget is for the process: what it had before is not ours.
         self._resident_before = resident_bytes() if device.type == "cuda" else None
         self._lock = threading.Lock()
         self._paths, self._checksums = disk_path or (tempfile.gettempdir(),), disk_checksums
@@ -80,8 +80,8 @@ class Tiers:
     ) -> Array:
         """An array on `tier` filled with `initial`. A new extent on disk reads as zeros without being written.
 
-        `unplanned_bytes` of it were not foreseen when the states were placed: the host's budget may have no room.
-        `store` is what `extend` gave; without it an array on disk lies in what was reserved at the start.
+        `unplanned_bytes` of it were not planned when the states were placed, so the host's budget may have no room.
+        `store` is what `extend` returned; without it, an array on disk is in what was reserved at the start.
         """
         num_bytes = numel * dtype.itemsize
         if tier == "host" and unplanned_bytes:
@@ -102,7 +102,7 @@ class Tiers:
         return array
 
     def extend(self, *, host_bytes: int, disk_bytes: int) -> ExtentStore | None:
-        """Takes room for states that were not there when the others were placed; a store, where any go to disk."""
+        """Takes room for states that were not there when the others were placed; returns a store if any go to disk."""
         store = self._reserve_disk(disk_bytes) if disk_bytes else None
         with self._lock:
             self.planned_host_bytes += host_bytes
@@ -133,22 +133,22 @@ class Tiers:
         }
 
     def spare_host_bytes(self) -> int:
-        """What of the host's budget neither states and buffers nor activations have, or will have."""
+        """The part of the host's budget that neither states and buffers nor activations use or will use."""
         budget, states = self.budgets["host"], self.held_host_bytes()
         return 2**62 if budget is None else budget - states - self.activation_bytes - self.other_host_bytes()
 
     def other_host_bytes(self) -> int:
-        """What the process has come to take of the host beside states, buffers and activations."""
+        """What the process has come to take of the host besides states, buffers and activations."""
         if self._resident_before is None:
             return 0
         return max(0, resident_bytes() - self._resident_before - self.arena.used_bytes)
 
     def held_host_bytes(self) -> int:
-        """What states and buffers have of the host, or will have."""
+        """What states and buffers take of the host, or will take."""
         return max(self.planned_host_bytes, self.arena.used_bytes - self.activation_bytes)
 
     def borrow_host(self, num_bytes: int) -> bool:
-        """Takes `num_bytes` of what is spare for a while, if the budget and the machine have them."""
+        """Takes `num_bytes` of spare memory for a while, if the budget and the machine have them."""
         with self._lock:
             if num_bytes > min(self.spare_host_bytes(), available_bytes() // 2):
                 return False
@@ -162,12 +162,12 @@ class Tiers:
 
     @contextmanager
     def planned_on_host(self, num_bytes: int) -> Iterator[None]:
-        """States are moved to the host, or from it where negative: what they take of it, if the block succeeds."""
+        """States move to the host (or from it, if negative). If the block succeeds, their bytes are counted."""
         with self._lock:
             spare = self.spare_host_bytes()
             if num_bytes > spare:
                 raise BudgetError(
-                    f"moving states of {format_bytes(num_bytes)} from the device takes more than the "
+                    f"moving {format_bytes(num_bytes)} of states from the device takes more than the "
                     f"{format_bytes(max(0, spare))} that are left of host_bytes="
                     f"{format_bytes(self.budgets['host'] or 0)}. Raise host_bytes, or run fewer tokens at once."
                 )
@@ -181,7 +181,7 @@ class Tiers:
 
     @contextmanager
     def all_or_none(self) -> Iterator[dict[str, Array]]:
-        """Gives a dict to put new arrays into. Where the block raises, those that are in it are freed again."""
+        """Gives a dict for new arrays. If the block raises, the arrays in it are freed."""
         made: dict[str, Array] = {}
         try:
             yield made
@@ -202,9 +202,9 @@ class Tiers:
             spare = self.spare_host_bytes()
             if spare < num_bytes:
                 raise BudgetError(
-                    f"adding up the gradients of several backwards takes {format_bytes(num_bytes)} more of "
-                    f"host memory for this unit, but of its {format_bytes(self.budgets['host'] or 0)} only "
-                    f"{format_bytes(max(0, spare))} are left. Raise host_bytes, add up in bf16 with "
+                    f"adding up the gradients of several backwards takes {format_bytes(num_bytes)} more host "
+                    f"memory for this unit, but only {format_bytes(max(0, spare))} of "
+                    f"{format_bytes(self.budgets['host'] or 0)} are left. Raise host_bytes, add up in bf16 with "
                     'accumulate_dtype="bf16", or place gradients or optimizer states on "disk".'
                 )
             self.planned_host_bytes += num_bytes

@@ -1,7 +1,7 @@
-"""Adapters as peft keeps them in files: which tensors of the model, under which names, beside which configuration.
+"""Adapters as peft keeps them in files: which tensors of the model, under which names, with which configuration.
 
-peft itself is asked, with stand-ins for the tensors, so that nothing is read or gathered to find out. The answer is
-plain data: it goes into a checkpoint's manifest, and adapters can be exported from there without the model.
+peft itself is asked, with stand-ins for the tensors, so nothing has to be read or gathered. The answer is plain data:
+it goes into a checkpoint's manifest, from which adapters can be exported without the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _find_tensors(model: nn.Module, adapter: str, config: Any) -> dict[str, str]
     stand_ins = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
     names = {id(stand_in): first.get(name, name) for name, stand_in in stand_ins.items()}
     parameters = {id(p): stand_ins[n] for n, p in model.named_parameters()}
-    with shown(list(model.modules()), parameters):  # peft also asks modules of their own what they hold
+    with shown(list(model.modules()), parameters):  # peft also asks modules for what they hold
         saved = get_peft_model_state_dict(model, stand_ins, adapter, save_embedding_layers=False)
     if any(id(value) not in names for value in saved.values()):
         return None
@@ -58,7 +58,7 @@ def _find_tensors(model: nn.Module, adapter: str, config: Any) -> dict[str, str]
 
 
 def _describe_config(model: Any, config: Any) -> dict[str, Any]:
-    """As peft writes it for those who will load the adapter."""
+    """The configuration as peft writes it for whoever loads the adapter."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = config.to_dict() | {"inference_mode": True}
     found["base_model_name_or_path"] = found.get("base_model_name_or_path") or getattr(base, "name_or_path", None)
@@ -72,16 +72,16 @@ def _plain(value: Any) -> Any:
 
 
 def adapter_folder(target: Path, adapter: str) -> Path:
-    """Where an adapter lies in a folder of them: peft's default one at the top."""
+    """Where an adapter is in a folder of adapters; peft's default one is at the top."""
     return target if adapter == "default" else target / adapter
 
 
 def file_names(adapter: str, about: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What a tensor of the model is called in the adapter's file; one that is tied may be there twice."""
+    """The name of a tensor of the model in the adapter's file; a tied one may be there twice."""
     if about["tensors"] is None:
         raise CheckpointError(
-            f"the adapter {adapter!r} ({about['config'].get('peft_type')}) is not kept as it is trained, but computed "
-            "by peft. Call `model.save_pretrained(folder)` inside `with unbounded.full_params(model):`."
+            f"the adapter {adapter!r} ({about['config'].get('peft_type')}) is not stored as it is trained: peft "
+            "computes what it saves.  Call `model.save_pretrained(folder)` inside `with unbounded.full_params(model):`."
         )
     found: dict[str, list[str]] = {}
     for key, name in about["tensors"].items():
@@ -90,7 +90,7 @@ def file_names(adapter: str, about: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder itself; of one that holds adapters alone, the folder of the base model that they are for."""
+    """The folder itself or, if it holds only adapters, the folder of their base model."""
     config = folder / ADAPTER_CONFIG
     if not config.is_file() or any(path.name != ADAPTER_WEIGHTS for path in folder.glob("*.safetensors")):
         return folder
@@ -104,7 +104,7 @@ def base_folder(folder: Path) -> Path:
 
 
 def read_adapters(folder: Path, model: nn.Module) -> dict[str, Recipe]:
-    """The recipes of the adapters' tensors that a folder of adapters holds, by the model's names for them."""
+    """The recipes of the adapters' tensors in a folder of adapters, by the model's names."""
     found: dict[str, Recipe] = {}
     for adapter, about in describe_adapters(model).items():
         place = adapter_folder(folder, adapter)
@@ -117,7 +117,7 @@ def read_adapters(folder: Path, model: nn.Module) -> dict[str, Recipe]:
             if lacking or more:
                 raise CheckpointError(
                     f"the adapter in {place} is not the model's {adapter!r}: it lacks {_shown(lacking)} and has "
-                    f"{_shown(more)} more. Build the model with the configuration beside it."
+                    f"{_shown(more)} besides. Build the model with the configuration in that folder."
                 )
     return found
 
@@ -127,7 +127,7 @@ def _shown(names: list[str]) -> str:
 
 
 def write_config(folder: Path, about: Mapping[str, Any]) -> None:
-    """Replaces one that is there at once, or not at all."""
+    """Writes the configuration; an older one is replaced atomically."""
     staged = folder / f".{ADAPTER_CONFIG}.new"
     staged.write_text(json.dumps(about["config"], indent=2, sort_keys=True) + "\n")
     os.replace(staged, folder / ADAPTER_CONFIG)

@@ -1,10 +1,10 @@
-"""What peft adds to a model: which modules are still the base model's own, their names there, values for the rest.
+"""What peft adds to a model: which modules belong to the base model, their names there, and values for the rest.
 
-peft puts layers around modules of a base model, and copies of modules beside them. The names of the base model's own
-parameters change by that; `Grafts.base_name` gives those of the base model back. A *graft* is one such layer or copy
-with the module it stands around. Its added parameters get the values that peft gives them on a real model: its own
-`update_layer` runs again, once the module inside has its values, on a bare copy of the layer. The random numbers it
-draws, those thrown away included, are then the same for the same seed.
+peft puts layers around modules of a base model, and copies of modules next to them, which changes the names of the base
+model's own parameters; `Grafts.base_name` gives the original ones. A *graft* is one such layer or copy with the module
+it surrounds. Its added parameters get the values that peft gives them on a real model: peft's own `update_layer` runs
+again on a bare copy of the layer, once the module inside has its values. So the random numbers it draws, including
+those it throws away, are the same for the same seed.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Grafts:
         return id(module) not in self._own
 
     def is_grafted(self, module: nn.Module) -> bool:
-        """Whether it was added to a module of the base model, and so gets its values by `fill`."""
+        """Whether it was added to a module of the base model, so that `fill` gives it its values."""
         return id(module) in self._grafted
 
     def steps(self) -> Iterator[tuple[nn.Module | None, list[nn.Module]]]:
-        """The modules in the order of the tree, one at a time, or a whole graft: its values come from one another."""
+        """The modules in tree order, one at a time, or a whole graft, whose values depend on each other."""
         done: set[int] = set()
         for module in self.model.modules():
             root = module if id(module) in self._roots else None
@@ -78,7 +78,7 @@ class Grafts:
     # -- first values ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every layer that peft has added must be one that can be made again by itself."""
+        """Checks that every layer that peft has added can be made again by itself."""
         for name, module in self.model.named_modules():
             if self._kinds.is_layer(module) and not self.is_added(module):
                 for adapter in self._adapters(module):
@@ -86,7 +86,7 @@ class Grafts:
 
     def fill(self, root: nn.Module) -> None:
         """Gives what was added to this graft its first values; its modules hold values that can be written to."""
-        for module in reversed(list(root.modules())):  # peft begins with the innermost, too
+        for module in reversed(list(root.modules())):  # peft begins with the innermost too
             if self.is_added(module):
                 continue
             if self._kinds.is_layer(module):
@@ -107,14 +107,14 @@ class Grafts:
                 _copy_own(made[path], module)
 
     def _adapters(self, layer: Any) -> list[str]:
-        """The adapters that this layer has parameters of its own for."""
+        """The adapters for which this layer has its own parameters."""
         if getattr(layer, "tied_adapter", None):
             return []
         containers = [getattr(layer, name, None) for name in layer.adapter_layer_names]
         return [name for name in self._configs if any(isinstance(c, nn.Module) and name in c for c in containers)]  # type: ignore[operator]
 
     def _arguments(self, layer: Any, adapter: str, name: str) -> dict[str, Any]:
-        """What peft calls `update_layer` with: from the configuration, or from the layer where layers differ."""
+        """What peft passes to `update_layer`: from the configuration, or from the layer if layers differ."""
         config = self._configs[adapter]
         tokens = getattr(layer, "token_indices", None)
         if tokens is not None and not hasattr(config, "token_indices"):
@@ -139,7 +139,7 @@ class Grafts:
 
 
 class _Kinds:
-    """peft's classes, by what they do; none where peft is not in use."""
+    """peft's classes, by what they do; none if peft is not in use."""
 
     def __init__(self) -> None:
         self._inner: list[tuple[type, str]] = []
@@ -158,7 +158,7 @@ class _Kinds:
         self._inner += [(BaseTuner, "model"), (peft.PeftModel, "base_model"), (peft.PeftMixedModel, "base_model")]
 
     def inner(self, module: nn.Module) -> str | None:
-        """Which child of one of peft's modules leads to the base model's own."""
+        """Which child of a peft module leads to the base model's own module."""
         return next((name for kind, name in self._inner if isinstance(module, kind)), None)
 
     def is_layer(self, module: nn.Module) -> bool:
@@ -176,13 +176,13 @@ def _bare(layer: Any, inner: str | None) -> Any:
     twin = copy.copy(layer)
     twin.__dict__.update({key: dict(value) for key, value in layer.__dict__.items() if type(value) is dict})
     for name, child in layer._modules.items():
-        if name != inner and hasattr(type(child), "__setitem__"):  # adapters lie in containers, by their names
+        if name != inner and hasattr(type(child), "__setitem__"):  # adapters are in containers, by name
             twin._modules[name] = type(child)()
     return twin
 
 
 def _copy_values(source: nn.Module, target: nn.Module) -> None:
-    """Parameters and buffers of a module into another of the same make."""
+    """Copies parameters and buffers of a module into another of the same kind."""
     for one, other in zip(source.modules(), target.modules(), strict=True):
         _copy_own(one, other)
 

@@ -1,8 +1,8 @@
-"""Pretrained weights into a model on the meta device: unit by unit, straight into partitions.
+"""Streams pretrained weights into a model on the meta device: unit by unit, straight into partitions.
 
-The first rank reads, everyone takes its part of the broadcast, and no rank ever holds more of the model than the
-units that are open. What the files do not have is initialised by the modules themselves, as without files; keys
-that are missing or unexpected are reported as `from_pretrained` does.
+The first rank reads, every rank takes its part of the broadcast, and no rank ever holds more of the model than the
+units that are open. Modules initialise what the files do not have, as without files. Missing and unexpected keys are
+reported as `from_pretrained` does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def install_weights(
 ) -> None:
     """All ranks of the axis must call this. Fills the units from a folder of safetensors.
 
-    A folder of adapters alone stands for its base model's folder, with the adapters of the same name from here.
+    A folder with only adapters stands for its base model's folder, plus the adapters in it.
     """
     given = Path(folder).expanduser()
     base = base_folder(given)
@@ -113,12 +113,12 @@ class FileValues:
 
     def unable(self, module: str, lacking: str) -> Exception:
         return CheckpointError(
-            f"{lacking} of {module} are on the meta device and not in {self.folder}, and it has no reset_parameters "
-            "method. Give it one, or weights that have them."
+            f"{lacking} of {module} are on the meta device but not in {self.folder}, and the module has no "
+            "reset_parameters method.  Give it one, or use weights that have them."
         )
 
     def _base_names(self, names: Sequence[str]) -> list[str]:
-        """What the base model calls a tensor; nothing for one that peft has added."""
+        """The base model's name of a tensor; empty for one that peft has added."""
         found = (self.grafts.base_name(name) for name in names)
         return [name for name in found if name is not None]
 
@@ -128,12 +128,12 @@ class FileValues:
             cut = self._cuts.get(id(tensor))
             recipe, shape = self._recipes.get(name), tuple(tensor.shape) if cut is None else cut.shape
             if recipe is not None and recipe.shape not in (None, shape):
-                wrong.append(f"{name} has the shape {list(shape)} and the file's {list(recipe.shape or ())}")
+                wrong.append(f"{name} has the shape {list(shape)}, but {list(recipe.shape or ())} in the file")
         if wrong:
             shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             raise CheckpointError(
                 f"the weights in {self.folder} do not fit the model: {shown}. "
-                "Build the model from the configuration beside the weights."
+                "Build the model from the configuration in the same folder."
             )
 
     def _report(self, tensors: Sequence[tuple[list[str], Any]], unexpected: Sequence[str]) -> None:
@@ -167,7 +167,7 @@ class FileValues:
         return False
 
     def _copy(self, recipe: Recipe, target: torch.Tensor, rows: tuple[int, int] | None) -> None:
-        """Tiles follow one another, so what one of them was cut from is kept for the next."""
+        """Tiles come one after another, so the tensor that one was cut from is kept for the next."""
         if self._made is None or self._made[0] is not recipe or rows is None:
             self._made = recipe, recipe.make()
         value = self._made[1] if rows is None else self._made[1][rows[0] : rows[1]]

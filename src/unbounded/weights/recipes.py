@@ -32,12 +32,12 @@ class Recipe:
         self.make, self.shape, self.keys, self._read_part = make, shape, keys, read_part
 
     def make_part(self, cut: Cut) -> torch.Tensor:
-        """What a rank of the tensor axis holds of it; read alone where it is one tensor of the folder."""
+        """A tensor-axis rank's part of it; only that part is read if it is one tensor of the folder."""
         return cut.take(self.make()) if self._read_part is None else self._read_part(cut)
 
 
 def read_recipe(weights: WeightFolder, key: str) -> Recipe:
-    """A tensor of the model that is this one of the folder."""
+    """The recipe of a tensor that is stored as it is in the folder."""
     return Recipe(lambda: weights.read(key), weights.shape(key), [key], lambda cut: weights.read_part(key, cut))
 
 

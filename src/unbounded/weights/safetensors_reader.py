@@ -33,7 +33,7 @@ class WeightFolder:
         return self._open(self.places[key]).get_tensor(key)
 
     def read_part(self, key: str, cut: Cut) -> torch.Tensor:
-        """What a rank of the tensor axis holds of a tensor; nothing else of it is read."""
+        """A tensor-axis rank's part of a tensor; only that part is read."""
         stored = self._open(self.places[key]).get_slice(key)
         before = (slice(None),) * cut.dim
         places = [before + (slice(start, stop),) for start, stop in cut.intervals]
@@ -46,7 +46,7 @@ class WeightFolder:
         """Which file holds each tensor; every file that is named must be there."""
         if not self.folder.is_dir():
             raise MissingCheckpointError(f"the weights folder {self.folder} does not exist. Check the path.")
-        if (self.folder / SINGLE).is_file():  # before the index, as transformers has it
+        if (self.folder / SINGLE).is_file():  # before the index, as in transformers
             return self._list([SINGLE])
         if (self.folder / INDEX).is_file():
             return self._read_index(self.folder / INDEX)
@@ -58,7 +58,7 @@ class WeightFolder:
         return self._list(found)
 
     def _read_index(self, index: Path) -> dict[str, str]:
-        """The files that an index names for each tensor, which lie beside it: it may not lead anywhere else."""
+        """The file that an index names for each tensor. It must be in the same folder as the index."""
         try:
             if index.stat().st_size > MAX_INDEX_BYTES:
                 raise ValueError(f"it has more than {MAX_INDEX_BYTES:,} bytes")
@@ -70,7 +70,7 @@ class WeightFolder:
         outside = sorted({name for name in places.values() if Path(name).name != name or name in (".", "..")})
         if outside:
             raise CheckpointError(
-                f"{index} names files outside its folder: {', '.join(outside[:4])}. Files must lie beside their index."
+                f"{index} names files outside its folder: {', '.join(outside[:4])}. Put them next to the index."
             )
         missing = sorted({name for name in places.values() if not (self.folder / name).is_file()})
         if missing:

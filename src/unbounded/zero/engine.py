@@ -5,10 +5,10 @@
     backward                    | s2 | s1 | s0 |
     reduce                           | s2 | s1 | s0 |
 
-A unit is gathered while anybody has a claim on it (`gathering`): the prefetch takes one for every visit it expects, and
-the visit gives it back: at the end of the site's forward, or, in the backward, once another site's has begun. A site
-with other sites inside (the root) keeps its claim until the backward ends. In the backward a visit begins where a
-saved weight of the site is read, or where its forward is recomputed. With several ranks, gathers and reductions are
+A unit is gathered while anybody has a claim on it (`gathering`). The prefetch takes one for every visit it expects, and
+the visit returns it: at the end of the site's forward or, in the backward, once another site's has begun. A site with
+other sites inside (the root) keeps its claim until the backward ends. In the backward a visit begins when a saved
+weight of the site is read, or when its forward is recomputed. With several ranks, gathers and reductions are
 launched in an order all ranks agree on, whatever their own passes do (see `order`).
 """
 
@@ -31,7 +31,7 @@ from unbounded.ranks.phases import Phases
 from unbounded.zero.gradients.agreement import GradientAgreement
 from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.lending import Lending
-from unbounded.zero.parameters.views import takes_gradients
+from unbounded.zero.parameters.views import refuse_stray_gradients, takes_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
 from unbounded.zero.passes.direction import Pass, RunningSite
@@ -40,6 +40,7 @@ from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.passes.order import Order
 from unbounded.zero.passes.saved import Saving
+from unbounded.zero.pending import PendingStep
 from unbounded.zero.setup.thawing import Thawing
 from unbounded.zero.unit import Unit, WeightState
 
@@ -47,7 +48,7 @@ from unbounded.zero.unit import Unit, WeightState
 class Engine:
     """Follows the passes: `gathering` brings weights, `reduction` takes the gradients from here.
 
-    `lending` hands out single parameters outside them, `gradients` is what the ranks agree on before a step.
+    `lending` hands out single parameters outside passes; `gradients` is what the ranks agree on before a step.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Engine:
         self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
         self.num_backwards = 0  # since the last step
+        self.pending = PendingStep()
         self.is_shown = False  # every parameter holds its full value
         self._defer_reduction = defer_reduction
         indices = [site.index for site in sites]
@@ -86,7 +88,7 @@ class Engine:
         self._is_evaluating = False
         self._is_reducing = False
         self._no_sync = False
-        self._ending: weakref.ref[Any] | None = None  # what the running backward calls in the end
+        self._ending: weakref.ref[Any] | None = None  # what the running backward calls at its end
         self._computing: AbstractContextManager[None] | None = None
         orders = (self.forward.order, self.backward.order)
         self.gradients = GradientAgreement(self.units, orders, axes, device, phases, reduction, failures)
@@ -113,8 +115,9 @@ class Engine:
         if hooks.in_backward():
             self.before_backward(site)
         else:
-            self._saving.enter()
             self._drop_broken_backward()
+            self.pending.refuse("a forward")
+            self._saving.enter()
             if index == 0:
                 self._begin_forward()
             self.forward.visit(site)
@@ -126,7 +129,7 @@ class Engine:
             unit.views.swap_in()
 
     def after_forward(self, index: int, outputs: Any) -> None:
-        """A site's forward is over: the user's parameters return."""
+        """A site's forward is over: the user's parameters go back into the modules."""
         site = self.sites[index]
         self._buffers.swap_out(index)
         if hooks.in_backward():
@@ -148,7 +151,7 @@ class Engine:
             self.raise_failures(alone=self._is_evaluating)
 
     def _end_site(self, site: RunningSite) -> dict[Unit, list[int]]:
-        """Undoes what `before_forward` did, whatever fails; which slots of which units the forward has written to."""
+        """Undoes what `before_forward` did, whatever fails; returns which slots of which units the forward wrote to."""
         try:
             return {unit: self.writes.find(unit) for unit in site.units if unit.views.is_swapped}
         finally:
@@ -176,6 +179,8 @@ class Engine:
 
     def before_reading(self, unit: Unit) -> None:
         """A backward reads a saved weight of `unit`."""
+        if unit in self.pending.units:
+            self.pending.refuse(f"a read of the weights of unit {unit.name!r} after their gradient was complete")
         site = self._site_of[unit]
         if unit.state is WeightState.GATHERED and (unit.resident or site is self.backward.current):
             return
@@ -219,20 +224,22 @@ class Engine:
         return self._defer_reduction or self._no_sync
 
     def _expect_backward(self) -> None:
-        """The gradient of what the model returned is there."""
+        """The gradient of the model's output has arrived."""
         self._drop_broken_backward()
         if not self.backward.is_running and hooks.in_backward():
             self.before_backward(self.sites[0])
 
     def _join_backward(self) -> None:
-        """A backward is under way: begins one unless it has begun."""
+        """A backward is running: begins one unless it has already begun."""
         self._drop_broken_backward()
         if not self.backward.is_running:
             self._begin_backward()
 
     def _drop_broken_backward(self) -> None:
-        """Gives up a backward that ended in an exception: torch has let go of what it would have called in the end."""
+        """Gives up a backward that ended in an exception: torch has dropped what it would have called at the end."""
         if self.backward.is_running and (self._ending is None or self._ending() is None):
+            if self._is_reducing:
+                self.pending.break_off()
             self._mark_compute(None)
             self.backward.abandon()
             self.reduction.abandon()
@@ -251,9 +258,10 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _begin_reducing(self) -> None:
-        """Not for `torch.autograd.grad`, which gives its gradients to whoever called it."""
+        """Not called for `torch.autograd.grad`, which gives its gradients to its caller."""
         if self._is_reducing:
             return
+        self.pending.refuse("another backward")
         self._is_reducing = True
         self.num_backwards += 1
         if self._is_deferring:
@@ -274,16 +282,12 @@ class Engine:
             self.phases.leave()
             if not self.forward.is_running:
                 self.settle()
-            elif last is not None:  # a backward inside a forward, which goes on
+            elif last is not None:  # a backward inside a forward, which continues
                 self.gathering.drop(last.units)
         if self.ranks.size == 1:
             self.forward.order.adopt(keep_all=False)
             self.backward.order.adopt(keep_all=False)
-        self.refuse_stray_gradients()
-
-    def refuse_stray_gradients(self) -> None:
-        for unit in self.units:
-            unit.views.refuse_stray_gradients()
+        refuse_stray_gradients(self.units)
 
     def _reduction_order(self) -> list[int]:
         """Every site once, in the order in which backwards are expected to leave them: those around others last."""
@@ -307,7 +311,7 @@ class Engine:
             self.gathering.release(unit)
 
     def recover(self) -> None:
-        """Ends passes that were broken off: a backward by any exception, a forward by what no hook sees, as Ctrl-C."""
+        """Ends interrupted passes: a backward by any exception, a forward by what no hook sees, such as Ctrl-C."""
         self.check_process()
         self._drop_broken_backward()
         if any(unit.views.is_swapped for unit in self.units) and not hooks.in_module_call():
@@ -318,17 +322,32 @@ class Engine:
             self.settle()
 
     def refuse_inside_full_params(self, what: str) -> None:
-        """Raises while parameters are shown whole: what is written to them reaches the tiers only afterwards."""
+        """Raises while parameters are whole, because writes to them reach the tiers only afterwards."""
         if self.is_shown:
             raise StateError(
-                f"{what} was called inside `with unbounded.full_params(model):`, where what is written to parameters "
-                f"is not kept yet. Call {what} after the block."
+                f"{what} was called inside `with unbounded.full_params(model):`, where writes to parameters "
+                f"are not stored yet. Call {what} after the block."
             )
 
-    def raise_failures(self, *, alone: bool = True) -> None:
-        """Raises what failed in fetches: where there was a gather on all ranks, otherwise on this one if `alone`.
+    def check_weights(self, unit: Unit) -> None:
+        """Raises where weights of `unit` are read or written while they are those of a step that was not called yet.
 
-        A forward without a gather may be one rank's own. What fails in a part of training waits for the step.
+        Inside the backward that updates units, what it has not come to is as it was.
+        """
+        self.check_process()
+        if self.pending.units and (not self.is_in_pass() or unit in self.pending.units):
+            self.pending.refuse(f"a look at the weights of unit {unit.name!r}")
+
+    def refuse_pending(self, what: str) -> None:
+        """Raises where a backward has updated units and their step was not called yet."""
+        if self.pending.units:
+            self._drop_broken_backward()
+            self.pending.refuse(what)
+
+    def raise_failures(self, *, alone: bool = True) -> None:
+        """Raises what failed in fetches: on all ranks if there was a gather, otherwise on this one if `alone`.
+
+        A forward without a gather may be on one rank only. A failure in a part of training waits for the step.
         """
         if self.gathering.has_joined():
             self.failures.meet()
@@ -345,7 +364,7 @@ class Engine:
             self._no_sync = before
 
     def train(self, unit: Unit, index: int, *, is_trained: bool) -> None:
-        """A parameter is to be trained from the next backward on, or no longer. All ranks must do the same."""
+        """Trains a parameter from the next backward on, or stops. All ranks must do the same."""
         self.check_process()
         if is_trained and not unit.trainable:
             if self.is_in_pass():
@@ -362,7 +381,7 @@ class Engine:
         return self.backward.is_running or self.forward.is_running or hooks.in_module_call()
 
     def _mark_compute(self, site: RunningSite | None) -> None:
-        """Ends the compute lane's span and begins that of `site`. Innermost sites have one: they do not overlap."""
+        """Ends the compute lane's span and begins that of `site`. Only innermost sites have one: none overlap."""
         if self._computing is not None:
             self._computing.__exit__(None, None, None)
             self._computing = None

@@ -1,4 +1,4 @@
-"""States of a unit that have other shapes than their parameters: rows and columns of factored moments.
+"""States of a unit that do not have their parameters' shapes: rows and columns of factored moments.
 
 A parameter's factors belong to the rank that makes it whole for its update (its *home*), all of them in one flat array.
 They are small, a row and a column for a matrix, so they never go to disk.
@@ -54,11 +54,11 @@ class Factors:
         return self.held[-1].stop if self.held else 0
 
     def of(self, slot: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """The factors of one parameter on `device`: the array itself where it is there, otherwise copies."""
+        """The factors of one parameter on `device`: the array itself if it is there, otherwise copies."""
         return {factor.name: self._view(factor).to(device) for factor in self.held if factor.slot == slot}
 
     def put(self, slot: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Keeps what `of` gave, changed."""
+        """Stores the changed values of what `of` gave."""
         for factor in self.held:
             if factor.slot == slot and factor.name in values:
                 view = self._view(factor)

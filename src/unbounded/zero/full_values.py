@@ -18,6 +18,7 @@ from unbounded.zero.unit import Unit
 def full_values(engine: Engine) -> Iterator[None]:
     """All ranks of the axis must call this. Every parameter holds its full value; writes are kept. It may be nested."""
     engine.check_process()
+    engine.refuse_pending("unbounded.full_params()")
     if engine.is_shown:
         yield
         return
@@ -49,8 +50,8 @@ def full_values(engine: Engine) -> Iterator[None]:
 
 
 def _open(unit: Unit, tensor: Axis, before: dict[Unit, torch.Tensor]) -> None:
-    """Shows a gathered unit's values in its parameters, whole; `before` then gets a copy of the owned ones."""
-    owned = unit.owned_part().clone()  # first: without memory for it nothing is shown
+    """Shows a gathered unit's whole values in its parameters; `before` gets a copy of the owned ones."""
+    owned = unit.owned_part().clone()  # first, so that nothing is shown if there is no memory for it
     unit.views.show()
     before[unit] = owned
     for parameter, cut, view in _cut_parameters(unit):

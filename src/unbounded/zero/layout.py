@@ -1,4 +1,4 @@
-"""Partition arithmetic: where each parameter lies in its unit's flat buffer and which part each rank owns.
+"""Partition arithmetic: where each parameter is in its unit's flat buffer, and which part each rank owns.
 
 Pure functions over frozen values. A unit's flat buffer holds its parameters one after another, each starting
 on a multiple of ALIGN elements, ordered by optimizer group so that a group is one contiguous run; the whole is
@@ -15,8 +15,8 @@ from unbounded.ranks.cut import Cut
 # Elements. A multiple of the compact format's block and of every SIMD width, so that neither blocks nor
 # vectors ever straddle two parameters or two shards.
 ALIGN = 128
-# Where an update needs whole parameters, each is brought from its tier by itself, and so begins on a page of the disk
-# in every array, whatever the size of its elements.
+# If an update needs whole parameters, each is brought from its tier by itself, so it begins on a page of the disk in
+# every array, whatever the size of its elements.
 WHOLE_ALIGN = 4096
 
 
@@ -33,14 +33,14 @@ class Slot:
     numel: int
     start: int
     group: int  # index of the optimizer's group, -1 for a frozen parameter
-    first: int = 0  # element of the whole parameter that this begins with, where it is a tile of one
-    whole: tuple[int, ...] | None = None  # the shape of the whole parameter, where this is a tile
-    cut: Cut | None = None  # what of the global tensor this is, where the tensor axis cuts it
-    is_counted: bool = True  # in sums over the whole model: another rank counts what several hold
+    first: int = 0  # element of the whole parameter that this begins with, if it is a tile
+    whole: tuple[int, ...] | None = None  # the shape of the whole parameter, if this is a tile
+    cut: Cut | None = None  # which part of the global tensor this is, if the tensor axis cuts it
+    is_counted: bool = True  # in sums over the whole model; if several ranks hold it, one counts it
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank of the tensor axis has of the parameter, of which this may be a tile."""
+        """The shape of this rank's part of the parameter, of which this may be a tile."""
         return self.shape if self.whole is None else self.whole
 
     @property
@@ -105,9 +105,9 @@ def lay_out(
 
 
 def deal_slots(layout: Layout, first: int) -> tuple[int, ...]:
-    """The rank that makes each parameter whole for an update that needs it: the largest first, to who has the least.
+    """The rank that makes each parameter whole for an update: the largest first, to the rank with the least so far.
 
-    `first` varies who comes first, from unit to unit.
+    `first` is the rank to begin with, which varies from unit to unit.
     """
     homes, loads = [0] * len(layout.slots), [0] * layout.num_shards
     order = [(rank + first) % layout.num_shards for rank in range(layout.num_shards)]

@@ -1,8 +1,8 @@
-"""Tensors that stand for values kept elsewhere: what they answer by themselves, and how others meet them.
+"""Tensors that stand for values kept elsewhere: what they answer by themselves, and how others treat them.
 
-A function of several tensors goes to the `__torch_function__` of one of them. One that computes with torch's own
-dispatch switched off would read the data of a placeholder, which are not its values: it must let the placeholder go
-first (`meets_placeholder`), which puts its values in and calls the function again.
+A function of several tensors goes to the `__torch_function__` of one of them. If that one computes with torch's own
+dispatch switched off, it would read the data of a placeholder, which are not its values. So it must let the placeholder
+answer first (`meets_placeholder`), which puts its values in and calls the function again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Placeholder:
 
 
 def describe(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a placeholder answers without its values; NotImplemented where they are needed."""
+    """What a placeholder answers without its values; NotImplemented if they are needed."""
     if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -40,7 +40,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
 
 
-# What the data that a placeholder has in the place of its values answer truly.
+# What the data that a placeholder has instead of its values answer correctly.
 METADATA = _getters(
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta",
     "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "itemsize", "nbytes", "names",

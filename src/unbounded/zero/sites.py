@@ -5,8 +5,8 @@ Sequential), every large leaf outside the blocks (an embedding, a head), and the
 parameter belongs to the site nearest above all the modules that hold it, so one shared by two blocks belongs
 to their common ancestor. Parameters of one site that differ in dtype or in being trained are separate units,
 since they move in separate buffers. Every tile of a tiled weight (`tiles`) is a site; a block with such a layer inside
-is none, so that its other layers come and go like the tiles. Nothing here touches data: a model on the meta device
-will do.
+is not a site, so its other layers come and go like the tiles. Nothing here touches data: a model on the meta device
+works too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _no_forward = nn.Module.forward
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 # A leaf module outside the blocks with at least this many elements is its own unit.
 SMALL_NUMEL = 2**20
-# A block holding more than this part of the model is split into its own repeated blocks, where it has some.
+# A block with more than this part of the model is split into its own repeated blocks, if it has any.
 LARGE_PART = 0.25
 
 
@@ -35,7 +35,7 @@ class Member:
     names: list[str]
     holders: list[tuple[nn.Module, str]]
     whole: nn.Parameter | None = None  # the parameter that this is a tile of
-    first: int = 0  # the element of it that this begins with
+    first: int = 0  # the element of that parameter that this begins with
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def find_sites(model: nn.Module, *, with_tiles: bool = False) -> list[Site]:
     """The sites of the model in the order of the module tree, root first, each with the members it moves.
 
-    `with_tiles` makes the tiles of tiled weights; without, the sites are those of the model as it looks.
+    `with_tiles` makes the tiles of tiled weights; without it, the sites are those of the untiled model.
     """
     members = find_members(model)
     tile_sites = {id(member.parameter): _tile_sites(member) for member in members} if with_tiles else {}
@@ -99,7 +99,7 @@ def find_sites(model: nn.Module, *, with_tiles: bool = False) -> list[Site]:
 
 
 def _tile_sites(member: Member) -> list[Site]:
-    """A site for every tile of a parameter; none where it is not tiled."""
+    """A site for every tile of a parameter; none if it is not tiled."""
     module, key = member.holders[0]
     tiled = tiled_of(module) if key == "weight" else None
     if tiled is None:
@@ -128,7 +128,7 @@ def split_members(
 
 
 def _site_names(model: nn.Module, *, with_tiles: bool) -> list[str]:
-    """Tiled layers are among them: their tiles come in their place."""
+    """The names of sites, including tiled layers, which their tiles replace."""
     total = max(1, sum(parameter.numel() for parameter in model.parameters()))
     found, seen = [""], {id(model)}
     _walk("", model, total, found, seen, with_tiles)
@@ -144,7 +144,7 @@ def _walk(prefix: str, module: nn.Module, total: int, found: list[str], seen: se
         seen.add(id(child))
         numel = sum(parameter.numel() for parameter in child.parameters())
         if not (_can_be_called(child) or isinstance(child, _CONTAINERS)):
-            continue  # a list of parameters is never called: they belong to the site above
+            continue  # a list of parameters is never called, so they belong to the site above
         is_leaf = next(child.children(), None) is None
         if with_tiles and has_tiles(child):
             if is_leaf:
@@ -163,7 +163,7 @@ def _walk(prefix: str, module: nn.Module, total: int, found: list[str], seen: se
 
 
 def _can_be_called(module: nn.Module) -> bool:
-    """Whether a module has a forward, of its class or, as what `torch.compile` returns, of its own."""
+    """Whether a module has a forward, in its class or, like what `torch.compile` returns, on the instance."""
     return type(module).forward is not _no_forward or "forward" in module.__dict__
 
 
@@ -174,7 +174,7 @@ def _is_repeated(container: nn.Module) -> bool:
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    """Whether repeated blocks lie inside. Experts do not count: which of them run depends on the data."""
+    """Whether there are repeated blocks inside. Experts do not count, because which of them run depends on the data."""
     return any(
         isinstance(inner, (nn.ModuleList, nn.Sequential))
         and "expert" not in name.lower()

@@ -4,10 +4,10 @@
        STALE --request--> FETCHING                     |
          ^------------------- update ------------------+        (weights that are whole on the device)
 
-RELEASED: no bytes. STALE: the bytes are there but older than the owned weights, which were updated since. FETCHING: a
-lane brings them. GATHERED: they may be read. `Gathering` alone moves a unit between these. A *resident* unit (weights
-whole on the device) is never RELEASED. Every change of the weights raises `generation`, so that a graph built before
-it is refused (see `saved`).
+RELEASED: no bytes. STALE: the bytes are there, but the owned weights were updated since. FETCHING: a lane brings them.
+GATHERED: they may be read. Only `Gathering` moves a unit between these. A *resident* unit (weights whole on the device)
+is never RELEASED. Every change of the weights raises `generation`, so that a graph built before it is refused (see
+`saved`).
 """
 
 from __future__ import annotations
@@ -119,8 +119,6 @@ class Views(Protocol):
 
     def note_change(self) -> None: ...
 
-    def refuse_stray_gradients(self) -> None: ...
-
 
 class Unit:
     """See the module's docstring. `owned` is the part of the flat buffer whose states this rank keeps."""
@@ -138,10 +136,10 @@ class Unit:
         self.resident = False
         self.streamed = False  # states on the host, updated by the GPU
         self.weights: Array
-        self.rule: UpdateRule | None = None  # what updates it, from `states`; None: nothing does
+        self.rule: UpdateRule | None = None  # what updates it, with `states`; None: nothing does
         self.rule_if_trained: UpdateRule | None = None  # what would update it if it were trained
         self.states: dict[str, Array] = {}
-        self.homes: tuple[int, ...] = ()  # who makes each parameter whole, where an update needs that
+        self.homes: tuple[int, ...] = ()  # which rank makes each parameter whole, if an update needs that
         self.rank = 0
         self.factors = Factors()
         self.gradient: Gradient
@@ -155,16 +153,16 @@ class Unit:
 
         # The optimizer's update: `Updates` sets these.
         self.generation = 0  # changes of the weights so far
-        self.weights_ready: Handle | None = None  # the update in flight: done when the new weights are home
-        self.states_written: Handle | None = None  # and when the new states are
-        self.num_writes = 0  # changes of weights and states that no update made, counted before and after each
+        self.weights_ready: Handle | None = None  # the update in flight: done when the new weights are in their arrays
+        self.states_written: Handle | None = None  # done when the new states are too
+        self.num_writes = 0  # changes of weights and states not made by updates, counted before and after each
         self._reader: Reader | None = None  # a save that still reads the owned states: updates wait for it
         self.steps = np.zeros(len(layout.slots), dtype=np.int64)  # updates each parameter has had
         self.scalars: list[dict[str, float]] = [{} for _ in layout.slots]
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank keeps the states of all of it."""
+        """Whether this rank keeps the states of the whole unit."""
         return self.owned == (0, self.layout.numel)
 
     @property
@@ -186,7 +184,7 @@ class Unit:
 
     @property
     def has_master(self) -> bool:
-        """Whether more than the weights is trained: a write to the buffer alone would be undone by the next update."""
+        """Whether there is more than the weights, so that the next update would undo a write to the buffer alone."""
         return any(name in self.states for name in MASTER_STATES)
 
     @property
@@ -202,7 +200,7 @@ class Unit:
         *,
         streamed: bool,
     ) -> None:
-        """From now on it is trained: of a frozen unit, what the ranks owned of it may have been more."""
+        """From now on it is trained. While it was frozen, ranks may have owned more of it."""
         self.gradient, self.owned, self.rule, self.states = gradient, owned, rule, states
         self.trainable, self.streamed = True, streamed
         if self.resident:
@@ -237,18 +235,18 @@ class Unit:
             self._reader = None
 
     def hand_over_reader(self) -> Reader | None:
-        """Leaves the save that reads the arrays, if there is one, to whoever has these arrays from now on."""
+        """Passes the save that reads the arrays, if there is one, to whoever has these arrays from now on."""
         reader, self._reader = self._reader, None
         return reader
 
     def regroup(self, groups: Mapping[int, int]) -> None:
-        """Puts the slots at these indices into other groups of the optimizer. They stay where they lie."""
+        """Puts the slots at these indices into other groups of the optimizer. They stay where they are."""
         slots = tuple(replace(s, group=groups.get(index, s.group)) for index, s in enumerate(self.layout.slots))
         self.layout = self.gradient.layout = replace(self.layout, slots=slots)
         self._note_groups()
 
     def _note_groups(self) -> None:
-        """Whatever is in no group has a gradient where it is trained, and no update."""
+        """A parameter in no group has a gradient if it is trained, but no update."""
         groups = [slot.group for slot in self.layout.slots]
         self.is_grouped = np.array([group >= 0 for group in groups], dtype=np.uint8)
         self.group_runs = find_runs(self.layout, [group if group >= 0 else None for group in groups])
@@ -257,7 +255,7 @@ class Unit:
 
     def _take_storage(self) -> None:
         self.storage = torch.UntypedStorage(0, device=self.device)
-        # Aliases with version counters of their own: filling the buffer is not a change that autograd should see.
+        # Aliases with their own version counters: filling the buffer is not a change that autograd should see.
         with torch.inference_mode(False):
             self.buffer = _alias(self.storage, self.dtype, self.layout.numel)
             self._flat = _alias(self.storage, self.dtype, self.layout.numel)
@@ -270,7 +268,7 @@ class Unit:
             self.storage.resize_(self.num_bytes)
 
     def hold_whole(self) -> None:
-        """Takes memory for the weights of a resident unit, before any pass: what is put there counts as gathered."""
+        """Takes memory for the weights of a resident unit before any pass; what is put there counts as gathered."""
         self.allocate()
         self.state = WeightState.GATHERED
 
@@ -290,51 +288,51 @@ class Unit:
         return self.buffer[self.owned[0] : self.owned[1]]
 
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """A view of the gathered buffer, fetched where it is not there."""
+        """A view of the gathered buffer, which is fetched if it is not there."""
         self.engine.before_reading(self)
         return self._flat.as_strided(shape, stride, offset).data
 
     def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """`flat`, of the layout's length, as one view a parameter."""
+        """`flat`, of the layout's length, as one view per parameter."""
         return list(map(_unflatten(flat, self._templates).__getitem__, self.picks))
 
     def cut(self) -> list[torch.Tensor]:
         """Fresh views of the gathered buffer, one for every slot and for the padding between slots.
 
-        Each has a version counter of its own: a change of one parameter in place is not one of all the others.
+        Each has its own version counter: changing one parameter in place does not change all the others.
         """
         return list(map(_data, _unflatten(self._flat, self._templates)))
 
     def lasting_views(self) -> Sequence[torch.Tensor]:
-        """The same, without a graph, made once for as long as the storage stays."""
+        """The same without a graph, made once for each storage."""
         if torch.is_inference_mode_enabled():  # such views could not be saved for a backward later
             return _unflatten(self._flat, self._templates)
         if self._lasting is None:
             self._lasting = self.cut()
             self._num_owners += len(self._lasting)
-            for view in self._lasting:  # code that registers them again inside a forward must take them for parameters
+            for view in self._lasting:  # code that registers them again inside a forward must see parameters
                 view._is_param = True  # type: ignore[attr-defined]
         return self._lasting
 
     def renew_lasting_views(self) -> None:
-        """With new version counters."""
+        """Gives them new version counters."""
         if self._lasting is not None:
             self._num_owners -= len(self._lasting)
             self._lasting = None
 
     def note_change(self) -> None:
-        """The weights change: graphs that were built before have seen other ones."""
+        """The weights change, so graphs that were built before are outdated."""
         self.generation += 1
         self.views.note_change()
 
     def forget_update(self) -> None:
-        """The states were replaced from outside: what became of the last update no longer matters."""
+        """The states were replaced from outside, so the last update no longer matters."""
         self.weights_ready = self.states_written = None
         self.num_writes += 1
         self.note_change()
 
     def spoil(self, error: Exception) -> None:
-        """The states are not usable: whoever needs them is told `error`, until `forget_update`."""
+        """Marks the states as unusable: whoever needs them gets `error`, until `forget_update`."""
         self.weights_ready = Handle()
         self.weights_ready.fail(error)
 

@@ -1,4 +1,4 @@
-"""Whole values of parameters, whatever axes cut them: unit by unit, on every rank."""
+"""Whole values of parameters, whichever axes cut them: unit by unit, on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unbounded.zero.unit import Unit, WeightState
 
 
 def unit_values(engine: Engine, unit: Unit) -> list[torch.Tensor]:
-    """All ranks of a stage must call this. One whole host tensor per parameter, the unit released after it."""
+    """All ranks of a stage must call this. One whole host tensor per parameter; the unit is released afterwards."""
     was_gathered = unit.state is WeightState.GATHERED
     engine.gathering.gather([unit])
     values = []
@@ -28,7 +28,7 @@ def unit_values(engine: Engine, unit: Unit) -> list[torch.Tensor]:
 def whole_values(engine: Engine, units: Sequence[Unit]) -> Iterator[list[tuple[str, int, torch.Tensor]]]:
     """All ranks must call this. The whole parameters of `units`, with those of the other stages' units.
 
-    Each is its name, the element of the parameter that it begins with (a tile of one may begin later) and its value.
+    Each is a name, the element of the parameter that it begins with (not 0 for later tiles), and its value.
     """
     pipeline = engine.axes.pipeline
     for number in range(max(pipeline.objects(len(units)))):

@@ -152,7 +152,7 @@ def test_a_missing_or_short_file_is_named(saved: Path) -> None:
     held = data.read_bytes()
     for change, match in (
         (lambda: data.unlink(), r"data-00000\.bin cannot be read \(No such file"),
-        (lambda: data.write_bytes(held[:-1]), rf"data-00000\.bin has {len(held) - 1:,} bytes and not {len(held):,}"),
+        (lambda: data.write_bytes(held[:-1]), rf"data-00000\.bin has {len(held) - 1:,} bytes instead of {len(held):,}"),
         (lambda: data.write_bytes(held + b"x"), r"data-00000\.bin has"),
     ):
         change()
@@ -195,7 +195,11 @@ class Deeper(Odd):
 @pytest.mark.parametrize(
     ("kind", "optimizer", "named"),
     [
-        (Wider, "adamw", [r"0\.up\.weight has the shape \[25, 12\] here and \[23, 11\] there", r"and \d+ more"]),
+        (
+            Wider,
+            "adamw",
+            [r"0\.up\.weight has the shape \[25, 12\] here and \[23, 11\] in the checkpoint", r"and \d+ more"],
+        ),
         (Other, "adamw", ["one.weight is not in the checkpoint", "tests.checkpoint.jobs.Odd", "and .. more"]),
         (Deeper, "adamw", ["more.weight is not in the checkpoint; more.bias is not in the checkpoint"]),
         (Odd, "sgd", [r"it has no momentum_buffer of .* \(saved from AdamW, here SGD\)"]),
@@ -221,7 +225,9 @@ def test_other_param_groups_are_refused(saved: Path) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": trained[:3]}, {"params": trained[3:]}])
     model, optimizer = unbounded.shard(model, optimizer, {"precision": "bf16"})
-    with pytest.raises(CheckpointError, match=r"param groups have \[3, \d+\] parameters here and \[\d+\] there"):
+    with pytest.raises(
+        CheckpointError, match=r"param groups have \[3, \d+\] parameters here and \[\d+\] in the checkpoint"
+    ):
         unbounded.load(saved, model, optimizer)
 
 

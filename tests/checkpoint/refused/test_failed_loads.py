@@ -225,11 +225,11 @@ def make(optimizer: str) -> Any:
 @pytest.mark.parametrize(
     ("saved", "here", "named"),
     [
-        ("adam", "adamw", ["it was saved from Adam, and the optimizer here is AdamW"]),
-        ("adamw", "sgd", ["saved from AdamW, and the optimizer here is SGD", "it has exp_avg, which the optimizer"]),
-        ("amsgrad", "adamw", ["it has max_exp_avg_sq, which", "amsgrad is False here and True there"]),
-        ("adamw", "amsgrad", ["it has no max_exp_avg_sq of", "amsgrad is True here and False there"]),
-        ("momentum", "sgd", ["it has momentum_buffer, which", "momentum is 0 here and 0.9 there"]),
+        ("adam", "adamw", ["it was saved from Adam, but the optimizer here is AdamW"]),
+        ("adamw", "sgd", ["saved from AdamW, but the optimizer here is SGD", "it has exp_avg, which the optimizer"]),
+        ("amsgrad", "adamw", ["it has max_exp_avg_sq, which", "amsgrad is False here and True in the checkpoint"]),
+        ("adamw", "amsgrad", ["it has no max_exp_avg_sq of", "amsgrad is True here and False in the checkpoint"]),
+        ("momentum", "sgd", ["it has momentum_buffer, which", "momentum is 0 here and 0.9 in the checkpoint"]),
         ("sgd", "momentum", ["it has no momentum_buffer of"]),
     ],
 )
@@ -294,6 +294,6 @@ def test_a_damaged_checkpoint_is_not_read_again_and_again(tmp_path: Path, monkey
     shutil.copyfile("/dev/null", tmp_path / "c" / "data-00000.bin")
     real, opened = Contents.open, []
     monkeypatch.setattr(Contents, "open", lambda self: (opened.append(1), real(self))[1])
-    with pytest.raises(CheckpointError, match="has 0 bytes and not"):
+    with pytest.raises(CheckpointError, match="has 0 bytes instead of"):
         unbounded.load(tmp_path / "c", model, optimizer)
     assert len(opened) == 1

@@ -30,7 +30,9 @@ def engine() -> Iterator[DiskEngine]:
 def test_a_store_that_does_not_fit_says_at_once_how_much_is_short(engine: DiskEngine, tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", "size=4m") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(DiskError, match=r"cannot hold 16,777,216 bytes: 4,194,304 are free, 12,582,912 short") as e:
+        with pytest.raises(
+            DiskError, match=r"cannot hold 16,777,216 bytes: 4,194,304 are free, which is 12,582,912 too few"
+        ) as e:
             ExtentStore(folder, 16 * MIB, engine=engine)
         assert (e.value.errno, e.value.filename) == (errno.ENOSPC, str(folder))
         with ExtentStore(folder, 3 * MIB, engine=engine) as store:  # what was taken before the end came back
@@ -52,7 +54,7 @@ def test_a_disk_that_fills_up_fails_that_write_alone(engine: DiskEngine, tmp_pat
 
 def test_a_file_that_cannot_be_reserved_is_not_left_behind(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", "size=4m") as folder, DiskEngine() as engine:
-        with pytest.raises(DiskError, match="short"):
+        with pytest.raises(DiskError, match="too few"):
             engine.open(folder / "new", create=True, size_bytes=16 * MIB)
         assert list(folder.iterdir()) == []
 
@@ -95,14 +97,14 @@ def test_a_path_that_is_a_file_is_named(tmp_path: Path) -> None:
 
 def test_a_path_mounted_read_only_is_named(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "fixed", "ro,size=1m") as folder:
-        with pytest.raises(DiskError, match=r"mounted read-only\. Remount it") as caught:
+        with pytest.raises(DiskError, match=r"on a read-only filesystem\. Remount it") as caught:
             ExtentStore(folder, MIB)
         assert caught.value.errno == errno.EROFS
 
 
 def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(DiskError, match="is not writable for this user") as caught:
+    with pytest.raises(DiskError, match="is not writable by this user") as caught:
         ExtentStore(tmp_path, MIB)
     assert caught.value.errno == errno.EACCES
 

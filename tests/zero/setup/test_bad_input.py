@@ -304,7 +304,7 @@ def test_a_sharded_model_refuses_what_would_go_wrong(ranks: Any, act: str, facts
 def test_ranks_that_disagree_are_told_so_on_every_rank(ranks: Any, act: str, fact: str) -> None:
     messages = ranks(2, refused, act)
     assert messages[0] == messages[1]
-    assert f"rank 1 has another {fact} than rank 0" in messages[0]
+    assert f"rank 1 has a different {fact} from rank 0" in messages[0]
 
 
 def test_full_params_of_a_plain_model_says_what_to_call() -> None:

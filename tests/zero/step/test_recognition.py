@@ -75,7 +75,7 @@ def test_a_class_is_recognised_by_its_base_or_by_what_it_declares(kind: Any) -> 
     ("kind", "message"),
     [
         (Lion, r'test_recognition\.Lion cannot be run exactly.*declare it: `unbounded_rule = "lion"`'),
-        (OwnStep, r"OwnStep has a step of its own, which would not run.*Give a torch\.optim\.AdamW"),
+        (OwnStep, r"OwnStep has its own step, which would not run.*Give a torch\.optim\.AdamW"),
         (torch.optim.LBFGS, r"LBFGS cannot be run exactly"),
     ],
 )

@@ -317,7 +317,7 @@ def test_what_a_rule_cannot_do_is_refused_with_what_to_do_instead() -> None:
     refused(Liar(model.parameters()), model, r"Liar declares.*differ by .* when a tensor is cut in two.*tensor")
     refused(GlobalLiar(model.parameters()), model, r"GlobalLiar declares.*when tensors are updated one by one")
     refused([], model, "a list of nothing")
-    refused(pair[:1], model, "misses the trainable parameters")
+    refused(pair[:1], model, "does not have the trainable parameters")
     large = nn.Sequential(nn.Linear(64, 512, bias=False), nn.Linear(512, 64, bias=False))
     unbounded.tile(large, 16 * 2**10)
     refused(torch.optim.Muon(large.parameters()), large, r"Muon needs the parameter '0.weight' whole.*in tiles")

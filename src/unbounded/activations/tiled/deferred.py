@@ -1,9 +1,9 @@
 """Logits that do not exist yet: a tensor with a shape, made when somebody looks at it.
 
 A model's head returns one in a forward that was given labels. What losses do on their way (casts, scales, caps, views
-that keep rows whole, slices of rows) gives another one; `cross_entropy` of one is the tiled loss. Everything else
-makes the logits as the model would have made them and goes on with those, so results are those of the model in any
-case. They are made in the graph where gradients are wanted, and then kept.
+that keep rows whole, slices of rows) gives another one; `cross_entropy` of one is the tiled loss. Everything else makes
+the logits as the model would have made them and continues with those, so results are always those of the model. If
+gradients are needed, logits are made in the graph and then kept.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Deferred(torch.Tensor):
         name, owner = getattr(func, "__name__", ""), args[0] if args and isinstance(args[0], Deferred) else None
         if owner is not None and owner.requires_grad and _writes_in_place(name):
             with torch.enable_grad():
-                owner.make()  # what is written must be there for everyone who looks later
+                owner.make()  # a write must be visible to everyone who looks later
         if owner is not None and owner._made is None:
             if func in _ANSWERS:
                 return _ANSWERS[func](owner, *args[1:], **kwargs)
@@ -120,7 +120,7 @@ def _make_all(value: Any) -> Any:
 
 
 def _register_hook(owner: Deferred, hook: Callable[..., Any]) -> Any:
-    """Kept for when the logits are made: where they never are, no gradient comes to them."""
+    """Keeps a hook for when the logits are made; if they never are, no gradient comes to them."""
     owner._hooks.append(hook)
     return _Removable(owner._hooks, hook)
 
@@ -134,7 +134,7 @@ class _Removable:
             self._hooks.remove(self._hook)
 
 
-# What engines ask of every output of a module, answered without making it.
+# What engines ask of every output of a module, answered without making the logits.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _Tensor.register_hook: _register_hook,
     _Tensor.untyped_storage: lambda owner: torch.UntypedStorage(0),
@@ -245,7 +245,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """`torch.nn.functional.cross_entropy` of deferred logits, tiled; None if it is one that is not."""
+    """`torch.nn.functional.cross_entropy` of deferred logits, tiled; None if it cannot be tiled."""
     is_plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
     is_deferred = isinstance(input, Deferred) and input._made is None and input.dim() == 2
     if not (is_plain and is_deferred) or isinstance(target, Deferred):
@@ -258,5 +258,5 @@ def _cross_entropy(
 
 
 def defer(product: Product, like: torch.Tensor, source: Callable[[], torch.Tensor], loss: Loss) -> Deferred:
-    """The logits of a product, not made yet; `like` has their shape and dtype."""
+    """Deferred logits of a product; `like` has their shape and dtype."""
     return Deferred(like, product, source, loss)

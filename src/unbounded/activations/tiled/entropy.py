@@ -1,6 +1,6 @@
 """Cross-entropy of rows of logits as two passes over a tile, here in torch, for any device.
 
-The first takes four numbers of every row (`RowSums`), which ranks that hold a part of the vocabulary each can add up;
+The first takes four numbers of every row (`RowSums`), which ranks that each hold a part of the vocabulary can add up;
 the second turns the logits into the gradient of the summed loss, in place. On a GPU the kernels of `entropy_kernels`
 do the same without copies in fp32; `entropy_rows` chooses between them.
 
@@ -22,8 +22,8 @@ class Vocabulary(Protocol):
     """The part of a vocabulary that this rank's head has, and how rows of numbers are joined over all parts.
 
     `start` is the first class of the part, `size` the number of classes in all, over `num_parts`. All ranks that hold
-    parts must call `max` and `sum` together; both may work in place. The gradient of the hidden states that comes out
-    is this part's: whoever gave the same hidden states to all parts adds it up.
+    parts must call `max` and `sum` together; both may work in place. The gradient of the hidden states is that of this
+    part: whoever gave the same hidden states to all parts adds them up.
     """
 
     start: int
@@ -56,7 +56,7 @@ class Entropy:
 
 
 class RowSums(NamedTuple):
-    """Of every row, in fp32 or wider: its maximum, the sum of exp(z - maximum), z at the label, the sum of z."""
+    """For every row, in fp32 or wider: its maximum, the sum of exp(z - maximum), z at the label, the sum of z."""
 
     maximum: torch.Tensor
     exponentials: torch.Tensor

@@ -1,5 +1,5 @@
 """The two passes of `entropy` as Triton kernels: logits are read once for the sums, read and written once for the
-gradient, and never copied. Imported only where logits are on a GPU.
+gradient, and never copied. Imported only if logits are on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BLOCK, NUM_WARPS = 4096, 8
 
 
 class TritonKernels(TorchKernels):
-    """One program a row."""
+    """One program per row."""
 
     @staticmethod
     def sum_rows(logits: torch.Tensor, labels: torch.Tensor, entropy: Entropy) -> RowSums:
@@ -85,7 +85,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
-    maximum = -3.0e38  # not infinity: infinity less infinity is no number
+    maximum = -3.0e38  # not infinity, because infinity minus infinity is not a number
     exponential = 0.0
     total = 0.0
     for start in range(0, num_classes, BLOCK):

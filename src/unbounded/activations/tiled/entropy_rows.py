@@ -1,4 +1,4 @@
-"""The loss of a tile of logits, row by row, and its gradient written over them, by the kernels that fit the device."""
+"""The loss of a tile of logits, row by row, and its gradient in their place, with the right kernels for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EntropyRows:
         self.counted = labels != entropy.ignore_index
         local = labels if shards is None else labels - shards.start
         is_here = self.counted & (local >= 0) & (local < logits.shape[1])
-        self._labels = torch.where(is_here, local, -1)  # of this part of the vocabulary; -1: none
+        self._labels = torch.where(is_here, local, -1)  # in this part of the vocabulary; -1: none
         sums = _kernels(logits).sum_rows(logits, self._labels, entropy)
         self._sums = sums if shards is None else sums.join(shards)
         self._logsumexp = self._sums.maximum + self._sums.exponentials.log()

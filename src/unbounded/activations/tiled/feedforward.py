@@ -1,10 +1,10 @@
-"""Feed-forward layers over tiles of the sequence, inside blocks that are computed again in the backward.
+"""Feed-forward layers over tiles of the sequence, inside blocks that are recomputed in the backward.
 
-With 64k tokens what a gated feed-forward layer makes inside (two or three tensors of tokens times several widths) is
-the largest thing of a block's recomputation. Every token goes through it alone, so it runs over tiles of tokens, each
-kept as its input and computed once more when the backward comes to it. Attention is left whole: its own kernels are
-linear in memory. What this costs is one more forward of the layer, so it is done only where a layer would take a
-large part of the device (`Sizes`), and never in blocks that keep their activations.
+With 64k tokens, the inner values of a gated feed-forward layer (two or three tensors of tokens times several widths)
+are the largest part of a block's recomputation. Every token goes through it alone, so it runs over tiles of tokens.
+Each tile keeps its input and is computed once more when the backward reaches it. Attention is left whole: its own
+kernels are linear in memory. This costs one more forward of the layer, so it is done only if a layer would take a large
+part of the device (`Sizes`), and never in blocks that keep their activations.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from unbounded.errors import PlanError
 
-# Of a device's budget, what a layer may take whole, and what one tile of it takes otherwise.
+# The shares of a device's budget that a whole layer may take, and that one tile takes otherwise.
 WHOLE_PARTS, TILE_PARTS = 8, 24
 LEAST_TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that a feed-forward layer may make inside: at once, and where that is not enough, in a tile."""
+    """Bytes that the inner values of a feed-forward layer may take: as a whole, and otherwise in a tile."""
 
     whole_bytes: int
     tile_bytes: int
@@ -55,7 +55,7 @@ class FeedForward:
             del self.module.__dict__["_compiled_call_impl"]
 
     def tile_rows(self, inputs: torch.Tensor) -> int | None:
-        """Rows of a tile; None if the layer is small enough as it is. Each output is taken to be there twice."""
+        """Rows of a tile; None if the layer is small enough as it is. Each output counts twice."""
         row_bytes = max(1, 2 * self._width * inputs.element_size())
         num_rows = inputs.numel() // max(1, inputs.shape[-1])
         if num_rows * row_bytes <= self.sizes.whole_bytes:
@@ -64,7 +64,7 @@ class FeedForward:
         return rows if rows < num_rows else None
 
     def can_run_apart(self) -> bool:
-        """Not where random numbers are drawn: tiles would draw others."""
+        """False if random numbers are drawn, because tiles would draw different ones."""
         return not (self.module.training and any(_is_random(inner) for inner in self.module.modules()))
 
 

@@ -1,13 +1,13 @@
-"""Defers the logits of Hugging Face models: found by themselves, with nothing of the model or of the library changed.
+"""Defers the logits of Hugging Face models, which are found automatically. The model and transformers do not change.
 
 A head is what `get_output_embeddings` gives. In a forward with labels its linear layer returns deferred logits at once,
-its weights not even gathered. The loss then calls the layer for real, hooks and all, with the tiled loss in the place
-of its product: an engine gathers the weights once, whichever tier they are on, and sees the gradients come.
+and its weights are not even gathered. The loss then really calls the layer, including hooks, with the tiled loss in
+place of its product. So an engine gathers the weights once, on whichever tier they are, and sees the gradients come.
 
-Of a head that ranks hold a part of the vocabulary of, logits are those of the part, and ranks join each tile's sums.
+If each rank holds a part of a head's vocabulary, logits are those of the part, and ranks join the sums of each tile.
 
 The place is `_compiled_call_impl`, around the hooks, as for activation policies (`checkpointed`). Logits that fit into
-one tile are made at once: there is nothing to gain, and results are then those of the model bit by bit.
+one tile are made at once: there is nothing to gain, and results are then those of the model bit for bit.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class CutHead(Vocabulary, Protocol):
     width: int
 
     def keeps(self) -> bool:
-        """Whether the logits of this forward go nowhere but into the loss."""
+        """Whether the logits of this forward are used only by the loss."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """The input of all parts, whose gradients are added up."""
 
 
 class DeferredHeads:
-    """The heads of a model that defer their logits. `remove` takes it off."""
+    """The heads of a model that defer their logits. `remove` undoes it."""
 
     def __init__(
         self, model: nn.Module, *, device_bytes: int | None = None, cut: Mapping[nn.Module, CutHead] | None = None
@@ -60,7 +60,7 @@ class DeferredHeads:
         return len(self._handles)
 
     def _follow(self, owner: nn.Module, layers: Sequence[_Layer]) -> None:
-        """Layers defer inside forwards of their model that are given labels."""
+        """Layers defer inside forwards of their model that have labels."""
         names = list(inspect.signature(type(owner).forward).parameters)[1:]
         position = names.index("labels") if "labels" in names else len(names)
 
@@ -89,7 +89,7 @@ class DeferredHeads:
 
 
 def find_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Every Hugging Face model inside with its head; of several around one head the outermost."""
+    """Every Hugging Face model inside with its head; if several are around one head, the outermost."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return
@@ -140,7 +140,7 @@ class _Layer:
             del self.linear.__dict__["_compiled_call_impl"]
 
     def may_defer(self, inputs: Any) -> bool:
-        """Not where one tile is enough, nor where a hook of the user's wants to see the logits."""
+        """False if one tile is enough, or if a user's hook needs to see the logits."""
         if torch.compiler.is_compiling() or self.depth == 0 or not isinstance(inputs, torch.Tensor):
             return False
         if self.linear.__dict__.get("forward") is not self._forward:
@@ -190,9 +190,9 @@ def _tiled_loss(
     labels: torch.Tensor,
     options: Mapping[str, Any],
 ) -> torch.Tensor | None:
-    """The loss of a recipe, inside calls of all of its layers: their weights are there, and seen to be used.
+    """The loss of a recipe, inside calls of all its layers, so that their weights are there and count as used.
 
-    None outside the model's forward: a loss of the user's own is computed from the logits, as it always was.
+    None outside the model's forward: a user's own loss is computed from the logits as usual.
     """
     if layer.depth == 0:
         return None
@@ -218,7 +218,7 @@ def _call_around(
     given: list[torch.Tensor],
     enter: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Calls a layer, hooks and all, with `run` in the place of its forward; a hook may have changed the input."""
+    """Calls a layer, including hooks, with `run` in place of its forward; a hook may have changed the input."""
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         given.append(inputs if enter is None else enter(inputs))

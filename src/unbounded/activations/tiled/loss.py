@@ -1,12 +1,12 @@
 """Cross-entropy without logits: the head's product and the loss over tiles of tokens.
 
 Logits of 16k tokens over 128k classes are 4 GiB in bf16, and the plain loss holds them three to five times. Here a
-tile of them exists at a time. Its gradient is made while it is there, so the head's products are three, as in the
-plain loss, and what is kept for the backward is the gradient of the hidden states and of the head.
+tile of them exists at a time. Its gradient is made while it is there, so the head has three products, as in the plain
+loss, and only the gradients of the hidden states and of the head are kept for the backward.
 
-Note: adding up the head's gradient. Up to MOST_ROUNDED tiles add to it in its own dtype, which rounds once a tile; with
-more of them the sum is kept in fp32 (and always for fp16, whose range it would leave). The loss's factor, 1 / count or
-what the user multiplied it by, comes in with the backward.
+Note: adding up the head's gradient. Up to MOST_ROUNDED tiles add to it in its own dtype, which rounds once per tile;
+with more of them the sum is kept in fp32 (and always for fp16, whose range it would leave). The loss's factor, 1 /
+count or what the user multiplied it by, is applied in the backward.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def tiled_cross_entropy(
     `hidden` is (..., width), `weight` (classes, width), `labels` (...) already shifted. The loss is summed over labels
     that are not `ignore_index` and divided by their number ("mean"), by nothing ("sum"), or by `num_items_in_batch`.
     Logits are `scale` times the product, capped to `softcap` by a tanh; `z_loss` times the squared logsumexp is added.
-    Logits are made in the dtype of `hidden` and the loss in fp32, as Hugging Face's losses are. Where ranks hold a part
-    of the vocabulary each, `vocabulary` joins them. A gradient of the gradient is not available.
+    Logits are made in the dtype of `hidden` and the loss in fp32, as in Hugging Face. If each rank holds a part of the
+    vocabulary, `vocabulary` joins them. A gradient of the gradient is not available.
     """
     if reduction not in ("mean", "sum"):
         raise PlanError(f'reduction is {reduction!r}, but it must be "mean" or "sum".')
@@ -92,14 +92,14 @@ def tiled_cross_entropy(
 
 
 def values_of(*parameters: torch.Tensor | None) -> list[torch.Tensor]:
-    """Those that there are as ordinary tensors. A view goes through a parameter's own functions: a sharded one gives
+    """The given tensors as ordinary tensors. A view goes through a parameter's own functions, so a sharded one gives
     its value.
     """
     return [parameter.view(parameter.shape) for parameter in parameters if parameter is not None]
 
 
 def choose_tile_rows(row_bytes: int, tile_bytes: int | str | None, device: torch.device) -> int:
-    """How many rows of logits a tile holds: a multiple of 128 where it can."""
+    """How many rows of logits a tile holds: a multiple of 128 if possible."""
     if tile_bytes is None:
         return _round(max(1, TILE_BYTES.get(device.type, TILE_BYTES["cpu"]) // max(1, row_bytes)))
     wanted = parse_bytes(tile_bytes, "tile_bytes")
@@ -127,7 +127,7 @@ def sum_of_losses(projection: Projection, labels: torch.Tensor, entropy: Entropy
 
 
 def _start_label_check(labels: torch.Tensor, entropy: Entropy, num_here: int) -> Callable[[], None]:
-    """Reads the labels' range now; what it returns raises. On a GPU that waits only for what came before the tiles."""
+    """Reads the labels' range now; the returned function raises. On a GPU it waits only for work before the tiles."""
     num_classes = num_here if entropy.vocabulary is None else entropy.vocabulary.size
     if labels.numel() == 0:
         return lambda: None
@@ -196,7 +196,7 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 
 
 def _scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, *, in_place: bool) -> torch.Tensor:
-    """In place where nobody will ask for it again: the head's gradient is the largest tensor here."""
+    """Scales in place if nobody will ask for it again: the head's gradient is the largest tensor here."""
     return (gradient.mul_(factor) if in_place else gradient * factor).to(dtype)
 
 
@@ -251,7 +251,7 @@ class LinearProjection:
     def gradients(self) -> list[torch.Tensor | None]:
         self._buffer = None
         found = [self._row_grad, self._weight_grad] + ([self._bias_grad] if self._bias is not None else [])
-        # fp16 waits for the factor in fp32: a sum over tokens may lie outside its range.
+        # fp16 is kept in fp32 until the factor comes, because a sum over tokens may be outside its range.
         return [
             gradient.to(tensor.dtype) if gradient is not None and tensor.dtype != torch.float16 else gradient
             for gradient, tensor in zip(found, self.tensors, strict=True)

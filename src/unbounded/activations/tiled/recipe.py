@@ -66,7 +66,7 @@ class Head(NamedTuple):
 
 
 def read_head(recipe: Recipe) -> Head | None:
-    """The recipe as scale and cap of one product, where it is that."""
+    """The recipe as scale and cap of one product, if it is that."""
     steps: list[tuple[str, float]] = []
     while isinstance(recipe, Application):
         step = _read_step(recipe)
@@ -119,7 +119,7 @@ class RecipeProjection:
         values = [value for layer in weights for value in layer] + list(_tensors_of(recipe))
         self._has_bias = [len(layer) == 2 for layer in weights]
         self._num_inputs, self.num_rows = len(inputs), inputs[0].shape[0]
-        # The loss takes the number of classes from the second tensor: a weight goes there.
+        # The loss takes the number of classes from the second tensor, so a weight goes there.
         self.tensors = [inputs[0], *values, *inputs[1:]]
 
     def begin(self, wanted: Sequence[bool], num_tiles: int) -> None:
@@ -189,7 +189,7 @@ class _Values:
 
 
 def _tensors_of(recipe: Recipe) -> Iterator[torch.Tensor]:
-    """The tensors of steps, in the order in which `_evaluate` comes to them."""
+    """The tensors of steps, in the order in which `_evaluate` needs them."""
     if isinstance(recipe, Application):
         for operand in recipe.operands:
             if isinstance(operand, (Product, Application)):

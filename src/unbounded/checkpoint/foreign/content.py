@@ -1,4 +1,4 @@
-"""What a foreign checkpoint holds, whatever wrote it: parameters with their states, each read when it is asked for."""
+"""What a foreign checkpoint holds, whatever wrote it: parameters with their states, each read on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Read = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """One parameter: its weight and, where it is trained, its moments and how often it was updated."""
+    """One parameter: its weight and, if it is trained, its moments and how often it was updated."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class Content:
-    """A whole checkpoint. `aliases` are other names of parameters; `extra` are plain values that came along."""
+    """A whole checkpoint. `aliases` are other names of parameters; `extra` are other plain values in it."""
 
     origin: str
     parameters: Mapping[str, StoredParameter]

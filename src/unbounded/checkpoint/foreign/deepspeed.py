@@ -29,7 +29,7 @@ _STRUCTURE = {
     *("frozen_param_fragments", "data_sampler", "random_ltd", "mp_world_size", "checkpoint_parallel_dimensions"),
     "ds_config",
 }
-"""Keys beside which a checkpoint has its counters, its schedule and the script's own `client_state`."""
+"""Keys of a checkpoint besides its counters, its schedule and the script's own `client_state`."""
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -77,8 +77,8 @@ def _load(folder: Path, kind: str) -> list[Any]:
         match = _RANK.fullmatch(path.name)
         if match is None or match.group(2) != "00":
             raise CheckpointError(
-                f"{path} is not of a ZeRO-3 checkpoint without model parallelism. For stages 1 and 2 and for model "
-                "parallel jobs, convert the weights with DeepSpeed's zero_to_fp32.py and load those."
+                f"{path} is not part of a ZeRO-3 checkpoint without model parallelism. For stages 1 and 2 and for "
+                "model-parallel jobs, convert the weights with DeepSpeed's zero_to_fp32.py and load those."
             )
         found[int(match.group(1))] = path
     if sorted(found) != list(range(len(found))) or not found:
@@ -89,7 +89,9 @@ def _load(folder: Path, kind: str) -> list[Any]:
 def _check(folder: Path, models: Sequence[Any], zero: Sequence[Any]) -> None:
     stage, count = int(zero[0].get("zero_stage", 0)), zero[0].get("partition_count")
     if stage != 3 or "fp32_flat_groups" not in zero[0]:
-        raise CheckpointError(f"{folder} is of ZeRO stage {stage}; stage 3 can be read. Convert its weights instead.")
+        raise CheckpointError(
+            f"{folder} is of ZeRO stage {stage}, but only stage 3 can be read. Convert its weights instead."
+        )
     count = max(count) if isinstance(count, list) else count
     if count != len(zero) or len(models) != len(zero):
         raise CheckpointError(
@@ -123,7 +125,9 @@ def _trained(
         offset += length
     held = sum(flat.numel() for flat in masters[0])
     if offset != held:
-        raise CheckpointError(f"the shapes need {offset} elements of each rank, but its flat tensors hold {held}.")
+        raise CheckpointError(
+            f"the shapes need {offset} elements of each rank, but its flat tensors hold {held}. Copy the files again."
+        )
 
 
 def _is_flat(value: Any, master: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ def is_distributed(folder: Path) -> bool:
 
 
 def read_distributed(folder: Path) -> Content:
-    """The content of a distributed checkpoint; each tensor is put together from its chunks when it is read."""
+    """The content of a distributed checkpoint; each tensor is assembled from its chunks when it is read."""
     items = _Items(folder)
     moments: dict[str, dict[str, str]] = {}
     for key in items.keys:
@@ -41,7 +41,7 @@ def read_distributed(folder: Path) -> Content:
             moments.setdefault(match.group(1), {})[match.group(2)] = key
     if any(name.isdigit() for name in moments):
         raise CheckpointError(
-            f"the optimizer states in {folder} are keyed by number, so it is not known whose they are. Save them with "
+            f"the optimizer states in {folder} are keyed by number, so their parameters are not known. Save them with "
             "torch.distributed.checkpoint.state_dict.get_state_dict, which names them."
         )
     rest = [key for key in items.tensors if not _STATE.fullmatch(key) and not _GROUPS.fullmatch(key)]
@@ -58,7 +58,7 @@ def read_distributed(folder: Path) -> Content:
 
 
 class _Items:
-    """The metadata of a folder, asked by key."""
+    """The metadata of a folder, by key."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,13 +95,13 @@ class _Items:
 
 
 def _model_prefix(keys: list[str], trained: list[str]) -> str:
-    """What stands before the names of the model's tensors."""
+    """The prefix of the names of the model's tensors."""
     known = set(keys)
     for prefix in _PREFIXES:
         if all(prefix + name in known for name in trained) and any(key.startswith(prefix) for key in keys):
             return prefix
     raise CheckpointError(
-        f"the weights of {trained[0]} and {len(trained) - 1} others are not in the checkpoint beside their states. "
+        f"the weights of {trained[0]} and {len(trained) - 1} others are not in the checkpoint, but their states are. "
         'Save both: dcp.save({"model": ..., "optimizer": ...}).'
     )
 
@@ -130,7 +130,7 @@ def _find_aliases(items: _Items, weights: Mapping[str, str], trained: Mapping[st
 
 
 def _read_groups(items: _Items, trained: list[str]) -> list[StoredGroup]:
-    """The param groups: stored as one list, as one entry an option and group, or an option and parameter."""
+    """The param groups: stored as one list, or as one entry per option and group, or per option and parameter."""
     options: dict[str, dict[str, Any]] = {}
     for key in items.keys:
         match = _GROUPS.fullmatch(key)

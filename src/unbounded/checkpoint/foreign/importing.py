@@ -1,7 +1,7 @@
-"""`import_checkpoint`: a foreign checkpoint becomes one of ours, parameter by parameter.
+"""`import_checkpoint`: converts a foreign checkpoint into one of ours, parameter by parameter.
 
-A skeleton of modules with the checkpoint's names stands for the model. It is sharded like any model on the meta device,
-each module reading its own parameters as it is initialised and its moments as its unit is placed, and then saved.
+A skeleton of modules with the checkpoint's names stands for the model. It is sharded like any model on the meta device
+and then saved: each module reads its own parameters when it is initialised, and its moments when its unit is placed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from unbounded.sharding.placing import shard
 def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Content:
     """All ranks must call this. Writes the DeepSpeed ZeRO-3 or torch distributed checkpoint in `source` to `folder`.
 
-    Weights, moments, step counts, param groups and buffers come along; `unbounded.load` then reads it like any other
-    checkpoint, under any plan. Pickled objects are refused. Returns what was found. What one rank cannot read is every
-    rank's error. Ranks that wait for one that never calls this say so after a minute.
+    It keeps weights, moments, step counts, param groups and buffers. `unbounded.load` then reads it like any other
+    checkpoint, under any plan. Pickled objects are refused. Returns what was found. If one rank cannot read it, all
+    ranks raise. Ranks that wait for one that never calls this say so after a minute.
     """
     launch.join(launch.spare_device())
     content = _read_alike(Path(source).expanduser())
@@ -43,7 +43,7 @@ def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[
 
 
 def _read_alike(path: Path) -> Content:
-    """All ranks must call this. What is in the folder, where every rank can read it."""
+    """All ranks must call this. What is in the folder, if every rank can read it."""
     content, error = None, None
     try:
         content = _read(path)
@@ -68,7 +68,7 @@ def _read(path: Path) -> Content:
 
 
 class SkeletonModule(nn.Module):
-    """A module of the skeleton: its parameters read themselves where they are initialised."""
+    """A module of the skeleton: its initialisation reads its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _descend(root: SkeletonModule, name: str) -> tuple[SkeletonModule, str]:
 
 
 def _list_blocks(module: nn.Module) -> None:
-    """Numbered children become a list, so that they are found as the repeated blocks they are."""
+    """Makes numbered children a list, so that they are found as repeated blocks."""
     for name, child in list(module._modules.items()):
         assert child is not None
         _list_blocks(child)
@@ -135,12 +135,12 @@ class _StoredStates(dict):  # type: ignore[type-arg]
         if stored is None or not stored.moments:
             return default
         held: dict[str, torch.Tensor] = {name: read().float() for name, read in stored.moments.items()}
-        # Some optimizers keep no count. That there are states then says that the next update is not the first.
+        # Some optimizers keep no step count. If they have states, the next update is not the first.
         return {**({"step": torch.tensor(float(stored.steps))} if stored.steps else {}), **held}
 
 
 class LionStates(torch.optim.Optimizer):
-    """Only its states are placed: one moment a parameter."""
+    """Only its states are placed: one moment per parameter."""
 
     unbounded_rule = "lion"
 
@@ -183,7 +183,7 @@ def _build_optimizers(model: nn.Module, content: Content) -> list[torch.optim.Op
 
 
 def _kind_of(group: StoredGroup, content: Content) -> tuple[Any, dict[str, Any]]:
-    """The optimizer of a group, by its states; a group without states is taken to have that of the others."""
+    """The optimizer of a group, by its states; a group without states gets that of the others."""
     everything = [stored.moments for stored in content.parameters.values()]
     own = [content.parameters[name].moments for name in group.names if name in content.parameters]
     names: frozenset[str] = frozenset().union(*own) or frozenset().union(*everything)
@@ -192,7 +192,9 @@ def _kind_of(group: StoredGroup, content: Content) -> tuple[Any, dict[str, Any]]
     if "ns_steps" in group.options:
         return torch.optim.Muon, {}
     if names not in _KINDS:
-        raise CheckpointError(f"the states {', '.join(sorted(names))} are of no optimizer that can be sharded.")
+        raise CheckpointError(
+            f"the states {', '.join(sorted(names))} do not belong to any optimizer that can be sharded."
+        )
     return _KINDS[names]
 
 
@@ -201,12 +203,12 @@ def _members(model: nn.Module, group: StoredGroup) -> Iterator[nn.Parameter]:
 
 
 def _known(group: StoredGroup, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that torch's optimizer has too; fused kernels' own switches are left out."""
+    """The options that torch's optimizer also has, without the switches of fused kernels."""
     return {key: value for key, value in group.options.items() if key in {*defaults, "initial_lr"} and key != "fused"}
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that came along that a checkpoint of ours can hold."""
+    """The other values in it that our checkpoint can hold."""
     found = {}
     for key, value in extra.items():
         try:

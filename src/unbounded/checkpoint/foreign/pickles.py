@@ -1,4 +1,4 @@
-"""Pickles of others, read without running anything of theirs: plain values and tensors, or an error with the name."""
+"""Reads foreign pickles without running their code: plain values and tensors, or an error that names the class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INERT = [
     (Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
 ]
-"""Classes that DeepSpeed puts into every checkpoint, and what stands for them here."""
+"""Classes that DeepSpeed puts into every checkpoint, and what replaces them here."""
 
 
 def load_tensors(source: Path | IO[bytes], *, mmap: bool = False) -> Any:

@@ -25,18 +25,18 @@ from unbounded.native.disk import Checksums, DiskEngine, DiskFile, DiskHandle, c
 from unbounded.native.host_memory import host_buffer
 
 CHUNK_BYTES = 16 << 20
-# Read ahead of small reads that follow each other, and the number of files of which the last such read is kept.
+# How much is read ahead of small reads that follow each other, and for how many files the last such read is kept.
 AHEAD_BYTES, MOST_RECENT = 1 << 20, 8
 
 
-# Of the threads that save while training goes on: they take idle moments, and a tenth of a core that has none.
+# For threads that save during training: they use idle moments, and a tenth of a busy core.
 NICENESS = 10
 
 
 def disk_engine(*, in_background: bool = False) -> DiskEngine:
-    """The process's engine for checkpoints, kept: it learns as it works how many transfers suit a disk.
+    """The process's engine for checkpoints. It is kept, because it learns how many transfers suit a disk.
 
-    The one for work in the background has threads that give way to those of the training.
+    The one for work in the background has threads that give way to those of training.
     """
     return _engine_of(os.getpid(), in_background)
 
@@ -47,7 +47,7 @@ def _engine_of(pid: int, in_background: bool) -> DiskEngine:
 
 
 class Read:
-    """Whole blocks of a file on their way into memory. `wait` ends when they have arrived and are verified."""
+    """Whole blocks of a file being read into memory. `wait` returns when they have arrived and are verified."""
 
     def __init__(self, files: Files, number: int, offset: int, target: torch.Tensor) -> None:
         self._files, self._place = files, (number, offset, target)
@@ -59,7 +59,7 @@ class Read:
             self._handle.wait()
         except DiskError as error:
             if error.errno == errno.EBADMSG:
-                self._files.verify(*self._place)  # tells which block it is and what lies there
+                self._files.verify(*self._place)  # says which block it is and what is in it
             raise
         if self._sums is None:
             self._files.verify(*self._place)
@@ -94,7 +94,7 @@ class Files:
             if not stat.S_ISREG(held.st_mode):
                 wrong.append(f"{file.name} is not a plain file")
             elif held.st_size != file.nbytes:
-                wrong.append(f"{file.name} has {held.st_size:,} bytes and not {file.nbytes:,}")
+                wrong.append(f"{file.name} has {held.st_size:,} bytes instead of {file.nbytes:,}")
         if wrong:
             raise CheckpointError(
                 f"the checkpoint in {self.folder} is incomplete: {'; '.join(wrong[:8])}. Copy it again."
@@ -129,7 +129,7 @@ class Files:
             if crc32c(data[start - offset : stop - offset]) != file.crc32c[index]:
                 raise CheckpointError(
                     f"{self.folder / file.name} is damaged: the CRC32C of its bytes {start} to {stop} differs from "
-                    f"the one they were written with ({self._names(number, start, stop)}). "
+                    f"the one at writing ({self._names(number, start, stop)}). "
                     "Load another checkpoint, or copy this one again."
                 )
             index += 1
@@ -154,8 +154,9 @@ class Files:
     def _read_around(self, number: int, start: int, stop: int) -> tuple[int, torch.Tensor]:
         """Whole blocks of a file around bytes [start, stop), verified, and where they begin.
 
-        The rows of a matrix that was cut across them lie a few hundred bytes apart, each asked for by itself: what
-        follows the last read closely is read with some of what comes after it, and found there the next time.
+        The rows of a matrix that was cut across them are a few hundred bytes apart, and each is asked for by itself. A
+        read that closely follows the last one therefore reads some bytes beyond it, where the next one will find its
+        own.
         """
         first, held = self._recent.get(number, (0, None))
         if held is not None and first <= start and stop <= first + held.numel():
@@ -164,7 +165,7 @@ class Files:
         if held is not None and first <= start <= first + held.numel() + AHEAD_BYTES:
             next_start = bisect_right(file.starts, start)
             end = file.starts[next_start] if next_start < len(file.starts) else file.nbytes
-            with suppress(CheckpointError, DiskError):  # of bytes that nobody may have asked for
+            with suppress(CheckpointError, DiskError):  # may include bytes that nobody asked for
                 found = self._read_blocks(number, start, max(stop, min(start + AHEAD_BYTES, end)))
         found = found if found is not None else self._read_blocks(number, start, stop)
         if found[1].numel() <= 2 * AHEAD_BYTES:
@@ -193,7 +194,7 @@ class Files:
             pending.popleft().wait()
 
     def _names(self, number: int, start: int, stop: int) -> str:
-        """The tensors that lie in these bytes, for the message."""
+        """The tensors in these bytes, for the message."""
         names = [
             f"{entry.kind} of {entry.name}" if entry.kind != "value" else "values"
             for entry in self.manifest.tensors.values()
@@ -217,7 +218,7 @@ class Files:
 
 
 def _chunks(file: FileEntry) -> Iterator[tuple[int, int]]:
-    """The file in stretches of whole blocks, each as much as a buffer holds and from one start on."""
+    """The file in stretches of whole blocks that fit a buffer and do not cross a start."""
     for first, last in zip(file.starts, [*file.starts[1:], file.nbytes], strict=True):
         for start in range(first, last, CHUNK_BYTES):
             yield start, min(start + CHUNK_BYTES, last)

@@ -1,4 +1,4 @@
-"""Checks of what a manifest says beside tensors and files: see `parsing` for why."""
+"""Checks what a manifest says besides tensors and files; `parsing` says why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEXTS = ("library", "saved_at", "plan", "precision", "model")
 
 
 def check_values(manifest: Manifest) -> None:
-    """Raises a ValueError where a value that loading, exporting or showing relies on is not what it must be."""
+    """Raises a ValueError if a value that loading, exporting or showing relies on is not valid."""
     values = manifest.values
     for name in _TEXTS:
         text(values.get(name), name)
@@ -26,11 +26,11 @@ def check_values(manifest: Manifest) -> None:
         _check_parameter(mapping(entry, name[:100]), name[:100])
     extra = mapping(values.get("extra"), "extra")
     if "0" not in extra or any(not rank.isascii() or not rank.isdigit() for rank in extra):
-        raise ValueError("extra has no values of rank 0, or some of no rank")
+        raise ValueError("extra has no values for rank 0, or values for a rank that does not exist")
     for rank, held in extra.items():
         mapping(held, f"extra of rank {rank[:10]}")
     if len(items(values.get("random"), "random")) > world_size:
-        raise ValueError("there are random states of more ranks than the job had")
+        raise ValueError("it has random states of more ranks than the job had")
     texts(values.get("used"), "used")
     _check_adapters(values.get("adapters", {}))
     if values.get("optimizer", False) is not None:
@@ -68,7 +68,7 @@ def _check_optimizer(saved: dict[str, Any]) -> None:
 
 
 def _check_adapters(adapters: Any) -> None:
-    """Their names become folders of an export, so they may not lead anywhere else."""
+    """Their names become folders of an export, so they may not point anywhere else."""
     for name, about in mapping(adapters, "adapters").items():
         if not name or name in (".", "..") or "/" in name or "\0" in name or len(name) > 200:
             raise ValueError(f"an adapter is named {name[:60]!r}, which cannot be a folder")

@@ -1,4 +1,4 @@
-"""Values out of JSON, each with its place, as what they must be. What they are not is a ValueError that says both."""
+"""Checks the types of values from JSON. A wrong one is a ValueError that names its place and what it must be."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import Any
 
 def integer(value: Any, where: str, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{where} is {_shown(value)} and must be a whole number from {low:,} to {high:,}")
+        raise ValueError(f"{where} is {_shown(value)} but must be a whole number from {low:,} to {high:,}")
     return value
 
 
 def number(value: Any, where: str) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"{where} is {_shown(value)} and must be a number")
+        raise ValueError(f"{where} is {_shown(value)} but must be a number")
     return float(value)
 
 
 def text(value: Any, where: str) -> str:
     if type(value) is not str:
-        raise ValueError(f"{where} is {_shown(value)} and must be a string")
+        raise ValueError(f"{where} is {_shown(value)} but must be a string")
     return value
 
 
 def boolean(value: Any, where: str) -> bool:
     if type(value) is not bool:
-        raise ValueError(f"{where} is {_shown(value)} and must be true or false")
+        raise ValueError(f"{where} is {_shown(value)} but must be true or false")
     return value
 
 
 def items(value: Any, where: str) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"{where} is {_shown(value)} and must be a list")
+        raise ValueError(f"{where} is {_shown(value)} but must be a list")
     return value
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
     if type(value) is not dict:
-        raise ValueError(f"{where} is {_shown(value)} and must be an object")
+        raise ValueError(f"{where} is {_shown(value)} but must be an object")
     return value
 
 
@@ -46,7 +46,7 @@ def texts(value: Any, where: str) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A little of it: it may be anything, of any size."""
+    """A short form of a value, which may be anything of any size."""
     if isinstance(value, list | dict):
         return f"a {'list' if isinstance(value, list) else 'object'} of {len(value):,}"
     if isinstance(value, int) and abs(value) >= 2**64:

@@ -1,4 +1,4 @@
-"""A checkpoint's folder and how it comes to be: whole at once, or not at all.
+"""A checkpoint's folder, and how it is made: whole at once, or not at all.
 
     claim      lock beside the folder; what dead saves left is removed; an empty staging folder is made
     (ranks write their files into the staging folder and fsync them)
@@ -7,7 +7,7 @@
 
 A folder counts as a checkpoint if and only if it holds a manifest, which is written last and under the staging name.
 What lies beside a folder `x` while it is saved: `.x.lock`, `.x.saving-<12 hex digits>`, and `.x.old-<12 hex digits>`
-where folders cannot be exchanged. The lock is the operating system's, so a killed process does not keep it.
+if folders cannot be exchanged. The lock is the operating system's, so a killed process does not keep it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from unbounded.errors import CheckpointError, DiskError, MissingCheckpointError,
 _OURS = re.compile(r"manifest\.json|data-\d+\.bin")
 _EXCHANGE = 2
 _AT_FDCWD = -100
-# How often a folder is looked for that another job may be replacing at the same time.
+# How often to look for a folder that another job may be replacing at the same time.
 LOOKS = 5
-# How often a checkpoint is read: again only if it was replaced during the read before.
+# How often to read a checkpoint: again only if it was replaced during the last read.
 ATTEMPTS = 20
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def find(folder: str | os.PathLike[str]) -> Path:
-    """The folder to read: the one asked for or, where a replacement was cut short, the one it was replacing."""
+    """The folder to read: the one asked for or, if a replacement was cut short, the one being replaced."""
     path = real(folder)
     with told(path, "reading"):
         for _ in range(LOOKS):  # between the two renames of a replacement it is under neither name for a moment
@@ -82,7 +82,7 @@ def identify(folder: Path) -> tuple[int, ...] | None:
 
 
 class Claim:
-    """The right to put a checkpoint into one folder, from `claim` to `release`."""
+    """The right to write a checkpoint to one folder, from `claim` to `release`."""
 
     def __init__(self, folder: Path, lock: SaveLock) -> None:
         self.folder, self._lock = folder, lock
@@ -97,7 +97,7 @@ class Claim:
             sync_folder(self.folder.parent)
 
     def release(self) -> None:
-        """Removes the staging folder (a failed save, or what was replaced) and gives the lock back in any case."""
+        """Removes the staging folder (a failed save, or what was replaced), and always releases the lock."""
         if not self._lock.is_held:
             return
         try:
@@ -106,7 +106,7 @@ class Claim:
                 for old in left_beside(self.folder, "old"):
                     shutil.rmtree(old, ignore_errors=True)
             is_clean = not os.path.lexists(self.staging)
-        except OSError:  # out of descriptors, say: the next save removes what is left
+        except OSError:  # out of descriptors, for example; the next save removes what is left
             is_clean = False
         finally:
             self._lock.release(remove=is_clean)
@@ -122,7 +122,7 @@ class Claim:
 
 
 def claim(folder: str | os.PathLike[str]) -> Claim:
-    """Locks `folder` for one save and makes its staging folder. Raises where another job is saving there."""
+    """Locks `folder` for one save and makes its staging folder. Raises if another job is saving there."""
     path = real(folder)
     with told(path):
         _check_replaceable(path)
@@ -150,7 +150,7 @@ def told(folder: Path, doing: str = "saving to") -> Iterator[None]:
     except OSError as error:
         place = str(error.filename or folder)
         remedy = (
-            "Check the space and the permissions there; what was there before is unharmed."
+            "Check the space and the permissions there. What was there before is unharmed."
             if doing != "reading"
             else "Check the disk and the permissions there."
         )
@@ -160,7 +160,7 @@ def told(folder: Path, doing: str = "saving to") -> Iterator[None]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """A new file on stable storage; an error of the system's names it."""
+    """Writes a new file to stable storage; a system error names it."""
     with _named(path), open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -168,7 +168,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder on stable storage; an error of the system's names it."""
+    """Syncs the names in a folder to stable storage; a system error names it."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with _named(folder):
@@ -184,7 +184,7 @@ def real(folder: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Calls on descriptors fail without saying of which file."""
+    """Adds the path to errors of calls on descriptors, which do not name a file."""
     try:
         yield
     except OSError as error:
@@ -199,7 +199,7 @@ def _check_replaceable(path: Path) -> None:
         if foreign:
             shown = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
             raise CheckpointError(
-                f"{path} holds files that are not a checkpoint's: {shown}. "
+                f"{path} holds files that do not belong to a checkpoint: {shown}. "
                 "Saving replaces the whole folder, so choose another one or move them away."
             )
     elif path.exists():
@@ -207,7 +207,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two folders atomically; False where the system or the filesystem cannot."""
+    """Swaps two folders atomically; False if the system or the filesystem cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,9 +1,9 @@
-"""Locks of saves, and what saves that were killed have left beside their folders.
+"""Locks of saves, and what killed saves have left beside their folders.
 
-Every save removes what dead saves left, also those of other folders beside its own: a run that is killed while it
-writes `step-20` goes on and saves `step-30`, and nobody would save `step-20` again. What belongs to a save that is
-alive is told by its lock. A filesystem may keep locks to one machine, so what another machine has left is taken for
-dead only after a day without a change.
+Every save removes what dead saves left, also for other folders beside its own: a run that is killed while it writes
+`step-20` resumes and saves `step-30`, and nobody would save `step-20` again. A lock shows that a save is still running.
+A filesystem may keep locks to one machine, so leftovers of another machine count as dead only after a day without a
+change.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class SaveLock:
 
     @classmethod
     def take(cls, folder: Path) -> SaveLock | None:
-        """The lock, or None if a save that is alive holds it. One that only cleans up is waited for."""
+        """The lock, or None if a running save holds it. Waits for one that only cleans up."""
         lock, deadline = cls.find(folder), time.monotonic() + CLEANING_SECONDS
         while lock is None and time.monotonic() < deadline:
             time.sleep(0.01)
             lock = cls.find(folder)
         if lock is not None:
-            with contextlib.suppress(OSError):  # a full disk; it is only a hint for others
+            with contextlib.suppress(OSError):  # the disk is full; the note is only a hint for others
                 os.pwrite(lock._fd, _this_machine().ljust(256), 0)
         return lock
 
@@ -67,11 +67,11 @@ class SaveLock:
         return self._fd >= 0
 
     def note(self) -> bytes:
-        """The machine of the last holder; nothing where there was none."""
+        """The machine of the last holder; empty if there was none."""
         return os.pread(self._fd, 256, 0).strip()
 
     def release(self, *, remove: bool) -> None:
-        """Gives the lock back; `remove` where nothing is left that its note would be needed for."""
+        """Releases the lock; with `remove`, also its file, if nothing is left that needs its note."""
         if remove:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -100,7 +100,7 @@ def remove_dead_saves(folder: Path, is_whole: Callable[[Path], bool]) -> None:
     _clean(folder, is_whole)
     names = {match["name"] for entry in folder.parent.iterdir() if (match := _LEFT.fullmatch(entry.name))}
     for name in sorted(names - {folder.name}):
-        with contextlib.suppress(OSError):  # somebody else's: removing it is a courtesy
+        with contextlib.suppress(OSError):  # it belongs to somebody else, so a failure does not matter
             _clean_other(folder.parent / name, is_whole)
 
 
@@ -123,7 +123,7 @@ def _this_machine() -> bytes:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether nothing in what a save left has changed for long."""
+    """Whether what a save left has not changed for a long time."""
     left = [*left_beside(folder, "saving"), *left_beside(folder, "old")]
     changed = max(os.stat(path).st_mtime for entry in left for path in [entry, *entry.iterdir()])
     return time.time() - changed > ABANDONED_SECONDS

@@ -1,11 +1,11 @@
-"""The manifest: what a checkpoint holds and where, as one JSON file that checks itself.
+"""The manifest: what a checkpoint holds and where, as one JSON file with its own checksum.
 
     {"format": "unbounded checkpoint", "version": 1, "crc32c": "0a1b2c3d", "body":
     {...one line of JSON, whose bytes the checksum is of...}
     }
 
 `tensors` describes every tensor by slices of the global tensor (see `slices`); `files` has a CRC32C for every
-block of every data file, so that any part of a file can be verified by whoever reads just that part, in the same
+block of every data file, so that whoever reads only a part of a file can verify that part in the same
 pass. Everything else is plain values.
 """
 
@@ -36,7 +36,7 @@ Key = tuple[str, str, int | None]  # kind, name, rank
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A named tensor of one kind. `every` parameters share an element; `rank` where it is one rank's own."""
+    """A named tensor of one kind. `every` parameters share an element; `rank` is set if it belongs to one rank."""
 
     name: str
     kind: str
@@ -59,8 +59,8 @@ class TensorEntry:
 class FileEntry:
     """A data file: its length and the CRC32C of every block of it.
 
-    Blocks are counted from each of `starts`, where an array of some size begins, so that what fills memory of its
-    own is whole blocks; the last before the next start may be short.
+    Blocks are counted from each of `starts`, where a large array begins, so that an array is whole blocks; the last
+    one before the next start may be short.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Manifest:
 
 
 def join_slices(parts: Sequence[TensorEntry]) -> dict[Key, TensorEntry]:
-    """The tensors of all ranks, the slices of one tensor brought together."""
+    """The tensors of all ranks, with all slices of each tensor together."""
     found: dict[Key, list[TensorEntry]] = {}
     for part in parts:
         found.setdefault(part.key, []).append(part)

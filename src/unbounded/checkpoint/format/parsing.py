@@ -1,9 +1,9 @@
-"""A manifest read from its file: nothing in it is believed before it was checked.
+"""Reads a manifest from its file. Nothing in it is trusted before it is checked.
 
 A checksum says that a manifest is as it was written, not who wrote it. So every number and name is checked against
-the others here, before any data file is opened: types, bounds, that slices lie inside their files and do not overlap,
-that every tensor is there whole and once, that states fit their parameters. What passes can be read in memory and
-time that follow from the sizes of the files. Then `Files.check_present` compares those with what lies there.
+the others here, before any data file is opened: types, bounds, that slices are inside their files and do not overlap,
+that every tensor is there completely and once, that states fit their parameters. A manifest that passes can be read in
+memory and time that follow from the sizes of the files, which `Files.check_present` then compares with the real ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_MANIFEST_BYTES = 1 << 30
 MAX_DIMS = 64
 MAX_RUNS = 1 << 22  # of one tensor
 _LARGEST = 2**62
-# Kinds by the names that early checkpoints have for them.
+# Kinds by the names that early checkpoints use.
 _FORMER_KINDS = {"low": "remainder"}
 _DATA_NAME = re.compile(r"data-[0-9]{5,9}\.bin")
 _DTYPES = {
@@ -76,13 +76,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a plain file. What is none (a FIFO, a device) is not opened, since that may block or do things."""
+    """The bytes of a plain file. Anything else (a FIFO, a device) is not opened, since that may block."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise CheckpointError(f"{path} is not a plain file. Give a folder that a save was finished in.")
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         held = os.fstat(file.fileno())
         if not stat.S_ISREG(held.st_mode) or held.st_size > max_bytes:
-            raise CheckpointError(f"{path} has {held.st_size:,} bytes, and at most {max_bytes:,} can be right.")
+            raise CheckpointError(
+                f"{path} has {held.st_size:,} bytes, but a manifest has at most {max_bytes:,}. Load another one."
+            )
         return file.read(max_bytes)
 
 
@@ -113,7 +115,7 @@ def _parse(raw: bytes, path: Path) -> Manifest:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
@@ -121,7 +123,7 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 
 
 def _read_body(body: dict[str, Any]) -> Manifest:
-    """Raises a ValueError that says what cannot be."""
+    """Raises a ValueError that says what is impossible."""
     files = [_read_file(entry, f"files[{i}]") for i, entry in enumerate(items(body.pop("files", None), "files"))]
     if not files or len({file.name for file in files}) != len(files):
         raise ValueError("files are missing or named twice")
@@ -141,7 +143,7 @@ def _read_file(raw: Any, where: str) -> FileEntry:
     held = mapping(raw, where)
     name = text(held.get("name"), f"{where}.name")
     if not _DATA_NAME.fullmatch(name):
-        raise ValueError(f"{where}.name is {name[:100]!r}, which is no data file's")
+        raise ValueError(f"{where}.name is {name[:100]!r}, which is not the name of a data file")
     nbytes = integer(held.get("nbytes"), f"{where}.nbytes", 0, _LARGEST)
     block_bytes = integer(held.get("block_bytes"), f"{where}.block_bytes", PAGE, BLOCK_BYTES)
     starts = [
@@ -161,7 +163,7 @@ def _read_file(raw: Any, where: str) -> FileEntry:
 
 def _read_sum(raw: Any, where: str) -> int:
     if not isinstance(raw, str) or len(raw) != 8 or not raw.isascii() or not raw.isalnum():
-        raise ValueError(f"{where}.crc32c has {str(raw)[:20]!r}, which is no checksum")
+        raise ValueError(f"{where}.crc32c has {str(raw)[:20]!r}, which is not a checksum")
     return int(raw, 16)
 
 
@@ -170,7 +172,7 @@ def _read_tensor(raw: Any, where: str, files: Sequence[FileEntry]) -> TensorEntr
     shape = tuple(integer(n, f"{where}.shape", 0, _LARGEST) for n in items(held.get("shape"), f"{where}.shape"))
     dtype = _DTYPES.get(text(held.get("dtype"), f"{where}.dtype"))
     if dtype is None:
-        raise ValueError(f"{where}.dtype is {held['dtype'][:40]!r}, which is none of a tensor")
+        raise ValueError(f"{where}.dtype is {held['dtype'][:40]!r}, which no tensor has")
     if len(shape) > MAX_DIMS or math.prod(shape) * dtype.itemsize > _LARGEST:
         raise ValueError(f"{where} is larger than any tensor")
     rank, kind = held.get("rank"), text(held.get("kind"), f"{where}.kind")
@@ -193,7 +195,7 @@ def _read_slice(raw: Any, where: str, shape: Sequence[int], dtype: torch.dtype, 
     nbytes = integer(held.get("nbytes"), f"{where}.nbytes", 0, files[number].nbytes)
     offset = integer(held.get("offset"), f"{where}.offset", 0, files[number].nbytes - nbytes)
     sides = [items(side, f"{where}.box") for side in items(held.get("box"), f"{where}.box")]
-    # One interval is over the flattened tensor, whatever the number of its dims.
+    # A single interval is over the flattened tensor, whatever the number of its dims.
     bounds = shape if len(sides) == len(shape) else (math.prod(shape),)
     if len(sides) != len(bounds):
         raise ValueError(f"{where} has a box of {len(sides)} intervals for {len(shape)} dims")
@@ -225,9 +227,9 @@ def _check_whole(entry: TensorEntry, where: str) -> None:
     """Every element must be there once. The runs are counted before they are listed."""
     numel = math.prod(entry.shape)
     if sum(piece.nbytes for piece in entry.slices) != numel * entry.dtype.itemsize:
-        raise ValueError(f"{where} ({entry.name[:100]}) is not there whole, or more than once")
+        raise ValueError(f"{where} ({entry.name[:100]}) is incomplete, or stored more than once")
     if sum(count_runs(piece, entry.shape) for piece in entry.slices) > MAX_RUNS:
-        raise ValueError(f"{where} ({entry.name[:100]}) lies in more than {MAX_RUNS:,} pieces")
+        raise ValueError(f"{where} ({entry.name[:100]}) is in more than {MAX_RUNS:,} pieces")
     gap = entry.runs.first_gap()
     if gap is not None:
         raise ValueError(f"{where} ({entry.name[:100]}) lacks element {gap}")
@@ -237,37 +239,37 @@ def _check_overlaps(entries: Sequence[TensorEntry]) -> None:
     places = sorted((s.file, s.offset, s.offset + s.nbytes, e.name) for e in entries for s in e.slices if s.nbytes)
     for one, other in itertools.pairwise(places):
         if one[0] == other[0] and other[1] < one[2]:
-            raise ValueError(f"{one[3][:100]} and {other[3][:100]} lie on the same bytes of file {one[0]}")
+            raise ValueError(f"{one[3][:100]} and {other[3][:100]} overlap in file {one[0]}")
 
 
 _SIZED = {WEIGHT, GRADIENT, UNREDUCED, *MASTER_STATES}
 
 
 def _check_parameters(manifest: Manifest) -> None:
-    """States and gradients must be of parameters and have their sizes, in dtypes that they can be in."""
+    """States and gradients must belong to parameters, and have their sizes and an allowed dtype."""
     parameters, world_size = manifest.values["parameters"], manifest.values["world_size"]
     for entry in manifest.tensors.values():
         if entry.rank is not None and entry.rank >= world_size:
-            raise ValueError(f"{entry.name[:100]} is of rank {entry.rank} of {world_size}")
+            raise ValueError(f"{entry.name[:100]} belongs to rank {entry.rank}, but the job had {world_size}")
         if entry.kind in (BUFFER, LOOSE):
             continue
         if entry.name not in parameters:
-            raise ValueError(f"there is a {entry.kind[:40]} of {entry.name[:100]}, which is no parameter")
+            raise ValueError(f"there is a {entry.kind[:40]} of {entry.name[:100]}, which is not a parameter")
         numel = math.prod(parameters[entry.name]["shape"])
-        if entry.kind == UNREDUCED:  # a rank's own part, where the tensor axis cuts the parameter
+        if entry.kind == UNREDUCED:  # a rank's own part, if the tensor axis cuts the parameter
             numel = min(numel, math.prod(entry.shape))
         if entry.kind in _SIZED or entry.every > 1:
             fits = math.prod(entry.shape) == -(-numel // entry.every)
         else:  # a moment, or a factor of one, which is smaller
             fits = math.prod(entry.shape) <= numel
         if not fits:
-            raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} has another size than the parameter")
+            raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} does not have the size of the parameter")
         if not _is_plausible(entry, manifest):
-            raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} is in {entry.dtype}, which it cannot be")
+            raise ValueError(f"the {entry.kind[:40]} of {entry.name[:100]} is in {entry.dtype}, which is not allowed")
 
 
 def _is_plausible(entry: TensorEntry, manifest: Manifest) -> bool:
-    """Whether values of this kind can be kept like this; what is encoded needs what it is decoded with."""
+    """Whether values of this kind can be stored like this; encoded values need what decodes them."""
     dtype = entry.dtype
     if entry.kind == WEIGHT:
         return entry.every == 1

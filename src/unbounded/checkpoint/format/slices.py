@@ -1,8 +1,8 @@
 """Where the elements of a tensor lie in files: pure arithmetic over boxes, runs and stretches.
 
-A slice stores one *box* of a named global tensor: a side for every dim, which is an interval or several, one after
-another (queries, keys and values that lie in one matrix are cut so), or a single interval over the flattened
-(row-major) tensor, which is what partitioned flat buffers give. Readers know only *runs*: elements that follow one
+A slice stores one *box* of a named global tensor: for every dim an interval or a sequence of them (queries, keys and
+values in one matrix are cut like this), or a single interval over the flattened (row-major) tensor, which is what
+partitioned flat buffers give. Readers know only *runs*: elements that follow one
 another both in the flattened tensor and in a file. A box of any rank is a list of runs, so shards of
 tensor- and pipeline-parallel jobs are read by the same code.
 """
@@ -106,7 +106,7 @@ class RunMap:
         self._starts = [run.start for run in self.runs]
 
     def covering(self, start: int, stop: int) -> list[FileRun]:
-        """The runs that give [start, stop), clipped and without overlaps; None of it may be missing."""
+        """The runs that give [start, stop), clipped and without overlaps; nothing of it may be missing."""
         found, position = [], start
         index = max(0, bisect_right(self._starts, start) - 1)
         while position < stop:
@@ -151,8 +151,8 @@ def plan_blocks(ranges: Sequence[tuple[int, int]], edges: Sequence[int], gap_byt
     return joined
 
 
-# Elements. The parts of what every rank holds are dealt out in such grains: at their boundaries every state array,
-# also one with an entry for 128 elements, is on a page of the disk tier.
+# Elements. What every rank holds is divided in such grains: at their boundaries every state array, even one with an
+# entry for 128 elements, is on a page of the disk tier.
 GRAIN = 2**19
 
 

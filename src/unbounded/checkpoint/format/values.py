@@ -1,8 +1,8 @@
-"""The user's values as JSON and back, exactly: no pickle, nothing guessed.
+"""Turns the user's values into JSON and back, exactly: no pickle, no guessing.
 
-Plain JSON where JSON says it all; what it cannot say is an object with one key that begins with "~": tuples, keys
-that are not strings, inf and nan, bytes, counters, tensors. What cannot be given back as it was is refused, with
-the path to it.
+What JSON can express is plain JSON. Everything else (tuples, keys that are not strings, inf and nan, bytes, counters,
+tensors) is an object with one key that begins with "~". A value that would not come back exactly is refused, with the
+path to it.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def _encode_array(value: Any, path: str, put: Put) -> Any:
 
 
 def decode(value: Any, get: Get, path: str = "a value") -> Any:
-    """What `encode` was given. A text that `encode` has not written is refused; `path` names the value in errors.
+    """The value that `encode` was given. What `encode` would not have written is refused; `path` names it in errors.
 
-    A tensor is asked of `get` once: whoever wrote a manifest by hand cannot have one read a million times.
+    Each tensor may be read only once with `get`, so that a hand-written manifest cannot have one read a million times.
     """
     taken: set[str] = set()
 
@@ -147,14 +147,14 @@ def _decode_array(inner: Any, get: Get) -> Any:
 
     dtype, shape, name = inner
     if not _NUMBERS.fullmatch(text(dtype, "the dtype of an array")):
-        raise ValueError(f"{dtype[:20]!r} is no dtype of numbers")
+        raise ValueError(f"{dtype[:20]!r} is not a dtype of numbers")
     return numpy.frombuffer(get(name).numpy().tobytes(), dtype=dtype).reshape(shape).copy()
 
 
 def _decode_dtype(name: Any, get: Get) -> torch.dtype:
     dtype = getattr(torch, text(name, "a dtype"), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name[:40]!r} is no dtype")
+        raise ValueError(f"{name[:40]!r} is not a dtype")
     return dtype
 
 

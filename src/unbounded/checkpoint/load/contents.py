@@ -1,7 +1,7 @@
-"""One checkpoint opened for one rank of a running model: compared, small values read, the rest planned.
+"""One checkpoint opened for one rank of a running model: compares it, reads small values, and plans the rest.
 
-Nothing of the model is changed here. What cannot be loaded is found here, so that nothing is left to fail later but
-the reading and writing of states themselves.
+This does not change the model. It finds whatever cannot be loaded, so that afterwards only reading and writing the
+states themselves can fail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from unbounded.zero.step.step_progress import StepProgress
 
 
 class Contents:
-    """What a load brings in. `open`, then `prepare`; every attribute is there after that."""
+    """What a load brings in. Call `open`, then `prepare`; afterwards every attribute is there."""
 
     def __init__(self, state: Sharded, model: nn.Module, folder: Path, peers: Peers, *, with_optimizer: bool) -> None:
         self.state, self.model, self.folder, self.peers = state, model, folder, peers
@@ -48,7 +48,7 @@ class Contents:
         self.options: list[dict[str, Any]] = []
         self.counts: dict[str, tuple[int, dict[str, float]]] = {}  # steps and scalars of every parameter
         self.progress: StepProgress
-        self.factor: float | None = None  # that older checkpoints keep beside gradients that were clipped
+        self.factor: float | None = None  # which older checkpoints keep with clipped gradients
         self.copies: list[Copy] = []
         self.conversions: list[Conversion] = []
         self.gradients: StoredGradients | None = None
@@ -58,7 +58,7 @@ class Contents:
             self.files.close()
 
     def open(self) -> int:
-        """Reads the manifest and compares it with files, model and optimizer; a mark that tells manifests apart."""
+        """Reads the manifest and compares it with files, model and optimizer; returns a mark that identifies it."""
         self.manifest: Manifest = read_manifest(self.folder)
         self.files = Files(self.folder, self.manifest)
         self.files.check_present()
@@ -72,7 +72,7 @@ class Contents:
         return self.manifest.mark
 
     def prepare(self) -> int:
-        """Reads and verifies what is small, plans the rest; how many bytes this rank will put in place."""
+        """Reads and verifies what is small, plans the rest, and returns how many bytes this rank will load."""
         extras, rank = self.manifest.values["extra"], self.peers.rank
         taken = rank if str(rank) in extras else 0
         self.extra = self._decode(extras[str(taken)], "extra", taken)
@@ -85,7 +85,7 @@ class Contents:
         return self._num_bytes() + self.gradients.num_bytes
 
     def put_gradients(self, later: Callable[[Callable[[], None]], None]) -> None:
-        """Reads the gradients that no step had used, and hands what puts them in place to `later`."""
+        """Reads the gradients that no step had used, and gives `later` the actions that put them in place."""
         assert self.files is not None
         assert self.gradients is not None
         self.gradients.put(self.state.engine.units, self.files, self.state.engine.reduction, later)
@@ -118,7 +118,7 @@ class Contents:
                 self.counts[slot.name] = entry.get("step", 0), self._decode_scalars(entry.get("scalars", {}), slot.name)
         self.factor = self._decode(saved["clip"], "clip", 0)
         if self.factor is not None and not isinstance(self.factor, float):
-            raise CheckpointError(f"the clip factor of the checkpoint in {self.folder} is no number. Load another.")
+            raise CheckpointError(f"the clip factor of the checkpoint in {self.folder} is not a number. Load another.")
         scale = None if saved["loss_scale"] is None else LossScale(**saved["loss_scale"])
         self.progress = StepProgress(scale, saved["skipped_steps"], saved["scaled"])
         if rank < len(self.manifest.values["random"]):
@@ -138,7 +138,7 @@ class Contents:
     def _decode_scalars(self, stored: dict[str, Any], name: str) -> dict[str, float]:
         held = self._decode(stored, f"the scalars of {name}", 0)
         if not isinstance(held, dict) or not all(type(v) in (int, float) for v in held.values()):
-            raise CheckpointError(f"the scalars of {name} in {self.folder} are no numbers. Load another checkpoint.")
+            raise CheckpointError(f"the scalars of {name} in {self.folder} are not numbers. Load another checkpoint.")
         return held
 
     def _decode(self, stored: Any, what: str, rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""How a checkpoint differs from the model and the optimizer it is to be loaded into: a list of facts, or nothing."""
+"""How a checkpoint differs from the model and the optimizer that load it: a list of facts, or nothing."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def of_model(model: nn.Module, units: Sequence[Unit], source: StoredTensors, *, 
     stored = source.manifest.values["parameters"]
     if elsewhere:  # other stages of a pipeline have the rest
         return found + _of_buffers(model, source.manifest)
-    found += [f"{name} is in the checkpoint and not in the model" for name in stored if name not in met]
+    found += [f"{name} is in the checkpoint but not in the model" for name in stored if name not in met]
     return found + _of_buffers(model, source.manifest)
 
 
 def _of_parameter(unit: Unit, slot: Slot, source: StoredTensors) -> list[str]:
     shape = tuple(source.manifest.values["parameters"][source.names[slot.name]]["shape"])
     if shape != slot.global_shape:
-        return [f"{slot.name} has the shape {list(slot.global_shape)} here and {list(shape)} there"]
+        return [f"{slot.name} has the shape {list(slot.global_shape)} here and {list(shape)} in the checkpoint"]
     entry = source.entry(WEIGHT, slot.name)
     if entry is None:
         return [f"the checkpoint has no weights of {slot.name}"]
     if entry.dtype != unit.dtype and not (entry.dtype.is_floating_point and unit.dtype.is_floating_point):
-        return [f"{slot.name} is {unit.dtype} here and {entry.dtype} there"]
+        return [f"{slot.name} is {unit.dtype} here and {entry.dtype} in the checkpoint"]
     return []
 
 
@@ -71,13 +71,13 @@ def _of_buffers(model: nn.Module, manifest: Manifest) -> list[str]:
         if name not in stored:
             found.append(f"the buffer {name} is not in the checkpoint")
         elif stored[name].shape != tuple(buffer.shape):
-            shapes = f"{list(buffer.shape)} here and {list(stored[name].shape)} there"
+            shapes = f"{list(buffer.shape)} here and {list(stored[name].shape)} in the checkpoint"
             found.append(f"the buffer {name} has the shape {shapes}")
     return found + [f"the buffer {name} is not in the model" for name in stored if name not in here]
 
 
 def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
-    """Another kind of optimizer, other param groups, other states, gradients that fit only its number of ranks."""
+    """Another kind of optimizer, other param groups or states, or gradients for another number of ranks."""
     manifest, optimizer = source.manifest, state.optimizer
     saved = manifest.values["optimizer"]
     if saved is None:
@@ -85,24 +85,26 @@ def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
     assert optimizer is not None
     found = []
     if saved["kind"] != optimizer.kind:
-        found.append(f"it was saved from {saved['kind']}, and the optimizer here is {optimizer.kind}")
+        found.append(f"it was saved from {saved['kind']}, but the optimizer here is {optimizer.kind}")
     here = [len(group["params"]) for group in optimizer.param_groups]
     there = [len(group["names"]) for group in saved["groups"]]
     if here != there and state.engine.axes.pipeline.size == 1:
-        found.append(f"the param groups have {here} parameters here and {there} there")
+        found.append(f"the param groups have {here} parameters here and {there} in the checkpoint")
     found += _of_states(state, source)
+    if not state.plan.keeps_gradients and (manifest.of_kind(GRADIENT) or manifest.of_kind(UNREDUCED)):
+        found.append('it was saved with gradients that no step had used, and the plan here says gradients="none"')
     here_mesh = state.engine.axes.sizes
     mesh = manifest.values.get("mesh", here_mesh)
     if manifest.of_kind(UNREDUCED) and (manifest.values["world_size"] != size or mesh != here_mesh):
         found.append(
             f"it was saved by {manifest.values['world_size']} ranks between backwards, with gradients that were not "
-            f"reduced yet, and here are {size} (the mesh is {mesh} there and {here_mesh} here)"
+            f"reduced yet, but here there are {size} (the mesh was {mesh} and is {here_mesh} here)"
         )
     return found
 
 
 def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
-    """States that the optimizer here keeps and the checkpoint lacks, and the other way round (amsgrad, momentum)."""
+    """States that the optimizer keeps but the checkpoint lacks, and the other way round (amsgrad, momentum)."""
     saved, optimizer = source.manifest.values["optimizer"], state.optimizer
     assert optimizer is not None
     wanted: set[str] = set()
@@ -130,13 +132,13 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
 
 
 def _is_there(source: StoredTensors, kind: str, name: str, numel: int, dtype: torch.dtype | None = None) -> bool:
-    """Whether there is such a state of that size; `dtype` where it cannot be converted."""
+    """Whether there is such a state of that size, and of `dtype` if it cannot be converted."""
     entry = source.entry(kind, name)
     return entry is not None and math.prod(entry.shape) == numel and dtype in (None, entry.dtype)
 
 
 def _frozen_here(state: Sharded, source: StoredTensors, kinds: Iterable[str]) -> list[str]:
-    """The parameters that were updated before the save and have no states here, since they are frozen."""
+    """The parameters that were updated before the save but are frozen here, so they have no states."""
     described = source.manifest.values["parameters"]
     names = [slot.name for unit in state.engine.units if not unit.trainable for slot in unit.layout.slots]
     updated = [name for name in names if described[source.names[name]].get("step")]
@@ -144,14 +146,14 @@ def _frozen_here(state: Sharded, source: StoredTensors, kinds: Iterable[str]) ->
 
 
 def _of_flags(state: Sharded, source: StoredTensors) -> list[str]:
-    """The switches of the param groups that differ: which states there are follows from them."""
+    """The differing switches of param groups that decide which states there are."""
     optimizer = state.optimizer
     assert optimizer is not None
     found = []
     for group, stored in zip(optimizer.param_groups, source.manifest.values["optimizer"]["groups"], strict=False):
         for key, value in stored["options"].items():
             if key in _SWITCHES and key in group and group[key] != value:
-                found.append(f"{key} is {group[key]!r} here and {value!r} there")
+                found.append(f"{key} is {group[key]!r} here and {value!r} in the checkpoint")
     return list(dict.fromkeys(found))
 
 
@@ -160,7 +162,7 @@ _NOT_MOMENTS = {WEIGHT, BUFFER, GRADIENT, UNREDUCED, LOOSE, *MASTER_STATES}
 
 
 def check_options(options: Any, group: Mapping[str, Any], index: int, folder: Path) -> None:
-    """Raises where hyper-parameters are not of the kind that the optimizer has here."""
+    """Raises if hyper-parameters are not of the kind that the optimizer here has."""
     named = isinstance(options, dict) and all(isinstance(key, str) for key in options)
     known = set(options) & set(group) if named else set()
     wrong = sorted(key for key in known if not _is_alike(group[key], options[key]))
@@ -173,7 +175,7 @@ def check_options(options: Any, group: Mapping[str, Any], index: int, folder: Pa
 
 
 def _is_alike(here: Any, there: Any) -> bool:
-    """Whether one may take the place of the other: numbers of any kind, sequences of as many, the same type."""
+    """Whether one may replace the other: numbers of any kind, sequences of the same length, the same type."""
     if here is None or there is None:
         return True
     if _is_number(here):

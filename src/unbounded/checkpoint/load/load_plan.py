@@ -1,8 +1,8 @@
-"""What a rank needs of a checkpoint: pure matching of a model's units with a manifest.
+"""What a rank needs from a checkpoint: matches a model's units with a manifest. Pure.
 
-A *copy* takes bytes of a file into an array as they are. A *conversion* is for a stretch of a unit whose values are
-stored in another format, or whose bytes do not lie on the pages of a disk array. This module decides which of the two
-a state needs; `transfer` carries them out.
+A *copy* brings bytes of a file into an array unchanged. A *conversion* is for a stretch of a unit whose values are
+stored in another format, or whose bytes are not aligned with the pages of a disk array. This module decides which of
+the two a state needs; `transfer` carries them out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unbounded.tiers.array import Array
 from unbounded.zero.layout import Slot, clip_range
 from unbounded.zero.unit import Unit
 
-# What is read straight into its place needs no buffer: the most that one read brings.
+# The most that one read brings straight into its place, which needs no buffer.
 DIRECT_BYTES = 64 << 20
 
 
@@ -40,7 +40,7 @@ class Copy:
 class Conversion:
     """Elements [start, stop) of a unit's flat buffer, for the target arrays `kinds` that are encoded together.
 
-    The stored bytes of slots that begin at `kept` are right, and go in as they are.
+    The stored bytes of slots that begin at `kept` are right, and are used unchanged.
     """
 
     unit: Unit
@@ -51,7 +51,7 @@ class Conversion:
 
 
 class StoredTensors:
-    """A manifest asked by parameter: which kinds of state it has of each, and where. Aliases are found too."""
+    """A manifest by parameter: which kinds of state it has of each, and where. Aliases are found too."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -114,7 +114,7 @@ def plan_unit(unit: Unit, source: StoredTensors, groups: Sequence[tuple[str, ...
 
 
 def _has_bytes(unit: Unit, slot: Slot, kind: str, source: StoredTensors) -> bool:
-    """Whether the checkpoint stores this kind of state of a slot just as the unit keeps it."""
+    """Whether the checkpoint stores this state of a slot in the same form as the unit keeps it."""
     entry, every = source.entry(kind, slot.name), unit.every.get(kind, 1)
     if entry is None or entry.dtype != array_of(unit, kind).dtype or entry.every != every:
         return False
@@ -122,7 +122,7 @@ def _has_bytes(unit: Unit, slot: Slot, kind: str, source: StoredTensors) -> bool
 
 
 def _plan_copies(unit: Unit, kind: str, source: StoredTensors, every: int) -> list[Copy] | None:
-    """One array's copies, or None if it is on disk and the pages of file and array do not agree."""
+    """One array's copies, or None if it is on disk and the pages of file and array are not aligned."""
     array = array_of(unit, kind)
     itemsize = array.dtype.itemsize
     joined: list[Copy] = []
@@ -143,9 +143,9 @@ def _plan_copies(unit: Unit, kind: str, source: StoredTensors, every: int) -> li
 
 
 def stored_ranges(slot: Slot, start: int, stop: int, every: int = 1) -> Iterator[tuple[int, int]]:
-    """Where elements [start, stop) of a parameter that this rank holds lie in the whole one, flattened, in order.
+    """Where elements [start, stop) of this rank's part of a parameter are in the whole one, flattened, in order.
 
-    Elements of a state that has one for `every` of the parameter's are counted in those.
+    For a state with one element for `every` elements of the parameter, its own elements are counted.
     """
     cut = slot.cut if slot.cut is None or every == 1 else slot.cut.in_blocks(every)
     return iter([(start, stop)]) if cut is None else cut.ranges(start, stop)
@@ -160,7 +160,7 @@ def owned_slots(unit: Unit) -> Iterator[tuple[Slot, int, int]]:
 
 
 def _join(joined: list[Copy], copy: Copy) -> None:
-    """Appends a copy, or lengthens the last one where file and array go on alike across the padding between."""
+    """Appends a copy, or extends the last one if file and array have the same padding in between."""
     if joined:
         last = joined[-1]
         gap = copy.offset - last.offset - last.nbytes
@@ -172,7 +172,7 @@ def _join(joined: list[Copy], copy: Copy) -> None:
 
 
 def _fill(copy: Copy, source: StoredTensors) -> Copy:
-    """An array's last copy widened by the padding after the last slot, where that lies in the same block."""
+    """An array's last copy, extended by the padding after the last slot if that is in the same block."""
     end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
     edges, stop = source.manifest.files[copy.file].edges, copy.offset + copy.nbytes
     if not 0 < total - end < PAGE or stop + total - end > edges[bisect_left(edges, stop)]:
@@ -182,13 +182,13 @@ def _fill(copy: Copy, source: StoredTensors) -> Copy:
 
 
 def _align(copy: Copy, source: StoredTensors) -> Copy | None:
-    """A copy into a disk array widened by padding to whole pages, or None if the pages do not agree."""
+    """A copy into a disk array, extended by padding to whole pages, or None if the pages are not aligned."""
     front = copy.position % PAGE
     end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
     back = min(-(-end // PAGE) * PAGE, total) - end
     offset, nbytes = copy.offset - front, copy.nbytes + front + back
     file_bytes = source.manifest.files[copy.file].nbytes
-    # Only padding of ours may be covered: less than a slot's alignment before the first and after the last.
+    # Only our own padding may be overwritten: less than a slot's alignment before the first and after the last.
     if offset < 0 or offset % PAGE or offset + nbytes > file_bytes or max(front, back) >= 128 * 4:
         return None
     gaps = [(start + front, stop + front) for start, stop in copy.gaps]
@@ -204,7 +204,7 @@ def cut_copies(
 ) -> Iterator[tuple[int, int, list[Copy]]]:
     """Copies in the order of the files, cut where chunks begin: (file, start of the chunk, copies inside it).
 
-    With `direct` a copy that is whole blocks into host memory is a chunk of its own, and a larger one.
+    With `direct`, a copy of whole blocks into host memory is its own chunk, and may be larger.
     """
     pending: dict[tuple[int, int, bool], list[Copy]] = {}
     for copy in copies:
@@ -223,9 +223,9 @@ def cut_copies(
 
 
 def direct_target(copy: Copy, start: int, stop: int) -> torch.Tensor | None:
-    """The host memory into which bytes [start, stop) of the file can be read to carry out the copy, if there is such.
+    """The host memory into which bytes [start, stop) of the file can be read for the copy, if there is any.
 
-    Up to a page of padding after the copy may go where nothing is: into the rest of the array's last page.
+    Up to a page of padding after the copy may go into the unused rest of the array's last page.
     """
     held, excess = copy.array.direct, stop - copy.offset - copy.nbytes
     if held is None or held.device.type != "cpu" or start != copy.offset or not 0 <= excess < PAGE:

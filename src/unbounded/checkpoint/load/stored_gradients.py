@@ -1,4 +1,4 @@
-"""Gradients that were added up and not used yet, from a checkpoint back into the units."""
+"""Brings gradients that were added up but not used yet from a checkpoint back into the units."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StoredGradients:
     def put(
         self, units: Sequence[Unit], files: Files, reduction: Reduction, later: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Reads the gradients unit by unit and hands what puts them in place to `later`."""
+        """Reads the gradients unit by unit, and gives `later` the actions that put them in place."""
         if self.has_deferred:
             later(reduction.defer)
         for unit in units if self.entries else ():
@@ -46,7 +46,7 @@ class StoredGradients:
                 later(partial(reduction.restore, unit, reduced, unreduced, used))
 
     def _read(self, unit: Unit, kind: str, files: Files, low: int, high: int) -> torch.Tensor | None:
-        """A stretch of a unit's flat buffer out of named tensors, or None if the checkpoint has none of it."""
+        """A stretch of a unit's flat buffer from named tensors, or None if the checkpoint has none of it."""
         flat: torch.Tensor | None = None
         for slot in unit.layout.slots:
             entry = self.entries.get((kind, self.source.names[slot.name]))

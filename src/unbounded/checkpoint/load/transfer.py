@@ -1,10 +1,10 @@
-"""From verified bytes of a checkpoint to arrays on their tiers, in one pass over the files.
+"""Brings verified bytes of a checkpoint into arrays on their tiers, in one pass over the files.
 
     read      | c2 | c3 |              whole blocks, several chunks ahead, each verified by the thread that read it
     put            | c1 | c0 |         into memory, onto the device, into the disk tier
 
 Copies go in the order of the files, so every block is read once. A chunk that fills part of one array in host
-memory is read straight into it. With `staged` nothing is put before `install`, so that a checkpoint that turns out
+memory is read straight into it. With `staged`, nothing is put in place before `install`, so a checkpoint that turns out
 to be damaged has changed nothing.
 """
 
@@ -38,13 +38,13 @@ from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
 from unbounded.zero.layout import Slot, clip_range
 
-# Chunks read ahead, and as many being put in place: enough that the disk stays busy while this thread waits for a core.
+# Chunks read ahead, and as many being put in place: enough to keep the disk busy while this thread waits for a core.
 DEPTH = 8
 
 
 @dataclass(eq=False)
 class ReadChunk:
-    """A stretch of one file on its way: what was asked for, where it lands, what it waits for."""
+    """A stretch of one file being read: what was asked for, where it goes, what it waits for."""
 
     file: int
     start: int
@@ -67,7 +67,7 @@ class Transfer:
         *,
         staged: bool,
     ) -> None:
-        """`pool` must be free; all of it is given back, also after a failure."""
+        """`pool` must be free; all of it is returned, even after a failure."""
         self.files, self.source, self.pool, self.staged = files, source, pool, staged
         self._pipeline = ItemPipeline(self, num_ahead=DEPTH, num_unfinished=DEPTH, pool=pool)
         self._waiting: list[Callable[[], Waitable | None]] = []
@@ -81,7 +81,7 @@ class Transfer:
         self._waiting.clear()
 
     def later(self, action: Callable[[], None]) -> None:
-        """Runs `action` now, or with `install` where things are staged."""
+        """Runs `action` now or, if things are staged, in `install`."""
         if self.staged:
             self._waiting.append(action)
         else:
@@ -95,7 +95,7 @@ class Transfer:
         self._pipeline.run(ReadChunk(*part) for part in parts)
 
     def read(self, chunk: ReadChunk) -> None:
-        """Starts reading a chunk, into the array it belongs to where it fills memory of its own."""
+        """Starts reading a chunk: straight into its array if it fills part of one in host memory."""
         entry = self.files.manifest.files[chunk.file]
         ranges = [(copy.offset, copy.offset + copy.nbytes) for copy in chunk.copies]
         chunk.blocks = plan_blocks(ranges, entry.edges, entry.block_bytes)
@@ -154,7 +154,7 @@ class Transfer:
     # -- conversions -----------------------------------------------------------------------------------------------
 
     def convert(self, conversions: Sequence[Conversion]) -> None:
-        """One after another: what a conversion costs is the conversion."""
+        """Runs conversions one after another, because their cost is the conversion itself."""
         for conversion in conversions:
             arrays = self._encode(conversion)
             self._keep(conversion, arrays)
@@ -168,7 +168,7 @@ class Transfer:
                 wait.wait()
 
     def _keep(self, job: Conversion, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Bytes that are right as they are stored."""
+        """Puts bytes that are stored in the right form."""
         for slot, start, stop in _slots(job):
             for kind in job.kinds if slot.start in job.kept else ():
                 part = self._fetch(kind, slot, start, stop)
@@ -176,7 +176,7 @@ class Transfer:
                 arrays[kind][(start - job.start) // job.unit.every.get(kind, 1) :][: part.numel()].copy_(part)
 
     def _encode(self, job: Conversion) -> dict[str, torch.Tensor]:
-        """The other values in fp32, decoded slot by slot, and encoded whole as the unit keeps them."""
+        """Decodes the other values to fp32, slot by slot, and encodes all of them as the unit keeps them."""
         others = [part for part in _slots(job) if part[0].start not in job.kept]
         if not others:
             return {kind: self._empty(job, kind) for kind in job.kinds}
@@ -217,7 +217,7 @@ class Transfer:
         return values
 
     def _decode_blocks(self, kind: str, slot: Slot, start: int, stop: int) -> torch.Tensor:
-        """A moment in blocks with a scale each, which begin elsewhere than this rank's part does."""
+        """A moment in blocks with one scale each, whose blocks are not aligned with this rank's part."""
         names, offset = (kind, f"{kind}_scale"), slot.first - slot.start
         entries = [entry for name in names if (entry := self.source.entry(name, slot.name)) is not None]
         every, values, position = entries[1].every, torch.empty(stop - start), 0

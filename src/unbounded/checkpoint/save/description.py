@@ -1,4 +1,4 @@
-"""What a manifest says beside the tensors: parameters, configuration, optimizer. Plain values, taken from the model."""
+"""What a manifest says besides tensors: parameters, configuration, optimizer. Plain values from the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unbounded.zero.unit import Unit
 
 
 def describe_parameters(model: nn.Module, units: Sequence[Unit]) -> dict[str, Any]:
-    """Every parameter by name, with what is counted for each."""
+    """Every parameter by name, with its counts."""
     names = {member.names[0]: member.names[1:] for member in find_members(model)}
     described: dict[str, Any] = {}
     for unit in units:
@@ -31,7 +31,7 @@ def describe_parameters(model: nn.Module, units: Sequence[Unit]) -> dict[str, An
 
 
 def owned_scalars(units: Sequence[Unit]) -> dict[str, dict[str, float]]:
-    """The scalars of parameters that this rank updates, or a part of them; others' are not kept current here."""
+    """The scalars of parameters that this rank updates, wholly or in part; those of others are not current here."""
     found = {}
     for unit in units:
         for index, (slot, scalars) in enumerate(zip(unit.layout.slots, unit.scalars, strict=True)):
@@ -68,8 +68,8 @@ def describe_optimizer(optimizer: ShardedOptimizer, model: nn.Module, put: value
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise StateError(
-                    f"a parameter of shape {tuple(parameter.shape)} that the optimizer trains was taken out of the "
-                    "model after `shard`, so it has no name to be saved under. Put its module back, or take it out "
+                    f"a parameter of shape {tuple(parameter.shape)} that the optimizer trains was removed from the "
+                    "model after `shard`, so it has no name to be saved under. Put its module back, or remove it "
                     "before `shard`."
                 )
         options = {key: value for key, value in group.items() if key != "params"}

@@ -1,9 +1,9 @@
 """Who waits for a save in the background, and for how long.
 
-A save reads states where they are, so an update that would overwrite them has to wait until they have been read. It
-need not wait for the disk where the host has room: what has not been read of its unit yet is copied aside, and read
-from there. It waits only for what is on its way to the disk at that moment. A GPU's steps leave cores idle, so with
-one a thread of the save makes these copies before the update comes.
+A save reads states where they are, so an update that would overwrite them has to wait until they have been read. If the
+host has room, it need not wait for the disk: the part of its unit that has not been read yet is copied aside, and the
+save reads the copy. The update then waits only for what is being written at that moment. With a GPU, steps leave cores
+idle, so a thread of the save makes these copies before the update comes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.reader import Reader
 from unbounded.tiers.tiers import Tiers
 
-# Enough to be ahead of a step's update, few enough to leave the host's memory to the transfers of the step.
+# Enough to stay ahead of a step's update, and few enough to leave memory bandwidth to the transfers of the step.
 COPY_THREADS = 4
 
 
@@ -41,7 +41,7 @@ class _Watched:
 
 
 class Readers:
-    """The readers of one save. `close` lets everybody go and gives the copies' memory back."""
+    """The readers of one save. `close` ends all waits and frees the memory of the copies."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -55,7 +55,7 @@ class Readers:
         return reader
 
     def watch(self, segments: Sequence[FileSegment]) -> None:
-        """The segments that will be written. A reader that has none of them is over."""
+        """Sets the segments that will be written. A reader without any is finished."""
         for segment in segments:
             if segment.reader is not None:
                 self._watched[id(segment.reader)].segments.append(segment)
@@ -64,7 +64,7 @@ class Readers:
                 watched.reader.complete()
 
     def expect(self, chunks: Sequence[WriteChunk]) -> None:
-        """The chunks in which all of them will be read."""
+        """Sets the chunks in which all of them will be read."""
         with self._lock:
             for watched in self._watched.values():
                 watched.num_left = 0
@@ -73,13 +73,13 @@ class Readers:
                     watched.num_left = (watched.num_left or 0) + 1
 
     def begin(self, chunk: WriteChunk) -> None:
-        """Called before the chunk's memory is looked at."""
+        """Called before the chunk's memory is read."""
         with self._lock:
             for watched in self._of(chunk):
                 watched.num_begun += 1
 
     def end(self, chunk: WriteChunk) -> None:
-        """The chunk was read: what it held may change."""
+        """The chunk was read, so its memory may change."""
         with self._lock:
             for watched in self._of(chunk):
                 assert watched.num_left is not None
@@ -88,7 +88,7 @@ class Readers:
                 watched.end_if_over()
 
     def copy_ahead(self) -> None:
-        """Copies everything aside: first what would be read last, up to what is being read."""
+        """Copies everything aside, beginning with what would be read last, up to what is being read."""
         with kernels.Pool(COPY_THREADS) as pool:
             for watched in reversed(self._watched.values()):
                 if watched.may_copy and not watched.reader.launched():
@@ -109,7 +109,7 @@ class Readers:
         return [self._watched[key] for key in readers]
 
     def _set_aside(self, reader: Reader, pool: kernels.Pool | None) -> None:
-        """Copies a reader's segments as far as they are in memory and there is room. With all copied it is over."""
+        """Copies a reader's segments that are in memory, while there is room. When all are copied, it is finished."""
         watched = self._watched[id(reader)]
         with watched.copying:
             if watched.is_aside:
@@ -121,7 +121,7 @@ class Readers:
                 watched.end_if_over()
 
     def _copy(self, segment: FileSegment, pool: kernels.Pool | None) -> bool:
-        """Copies what a chunk that begins from now on reads; False where there is no room."""
+        """Copies what later chunks will read; False if there is no room."""
         if id(segment) in self._copies:
             return True
         (array, start), arena = segment.place, self._tiers.arena
@@ -130,7 +130,7 @@ class Readers:
             return False
         try:
             copy = MemoryArray(arena.allocate(array.dtype, segment.numel, pin=False), "host", arena.release)
-        except BudgetError:  # the system has less than the budget says: waiting does it too
+        except BudgetError:  # the system has less than the budget says; waiting works too
             self._tiers.return_host(segment.nbytes)
             return False
         self._copies[id(segment)] = copy

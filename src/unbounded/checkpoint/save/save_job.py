@@ -41,7 +41,7 @@ from unbounded.zero.sites import persistent_buffers
 
 @dataclass(frozen=True)
 class Survey:
-    """What the ranks tell each other before they write, to store what is the same everywhere once."""
+    """What the ranks tell each other before they write, so that equal values are stored once."""
 
     extra: str
     buffers: dict[str, int]
@@ -117,7 +117,7 @@ class SaveJob:
     def _take(self, surveys: list[Survey]) -> None:
         if not self.staging.is_dir():
             raise CheckpointError(
-                f"rank {self.peers.rank} does not see {self.staging}, which rank 0 has made. "
+                f"rank {self.peers.rank} does not see {self.staging}, which rank 0 made. "
                 "Save to a folder on a filesystem that all ranks share."
             )
         own = surveys[self.peers.rank].buffers
@@ -153,7 +153,7 @@ class SaveJob:
             self.ready.record()
 
     def _has_room_to_copy(self) -> bool:
-        """Whether a GPU has room for a copy of the states it holds, which costs milliseconds; steps then never wait."""
+        """Whether a GPU has room to copy its states, which takes milliseconds; steps then never wait."""
         device = self.state.engine.device
         if device.type != "cuda":
             return False
@@ -162,7 +162,7 @@ class SaveJob:
         return needed < torch.cuda.mem_get_info(device)[0] // 2
 
     def _describe(self) -> dict[str, Any]:
-        """What is the same on all ranks and kept once; the snapshot's own tensors are rank 0's."""
+        """Values that are the same on all ranks and kept once; tensors in them are those of rank 0."""
         state, model = self.state, self.model
         return {
             "library": __version__,
@@ -196,7 +196,7 @@ class SaveJob:
             self._let_go()
 
     def _copies_ahead(self) -> bool:
-        """Whether training leaves cores idle that can bring states out of its way."""
+        """Whether training leaves cores idle that can copy states aside."""
         return self.copy and self.state.engine.device.type == "cuda"
 
     def _write(self) -> WrittenPart:
@@ -244,14 +244,14 @@ class SaveJob:
         self.claim.commit(write_text(Manifest(entries, [part.file for part in parts], described)))
 
     def _add_stage(self, part: WrittenPart) -> None:
-        """The parameters of other stages of a pipeline, which this rank does not have."""
+        """Adds the parameters of other pipeline stages, which this rank does not have."""
         for name, entry in part.parameters.items():
             self.described["parameters"].setdefault(name, entry)
         for group, names in zip(self.described["optimizer"]["groups"] if part.groups else (), part.groups, strict=True):
             group["names"] += [name for name in names if name not in group["names"]]
 
     def _let_go(self) -> None:
-        """Whatever happened, updates may go on and the folder is free."""
+        """Whatever happened, lets updates continue and releases the folder."""
         self.readers.close()
         if self.claim is not None:
             self.claim.release()

@@ -1,7 +1,7 @@
-"""The data file of one rank before it is written: which stretch of which array lies where, and in which chunks.
+"""The data file of one rank before it is written: which stretch of which array goes where, and in which chunks.
 
-A large segment has chunks of its own, which can be written straight from its array where that is in host memory;
-small ones are put together, many to a chunk. Segments start on pages, so that transfers from the disk tier are
+A large segment has its own chunks, which can be written straight from its array if that is in host memory; small ones
+are put together, many to a chunk. Segments start on pages, so that transfers from the disk tier are
 aligned; the padding between them is zero and checksummed like everything else.
 """
 
@@ -24,9 +24,9 @@ LARGE_BYTES = BLOCK_BYTES
 
 @dataclass(eq=False)
 class FileSegment:
-    """`numel` elements, to lie at `offset` of the file; `reader` is over when they have been read.
+    """`numel` elements, for `offset` of the file; `reader` is finished when they have been read.
 
-    `place` is the array that holds them and where in it they begin, and may change to a copy's while a save runs.
+    `place` is the array that holds them and where in it they begin. It may change to a copy while a save runs.
     """
 
     place: tuple[Array, int]
@@ -60,7 +60,7 @@ class SegmentPart:
 
 @dataclass(eq=False)
 class WriteChunk:
-    """A stretch of the file on its way: its parts, the buffer that holds it and what it waits for."""
+    """A stretch of the file being written: its parts, the buffer that holds it and what it waits for."""
 
     offset: int
     nbytes: int
@@ -80,7 +80,7 @@ class WriteChunk:
         return part.segment.is_in_host_memory and part.stop - part.start == self.nbytes
 
     def direct_bytes(self) -> torch.Tensor:
-        """The memory that holds it, where `is_direct`."""
+        """The memory that holds it, if `is_direct`."""
         part = self.parts[0]
         array, first = part.segment.place
         assert array.direct is not None
@@ -97,7 +97,7 @@ class FileLayout:
 
 
 def lay_out(segments: Sequence[FileSegment]) -> FileLayout:
-    """Gives every segment its place, each on a page. Large ones have a start of their own, small ones share one."""
+    """Gives every segment its place, each on a page. Large ones have their own start; small ones share one."""
     starts, offset, shared = [0], 0, 0
     for segment in segments:
         is_large = segment.nbytes >= LARGE_BYTES

@@ -1,6 +1,6 @@
 """What one rank puts into a checkpoint: segments of its arrays, with the names of what is in them.
 
-Nothing is read here. A snapshot refers to the arrays where they are; whoever writes it must keep them from changing
+Nothing is read here. A snapshot refers to the arrays where they are; its writer must keep them from changing
 (`FileSegment.reader`) until they have been read. Small things (buffers, random states, the user's tensors) are copied.
 """
 
@@ -67,7 +67,7 @@ class Snapshot:
     ) -> None:
         """The unit's weights and the states named `kinds`: what this rank owns, or its part of what all have.
 
-        With `copy` what lies on the device is copied there now, so that nobody has to wait for it.
+        With `copy`, what is on the device is copied there now, so that nobody has to wait for it.
         """
         part = self._part(unit, number)
         arrays: dict[str, Array] = {WEIGHT: unit.weights, **{kind: unit.states[kind] for kind in kinds}}
@@ -82,7 +82,7 @@ class Snapshot:
                     self._add_decoded(unit, kind, slot, part)
 
     def _add_decoded(self, unit: Unit, kind: str, slot: Slot, part: tuple[int, int]) -> None:
-        """A moment in fp32 where its blocks are those of this mesh alone: other ones could not decode them."""
+        """A moment in fp32, if its blocks exist only on this mesh and no other could decode them."""
         clipped = clip_range(slot.start, slot.stop, *part)
         if clipped is None or not slot.is_counted:
             return
@@ -96,7 +96,7 @@ class Snapshot:
         self._add_slot(segment, 0, slot, kind, clipped, 1)
 
     def add_factors(self, unit: Unit, number: int, reader: Reader, *, copy: bool = False) -> None:
-        """States of other shapes than the parameters', which one rank has; what all have is written by one."""
+        """States that do not have the parameters' shapes. One rank has them; if all have them, one writes."""
         array = unit.factors.array
         if array is None or (unit.is_whole and number % self.copies.size != self.copies.rank):
             return
@@ -140,7 +140,7 @@ class Snapshot:
         """Elements `part` of a unit's flat buffer, which `array` holds from the first owned one on."""
         base, every = 0 if own else unit.owned[0], unit.every.get(kind, 1)
         start, stop = (part[0] - base) // every, -(-(part[1] - base) // every)
-        # What several ranks of other axes hold is written by the one that counts.
+        # If several ranks of other axes hold it, the one that counts writes it.
         held = [
             (slot, clip_range(slot.start, slot.stop, *part)) for slot in unit.layout.slots if slot.is_counted or own
         ]
@@ -163,7 +163,7 @@ class Snapshot:
         *,
         own: bool = False,
     ) -> None:
-        """What a slot has of `clipped`, from element `position` of the segment on."""
+        """The part of `clipped` in a slot, from element `position` of the segment on."""
         offset = slot.first - slot.start
         inside = (clipped[0] + offset) // every, -(-(clipped[1] + offset) // every)
         cut = None if slot.cut is None or own else slot.cut if every == 1 else slot.cut.in_blocks(every)
@@ -177,7 +177,7 @@ class Snapshot:
             self.stored.append(Stored(segment, position, slot.name, kind, shape, (inside,), every, rank))
 
     def add_tensor(self, name: str, kind: str, tensor: torch.Tensor, rank: int | None) -> None:
-        """A small tensor of this rank's own, whole."""
+        """A small tensor that this rank has whole."""
         flat = tensor.detach().reshape(-1).contiguous().cpu()
         segment = FileSegment((MemoryArray(flat, "host"), 0), flat.numel())
         self.segments.append(segment)
@@ -187,7 +187,7 @@ class Snapshot:
             self.stored.append(Stored(segment, 0, name, kind, tuple(tensor.shape), ((0, 0),), 1, rank))
 
     def put(self, tensor: torch.Tensor) -> str:
-        """Stores a tensor of the user's; named by number and content, so that equal values have equal text."""
+        """Stores a user's tensor under a name made of number and content, so that equal values have equal text."""
         copy = tensor.detach().to("cpu", copy=True).contiguous()
         name = f"{self.num_loose}-{checksum(copy):08x}"
         self.num_loose += 1
@@ -211,7 +211,7 @@ def _is_torn(slot: Slot) -> bool:
 
 
 def _read(array: Array, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of an array; of one on disk the pages that they lie in are read."""
+    """Elements [start, stop) of an array; if it is on disk, their pages are read."""
     step = PAGE // array.dtype.itemsize
     first, last = start // step * step, min(-(-stop // step) * step, array.numel)
     held = torch.empty(last - first, dtype=array.dtype)

@@ -3,8 +3,8 @@
     read     | c2 | c3 |              states on disk or on a GPU into staging buffers
     write         | c0 | c1 |         CRC32C of every block, then the write, on the threads of the disk engine
 
-A chunk that one array in host memory holds is written from there. This thread touches no byte of what is large: it
-may run beside a training loop, whose interpreter it shares.
+A chunk inside one array in host memory is written from there. This thread never touches large data itself, because it
+may share the interpreter with a training loop.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from unbounded.observe import trace
 from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool
 
-# Chunks being written: enough that the disk stays busy while this thread waits for a core.
+# Chunks being written: enough to keep the disk busy while this thread waits for a core.
 DEPTH = 8
 
 
 class Writer:
-    """Writes segments into one file. `staging` must be free; all of it is given back, also after a failure."""
+    """Writes segments into one file. `staging` must be free; all of it is returned, even after a failure."""
 
     def __init__(self, file: DiskFile, staging: BufferPool, readers: Readers) -> None:
         self.file, self.staging, self.readers = file, staging, readers

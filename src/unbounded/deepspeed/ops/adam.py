@@ -1,4 +1,4 @@
-"""`deepspeed.ops.adam`: torch's Adam and AdamW under DeepSpeed's names. Where updates run is the plan's business."""
+"""`deepspeed.ops.adam`: torch's Adam and AdamW under DeepSpeed's names. The plan decides where updates run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam, with decoupled weight decay unless `adam_w_mode=False`, as DeepSpeed's class of this name."""
+    """Adam, with decoupled weight decay unless `adam_w_mode=False`, like DeepSpeed's class of this name."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same update; `adamw_mode` is how this class spells it."""
+    """The same update; this class spells the argument `adamw_mode`."""
 
     def __init__(
         self,

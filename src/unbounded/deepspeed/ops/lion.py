@@ -25,7 +25,9 @@ class FusedLion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def step(self, closure: Any = None) -> Any:
-        raise StateError("FusedLion was not given to initialize or shard, whose optimizer runs its update.")
+        raise StateError(
+            "FusedLion cannot step by itself. Give it to initialize or shard, and use the optimizer that they return."
+        )
 
 
 DeepSpeedCPULion = FusedLion

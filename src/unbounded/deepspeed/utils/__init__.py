@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: the logger, and weights out of checkpoints."""
+"""`deepspeed.utils`: the logger, and weights from checkpoints."""
 
 import logging
 

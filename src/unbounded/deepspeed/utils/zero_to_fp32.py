@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights of a checkpoint that `save_checkpoint` wrote, or DeepSpeed did."""
+"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights of a checkpoint that `save_checkpoint` or DeepSpeed wrote."""
 
 from __future__ import annotations
 

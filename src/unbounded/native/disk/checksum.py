@@ -1,4 +1,4 @@
-"""CRC32C of tensors, of bytes one after the other from their checksums, and of transfers while they run."""
+"""CRC32C of tensors, of joined bytes from their checksums, and of transfers while they run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def crc32c_combine(first: int, second: int, second_bytes: int) -> int:
 
 
 class Checksums:
-    """The CRC32C of every `grain_bytes` of one transfer: a write puts them here, a read is held against them."""
+    """The CRC32C of every `grain_bytes` of one transfer: a write puts them here, a read is checked against them."""
 
     def __init__(self, grain_bytes: int, values: Iterable[int]) -> None:
         held = list(values)

@@ -1,11 +1,11 @@
-"""The disk tier's store: extents in preallocated files that vanish with the process.
+"""The disk tier's store: extents in preallocated files that end with the process.
 
-One anonymous file a path, reserved whole at the start. Reads and writes of one extent are not ordered among
-each other: wait for a write before reading it, and for both before freeing. States: open -> closed.
+There is one anonymous file per path, fully reserved at the start. Reads and writes of one extent are not ordered:
+wait for a write before reading it, and for both before freeing. States: open -> closed.
 
 Checksums are kept in memory, four bytes for every page of a file: a write puts them there, and a read that finds
 other bytes on the disk fails. A page that was never written reads as zeros, and its slot is zero (see `Run` in
-native/disk/transfer.h), so that slots take memory only where something was written.
+native/disk/transfer.h), so slots take memory only if something was written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 class ExtentStore:
     """Extents of any size on one or several paths, striped over them, with their CRC32C checked on reading.
 
-    `capacity_bytes` is taken at once, in all; a path without the room raises ENOSPC with what is short. An extent
+    The whole `capacity_bytes` is taken at once; a path without the room raises ENOSPC with what is short. An extent
     takes its size rounded up to 4096 bytes (on every path it is striped over).
     """
 
@@ -53,7 +53,7 @@ class ExtentStore:
         self._owns_engine = engine is None
         self.engine = engine or DiskEngine()
         share = round_up(-(-capacity_bytes // len(self.folders)), ALIGNMENT)
-        # Striping is even to within a stripe, so each path holds one more than its share.
+        # Striping is even to within one stripe, so each path has room for one more than its share.
         self._file_bytes = share if len(self.folders) == 1 else share + STRIPE_BYTES
         self._named: list[Path] = []
         self._files: list[DiskFile] = []
@@ -79,7 +79,7 @@ class ExtentStore:
 
     @property
     def free_bytes(self) -> int:
-        """What is not taken by extents; the slack for uneven stripes not counted."""
+        """What is not taken by extents, without the slack for uneven stripes."""
         with self._lock:
             free = sum(spans.free_bytes for spans in self._free)
         return max(0, free - (self._file_bytes * len(self.folders) - self.capacity_bytes))
@@ -140,7 +140,7 @@ class ExtentStore:
             self._give(extent.lanes)
 
     def read(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> DiskHandle:
-        """Starts filling `tensor` from the extent at `offset`; wait() raises where a checksum differs."""
+        """Starts filling `tensor` from the extent at `offset`; wait() raises if a checksum differs."""
         return self._submit(READ, extent, tensor, offset)
 
     def write(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> DiskHandle:
@@ -175,7 +175,7 @@ class ExtentStore:
         return DiskHandle(self.engine.submit(operation, runs, padded=True), explain, (tensor, self._sums, self._files))
 
     def _slot(self, path: int, offset: int) -> int:
-        """The address of the checksum of the page at `offset` of a path's file; 0 where none are kept."""
+        """The address of the checksum of the page at `offset` of a path's file; 0 if none are kept."""
         sums = self._sums[path]
         return sums.data_ptr() + offset // ALIGNMENT * SLOT_BYTES if sums.numel() else 0
 
@@ -209,7 +209,7 @@ class ExtentStore:
         return ", ".join(str(folder) for folder in self.folders)
 
     def close(self) -> None:
-        """Waits for the transfers in flight and gives the disk back; a second call does nothing."""
+        """Waits for the transfers in flight and frees the disk space; a second call does nothing."""
         if self._closed or not self.engine.is_here():
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""A transfer in flight: what to wait on, which buffers it keeps alive, and how its failure is told."""
+"""A transfer in flight: what to wait for, which buffers it keeps alive, and how its failure is reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def byte_view(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def disk_error(code: int, message: str, path: str) -> DiskError:
-    """A DiskError that carries errno and path and prints as `message` alone."""
+    """A DiskError that has errno and path and prints only `message`."""
     error = DiskError(message)
     error.errno, error.filename = code, path
     return error
@@ -53,10 +53,10 @@ def describe(failure: Failure, what: str, path: str) -> DiskError:
     """The exception for a failed transfer `what` ("read of file ...") at `path`."""
     place = f"{what} failed at offset {failure.offset} of {path}, {failure.length} bytes from there"
     if failure.code == SHORT_READ:
-        message = f"{place}: the file ends before. It was truncated, or more was asked than it holds."
+        message = f"{place}: the file ends before that. It was truncated, or more was asked for than it holds."
         return disk_error(errno.ENODATA, message, path)
     if failure.code == CHECKSUM_MISMATCH:
-        message = f"{place}: the CRC32C differs from the one of what was written. The disk or its link is faulty."
+        message = f"{place}: the CRC32C differs from that of what was written. The disk or its link is faulty."
         return disk_error(errno.EBADMSG, message, path)
     remedy = _REMEDIES.get(failure.code, "Check the disk and the system's log.")
     text = f"{os.strerror(failure.code)} (errno {failure.code}, {errno.errorcode.get(failure.code, '?')})"
@@ -67,13 +67,13 @@ _REMEDIES = {
     errno.ENOSPC: "Free space on that disk, or choose another path.",
     errno.EDQUOT: "Raise the quota, or choose another path.",
     errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or choose another filesystem.",
-    errno.EAGAIN: "The system is out of threads or memory; raise the limits (ulimit -u) or run less beside it.",
+    errno.EAGAIN: "The system is out of threads or memory. Raise the limits (ulimit -u), or run less at the same time.",
     errno.EBADF: "It was opened read-only; open it for writing.",
 }
 
 
 def _release(pointer: int, buffers: object) -> None:
-    """Waits until the transfer is over; only then may the buffers go."""
+    """Waits until the transfer is over; only then may the buffers be freed."""
     disk().release(pointer)
 
 
@@ -88,13 +88,13 @@ class DiskHandle:
         self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
 
     def done(self) -> bool:
-        """Whether the transfer is over, well or not."""
+        """Whether the transfer is over, successfully or not."""
         return bool(disk().done(self._pointer))
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Waits for the end and raises what went wrong; any thread may, any number of times.
+        """Waits for the end and raises what went wrong. Any thread may call it, any number of times.
 
-        With a timeout: False when it passes first.
+        With a timeout, returns False if that passes first.
         """
         self._owner.check("this disk transfer")
         deadline = None if timeout_seconds is None else time.monotonic_ns() + int(timeout_seconds * 1e9)
@@ -108,7 +108,7 @@ class DiskHandle:
         return True
 
     def span_ns(self) -> tuple[int, int]:
-        """When the first byte was asked for and the last had arrived, on the clock of `time.monotonic_ns`."""
+        """When the first byte was asked for and when the last had arrived, on the clock of `time.monotonic_ns`."""
         span = (ctypes.c_int64 * 2)()
         disk().span(self._pointer, span)
         return span[0], span[1]

@@ -1,7 +1,7 @@
 """The engine that carries out transfers, and the named files on it.
 
-States of an engine and of a file: open -> closed. Closing waits for what is in flight; anything asked of a
-closed one is an error. O_DIRECT is used wherever the filesystem has it: unaligned memory goes through an
+States of an engine and of a file: open -> closed. Closing waits for what is in flight; using a closed one is an
+error. O_DIRECT is used wherever the filesystem has it: unaligned memory goes through an
 aligned buffer and the unaligned ends of a file through the page cache, so any offset and length works.
 """
 
@@ -38,7 +38,7 @@ class DiskRun(NamedTuple):
 class DiskEngine:
     """Carries out reads and writes of files, many at once, in blocks, on threads.
 
-    How many blocks are in flight is found while working, for every device and direction: up to `num_threads`.
+    How many blocks are in flight, up to `num_threads`, is found while working, for every device and direction.
     With `niceness` above 0 the threads give way to the program's own.
     """
 
@@ -68,7 +68,7 @@ class DiskEngine:
         read_only: bool = False,
         size_bytes: int | None = None,
     ) -> DiskFile:
-        """Opens a file; `create` makes it where it is missing, `size_bytes` reserves and sets its length."""
+        """Opens a file; `create` makes it if it is missing, `size_bytes` reserves and sets its length."""
         self.check_usable(str(path))
         existed = os.path.exists(path)
         descriptors = place.open_named(Path(path), create=create, read_only=read_only, direct=self.direct)
@@ -108,7 +108,7 @@ class DiskEngine:
         return int(pointer)
 
     def check_usable(self, path: str) -> None:
-        """Raises where the engine is closed, or belongs to the process that this one was forked from."""
+        """Raises if the engine is closed, or belongs to the process that this one was forked from."""
         if self._closed:
             raise disk_error(errno.EBADF, f"the disk engine was closed, so {path} cannot be used. Open another.", path)
         self._owner.check(f"the disk engine with {path}")
@@ -131,7 +131,7 @@ class DiskEngine:
 
 
 class DiskFile:
-    """An open file of an engine. Offsets and lengths are free; aligned ones are the fast ones."""
+    """An open file of an engine. Any offset and length works; aligned ones are faster."""
 
     def __init__(
         self, engine: DiskEngine, path: str, descriptors: place.Descriptors, *, temporary: bool = False
@@ -157,14 +157,14 @@ class DiskFile:
     def read(self, offset: int, tensor: torch.Tensor, sums: Checksums | None = None) -> DiskHandle:
         """Starts filling `tensor` (contiguous, on the host) from `offset`; fewer bytes there is an error.
 
-        With `sums` the engine's threads verify what they have read; the wait raises (EBADMSG) where it differs.
+        With `sums`, the engine's threads verify what they have read; the wait raises (EBADMSG) if it differs.
         """
         return self._submit(READ, offset, tensor, sums)
 
     def write(self, offset: int, tensor: torch.Tensor, sums: Checksums | None = None) -> DiskHandle:
-        """Starts writing `tensor`'s bytes at `offset`; the file grows where needed.
+        """Starts writing `tensor`'s bytes at `offset`; the file grows if needed.
 
-        With `sums` the engine's threads put the checksums of what they write there, before it is written.
+        With `sums`, the engine's threads put the checksums of what they write there, before it is written.
         """
         return self._submit(WRITE, offset, tensor, sums)
 
@@ -187,11 +187,12 @@ class DiskFile:
         return DiskHandle(pointer, explain, (tensor, self, sums))
 
     def _check_sums(self, sums: Checksums, offset: int, nbytes: int) -> None:
-        """The core checksums block by block, so a grain must lie in one block and the transfer on whole pages."""
+        """The core checksums block by block, so a grain must be inside one block and the transfer on whole pages."""
         if self.engine.block_bytes % sums.grain_bytes or offset % ALIGNMENT or nbytes % ALIGNMENT:
             raise PlanError(
-                f"{nbytes} bytes at offset {offset} of {self.path} cannot be checksummed by {sums.grain_bytes} bytes "
-                f"on the way. Use whole pages of {ALIGNMENT} bytes and a divisor of {self.engine.block_bytes}."
+                f"{nbytes} bytes at offset {offset} of {self.path} cannot be checksummed in blocks of "
+                f"{sums.grain_bytes} bytes during the transfer. Use whole pages of {ALIGNMENT} bytes and a divisor of "
+                f"{self.engine.block_bytes}."
             )
         if len(sums) * sums.grain_bytes < nbytes:
             raise PlanError(

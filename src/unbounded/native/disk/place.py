@@ -1,4 +1,4 @@
-"""Folders and descriptors: is this path fit for a disk tier, and how files are opened and reserved there."""
+"""Folders and descriptors: whether a path can hold a disk tier, and how files are opened and reserved there."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Descriptors(NamedTuple):
 
 
 def check_folder(folder: Path) -> None:
-    """Raises a DiskError where `folder` cannot hold a disk tier; warns where it is host memory."""
+    """Raises a DiskError if `folder` cannot hold a disk tier; warns if it is host memory."""
     name = f'disk path "{folder}"'
     if not folder.exists():
         raise disk_error(errno.ENOENT, f"{name} does not exist. Create it, or choose another disk_path.", str(folder))
     if not folder.is_dir():
         raise disk_error(errno.ENOTDIR, f"{name} is not a folder. Give the folder that holds it.", str(folder))
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        text = f"{name} is on a filesystem mounted read-only. Remount it, or choose another disk_path."
+        text = f"{name} is on a read-only filesystem. Remount it, or choose another disk_path."
         raise disk_error(errno.EROFS, text, str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
-        text = f"{name} is not writable for this user. Change its permissions, or choose another disk_path."
+        text = f"{name} is not writable by this user. Change its permissions, or choose another disk_path."
         raise disk_error(errno.EACCES, text, str(folder))
     kind = filesystem(folder)
     if kind in _MEMORY_FILESYSTEMS:
@@ -55,7 +55,7 @@ def check_folder(folder: Path) -> None:
 
 
 def filesystem(path: Path) -> str:
-    """The type of the filesystem that `path` is on ("ext4", "tmpfs"); "unknown" where it cannot be told."""
+    """The type of the filesystem that `path` is on ("ext4", "tmpfs"); "unknown" if that cannot be found out."""
     target, best, kind = os.path.realpath(path), "", "unknown"
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -68,7 +68,7 @@ def filesystem(path: Path) -> str:
 
 
 def open_named(path: Path, *, create: bool, read_only: bool, direct: bool) -> Descriptors:
-    """Opens a file by name, a second time with O_DIRECT where the filesystem has it."""
+    """Opens a file by name, and a second time with O_DIRECT if the filesystem has it."""
     flags = os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR)
     try:
         fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o666)
@@ -95,10 +95,10 @@ def _cannot_open(path: Path, error: OSError) -> str:
 
 
 def open_anonymous(folder: Path, size_bytes: int, *, direct: bool = True) -> Descriptors:
-    """A new file of `size_bytes`, reserved, in `folder` that is gone when its descriptors are, also after `kill -9`.
+    """A new, reserved file of `size_bytes` in `folder` that ends with its descriptors, even after `kill -9`.
 
-    Without O_TMPFILE it is created and removed at once; where an open file cannot be removed it stays, locked,
-    and whoever starts next in that folder reclaims it (`reclaim`).
+    Without O_TMPFILE it is created and removed at once. If an open file cannot be removed it stays, locked, and
+    whoever starts next in that folder removes it (`reclaim`).
     """
     reclaim(folder)
     descriptors = _open_unnamed(folder, direct=direct)
@@ -181,7 +181,7 @@ def _reserve_error(code: int, size_bytes: int, free: int, path: str) -> DiskErro
     if code == errno.ENOSPC:
         short = max(0, size_bytes - free)
         text = (
-            f"{path} cannot hold {size_bytes:,} bytes: {free:,} are free, {short:,} short: {reason}. "
+            f"{path} cannot hold {size_bytes:,} bytes: {free:,} are free, which is {short:,} too few: {reason}. "
             "Free space there, lower disk_bytes, or add another disk_path."
         )
     else:

@@ -1,8 +1,8 @@
-"""Where an extent's bytes lie: pure arithmetic over spans of files, no I/O.
+"""Where an extent's bytes are: pure arithmetic over spans of files, no I/O.
 
-Over several paths an extent is striped: stripe k lies on path (first + k) mod P, and what one path holds of an
-extent is one lane of consecutive bytes there. A lane is one span of the path's file where one is free, otherwise
-several. Every span is whole pages.
+Over several paths an extent is striped: stripe k is on path (first + k) mod P, and the part of an extent on one path is
+one lane of consecutive bytes there. A lane is one span of the path's file if one is free, otherwise several. Every span
+is whole pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FileSpan:
 class Extent:
     """A piece of a store: its number, its size, and for each path the spans that hold its lane.
 
-    One `is_new` has no byte that belonged to another before it, and so reads as zeros until it is written.
+    If it `is_new`, none of its bytes belonged to another extent before, so it reads as zeros until it is written.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class ExtentPart:
-    """Consecutive bytes of an extent that are consecutive in one file, too."""
+    """Consecutive bytes of an extent that are also consecutive in one file."""
 
     path: int
     offset: int  # in the file
@@ -104,7 +104,7 @@ class FreeList:
         return sum(span.length for span in self._spans)
 
     def take(self, nbytes: int) -> tuple[FileSpan, ...] | None:
-        """Spans of `nbytes` in all: the tightest single one, otherwise the largest few. None: not enough."""
+        """Spans of `nbytes` in total: the tightest single one, otherwise the largest few; None if too few are free."""
         if nbytes == 0:
             return ()
         fitting = [span for span in self._spans if span.length >= nbytes]
@@ -129,7 +129,7 @@ class FreeList:
         return FileSpan(span.offset, nbytes)
 
     def claim(self, spans: tuple[FileSpan, ...]) -> bool:
-        """Notes that these spans, which `take` gave, are in use; whether none of their bytes ever was before."""
+        """Notes that these spans from `take` are in use; returns whether none of their bytes was ever used before."""
         is_new = all(span.offset >= self._used_to for span in spans)
         self._used_to = max([self._used_to, *(span.offset + span.length for span in spans)])
         return is_new

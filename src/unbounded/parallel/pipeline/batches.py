@@ -1,6 +1,6 @@
-"""A batch as micro-batches: every tensor of its length is cut along its first dim, everything else goes to all.
+"""Cuts a batch into micro-batches: every tensor of its length is cut along its first dim, all get everything else.
 
-The loss of a batch is the mean over its counted labels, so each micro-batch weighs as much as it has of them.
+The loss of a batch is the mean over its counted labels, so each micro-batch is weighted by its number of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cut_batch(args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *,
     if rows % num_micros:
         raise StateError(
             f"the batch has {rows} rows, which do not divide into microbatches={num_micros}. "
-            "Give a batch of a multiple of it, or another number of micro-batches."
+            f"Give a batch of a multiple of {num_micros} rows, or another number of micro-batches."
         )
     size = rows // num_micros
 
@@ -56,7 +56,7 @@ def cut_batch(args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *,
 
 
 def choose_count(batch: Any, num_ranks: int) -> int:
-    """How many micro-batches, where the plan does not say: two for every stage if the batch divides so, or one."""
+    """How many micro-batches, if the plan does not say: two for every stage if the batch divides so, otherwise one."""
     rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() > 0), 0)
     return 2 * num_ranks if rows % (2 * num_ranks) == 0 else num_ranks
 
@@ -69,7 +69,7 @@ def _count_labels(labels: Any, *, shifts: bool) -> int:
 
 
 def signature(micro: Micro) -> tuple[Any, ...]:
-    """What the shapes of everything that stages exchange follow from."""
+    """What determines the shapes of everything that stages exchange."""
     leaves = pytree.tree_leaves((micro.args, micro.kwargs))
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
     return (*shapes, tuple(sorted(micro.kwargs)), torch.is_grad_enabled())
@@ -92,7 +92,7 @@ def read_loss(result: Any) -> torch.Tensor:
         loss = result.get("loss")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise StateError(
-            f"the model returned a {type(result).__name__} without a scalar loss. Give labels with the batch, or say "
-            "how to compute it: unbounded.pipeline(model, loss=lambda output, batch: ...)."
+            f"the model returned a {type(result).__name__} without a scalar loss. Put labels into the batch, or say "
+            "how to compute the loss: unbounded.pipeline(model, loss=lambda output, batch: ...)."
         )
     return loss

@@ -1,9 +1,9 @@
 """Random numbers of a pipeline: every stage draws what the one-rank model would draw in its place.
 
-One rank runs micro-batches one after another, so the state in which a stage meets a micro-batch follows from all that
-is drawn before it. Each stage finds out once what it draws (the shapes that it drops from), tells the others, and at
-the start of a batch every rank passes over everybody's numbers in the order of the one-rank model, keeping the states
-in which its own stages begin. On CUDA a state is a counter: there nothing need be drawn, only added up.
+One rank runs micro-batches one after another, so the state in which a stage begins a micro-batch depends on everything
+drawn before. Each stage finds out once what it draws (the shapes of its dropouts) and tells the others. At the start of
+a batch, every rank skips everybody's numbers in the order of the one-rank model, and keeps the states in which its own
+stages begin. On CUDA a state is a counter, so nothing has to be drawn, only added up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.tensor.dropout import drops_anything
 from unbounded.ranks.axis import Axis
 
-# What is drawn from: a function of torch that draws one number an element, the shape, and for dropout its part.
+# A draw: the torch function, which draws one number per element, the shape, and for dropout its part.
 Draw = tuple[str, tuple[int, ...], torch.dtype, float]
 _PLAIN = {torch.rand: "rand", torch.randn: "randn", torch.rand_like: "rand", torch.randn_like: "randn"}
 
@@ -55,7 +55,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class HostNumbers:
-    """Random numbers on the CPU: a state is all there is to know, and passing over numbers means drawing them."""
+    """Random numbers on the CPU: there is only a state, and skipping numbers means drawing them."""
 
     def __init__(self) -> None:
         self._recorder = _Recorder()
@@ -124,7 +124,7 @@ class _Noting:
         self.stretches: Stretches = []
 
     def passed(self, stack: int | None) -> None:
-        self.numbers.noted()  # drawn for nothing, or what another stage counts
+        self.numbers.noted()  # drawn in vain, or counted by another stage
         self.stretches.clear()
 
     def ended(self, stack: int | None) -> None:
@@ -178,7 +178,7 @@ class Draws:
         self._known[key] = [told[stage % self.axis.size][stage // self.axis.size] for stage in range(self._num_stages)]
 
     def lay_out(self, key: Any, num_micros: int) -> None:
-        """Passes over what the one-rank model would draw for a batch, and keeps the states that are needed here."""
+        """Skips what the one-rank model would draw for a batch, and keeps the states that are needed here."""
         self._states.clear()
         for micro in range(num_micros):
             for stage, stretches in enumerate(self._known[key]):
@@ -191,7 +191,7 @@ class Draws:
 
     @contextmanager
     def at(self, stage: int, micro: int) -> Iterator[None]:
-        """Inside, a stage draws for a micro-batch. What runs before its first block draws for nothing."""
+        """Inside, a stage draws for a micro-batch. What runs before its first block draws in vain."""
         try:
             if self._own is not None:
                 noting = self.hollow.watcher = _Noting(self.numbers)
@@ -209,7 +209,7 @@ class Draws:
             self.hollow.watcher = None
 
     def finish(self) -> None:
-        """The batch is over: the state is that of the one-rank model after it."""
+        """Ends the batch: sets the state that the one-rank model has after it."""
         if self._states:
             self.numbers.go_to(self._after)
         self._states.clear()

@@ -2,8 +2,8 @@
 
 The model's code stays in charge: on each rank it computes masks, positions and whatever else it makes of its inputs. A
 block of an earlier stage returns what that stage sent; the block that ends this stage hands its output over and leaves
-the forward. What goes from stage to stage is what the blocks return, so that values beside the hidden states (the
-position bias of T5) and the result of an encoder travel too.
+the forward. What goes from stage to stage is what the blocks return, so values besides the hidden states (the position
+bias of T5) and the result of an encoder travel too.
 
     rank 0    embedding  b0  b1  | leaves
     rank 1    (nothing)  =   =   b2  b3  norm  head  loss        = returns what was received
@@ -32,7 +32,7 @@ class Watcher(Protocol):
     """Told where a forward is."""
 
     def passed(self, stack: int | None) -> None:
-        """A block of another stage was passed; the number of its stack if it is the last there."""
+        """A block of another stage was passed; gets the number of its stack if it is the last one there."""
 
     def ended(self, stack: int) -> None:
         """The last block of a stack has run here."""
@@ -43,7 +43,7 @@ class _Left(Exception):
 
 
 class _Beside(nn.Module):
-    """Stands in a stack in place of a block, and answers for it what model code asks of its blocks."""
+    """Replaces a block in a stack, and answers what model code asks of its blocks."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Beside(nn.Module):
 
 
 class _Passed(_Beside):
-    """A block of another stage: returns what was received of its stack."""
+    """A block of another stage: returns what was received for its stack."""
 
     def __init__(self, block: nn.Module, give: Callable[[], Any]) -> None:
         super().__init__(block)
@@ -84,21 +84,21 @@ class HollowModel:
 
     def __init__(self, model: nn.Module, cutting: Cutting, axis: Axis, lowered: torch.dtype | None = None) -> None:
         self.model, self.cutting, self.axis, self.rank = model, cutting, axis, axis.rank
-        self._lowered = lowered  # what weights are computed with, where that is another dtype than theirs
+        self._lowered = lowered  # the dtype that weights are computed in, if it is not their own
         self._received: Payload = {}
         self._kept: Payload = {}
         self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._detaches: list[Detach] = []
         self._runs = False
         self.watcher: Watcher | None = None
-        # What a call of the model outside `run` does; given the model's own forward and the arguments.
+        # What calling the model outside `run` does, given the model's own forward and the arguments.
         self.answer: Callable[[Callable[..., Any], Any, Any], Any] | None = None
         self._views = [self._arrange(chunk) for chunk in range(cutting.chunks)]
 
     # -- what is here --------------------------------------------------------------------------------------------------
 
     def take_out(self) -> list[nn.Parameter]:
-        """Takes the parameters of other ranks out of the model, and returns them."""
+        """Removes the parameters of other ranks from the model, and returns them."""
         owners: dict[int, list[nn.Module]] = {}
         for module in self.model.modules():
             for parameter in module._parameters.values():
@@ -153,7 +153,7 @@ class HollowModel:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Lets absent embeddings answer, and the model's forward end where a stage does."""
+        """Makes absent embeddings answer, and the model's forward end where a stage does."""
         dtypes = {module: parameter.dtype for module, _, parameter in self._removed}
         for module, homes in self.cutting.homes.items():
             if self.rank not in homes and isinstance(module, nn.Embedding) and module in dtypes:
@@ -165,7 +165,7 @@ class HollowModel:
             self._detaches.append(self.model.register_load_state_dict_pre_hook(self._leave_out).remove)
 
     def detach(self) -> None:
-        """The whole model again, with the parameters that were taken out, whose values are of before."""
+        """Makes the model whole again, with the removed parameters and their old values."""
         together(*self._detaches)()
         self._detaches.clear()
         for module, name, parameter in self._removed:
@@ -177,7 +177,7 @@ class HollowModel:
     ) -> tuple[Any, Payload]:
         """A forward of one of this rank's stages: what the model returned (of the last), and what the blocks did.
 
-        `forward` is the model's own where its call has begun already.
+        `forward` is the model's own, if its call has already begun.
         """
         self._received, self._kept, self._runs = received, dict(received), True
         try:
@@ -229,7 +229,7 @@ class HollowModel:
 
     @contextmanager
     def _arranged(self, chunk: int) -> Iterator[None]:
-        """Inside, the stacks show the stage: others' blocks pass."""
+        """Inside, the stacks show the stage: blocks of other stages are passed."""
         whole = [stack._modules for stack in self.cutting.stacks]
         for stack, view in zip(self.cutting.stacks, self._views[chunk], strict=True):
             stack._modules = view  # type: ignore[assignment]
@@ -287,7 +287,7 @@ class HollowModel:
 
 
 def _make_nothing(module: nn.Embedding, dtype: torch.dtype) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An embedding of another stage gives NaNs of the right shape and dtype: whatever uses them shows."""
+    """An embedding of another stage gives NaNs of the right shape and dtype, so any use of them shows."""
     width = module.embedding_dim
 
     def make(_: Callable[..., Any]) -> Callable[..., Any]:

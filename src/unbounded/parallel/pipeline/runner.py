@@ -6,8 +6,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The loss is the batch's, on every rank. Gradients are added up on each rank and reduced once, by the step. Under
-`torch.no_grad()` it is the loss of the forwards alone, and a call of the model itself gives its output on every rank.
+Every rank gets the loss of the batch. Gradients are added up on each rank and reduced once, by the step. Under
+`torch.no_grad()` only the forwards run, and calling the model itself gives its output on every rank.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Pipeline:
             hollow.answer = self.answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """All ranks must call this. The batch's loss; with gradients enabled its backward has run."""
+        """All ranks must call this. The batch's loss; if gradients are enabled, its backward has run."""
         if self._without_cache:
             kwargs.setdefault("use_cache", False)
         count = self.num_micros or batches.choose_count((args, kwargs), self.axis.size)
-        # Labels are counted where they are: on a GPU that would wait for all that it has to do.
+        # Labels are counted before they go to a GPU, where counting would wait for all queued work.
         cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
         micros = [Micro(self._on_device(micro.args), self._on_device(micro.kwargs), micro.weight) for micro in cut]
         trains = torch.is_grad_enabled()
@@ -113,10 +113,10 @@ class Pipeline:
         return make_schedule(self.schedule, self.axis.rank, self.axis.size, num_micros, self.chunks)
 
     def answer(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """All ranks must call the model then. What it returns, on every rank; nothing is kept for a backward."""
+        """All ranks must call the model. Gives its output on every rank; nothing is kept for a backward."""
         if torch.is_grad_enabled():
             raise StateError(
-                "the model is cut into pipeline stages, so a call of it cannot be followed by a backward. Train with "
+                "the model is cut into pipeline stages, so calling it cannot be followed by a backward. Train with "
                 "pipeline = unbounded.pipeline(model) and loss = pipeline(**batch); call the model under no_grad()."
             )
         args, kwargs = self._on_device(args), self._on_device(kwargs)
@@ -172,7 +172,9 @@ class Pipeline:
         if stage < self.num_stages - 1:
             gradients = self._wire().receive(state.parts, (stage + 1) % self.axis.size, stage=stage + 1, back=True)
             if self.trainer is not None:
-                self.trainer.scale(self._losses)  # what came is scaled already; this stage's step must know
+                self.trainer.scale(
+                    self._losses
+                )  # the gradient that came is already scaled; this stage's step must know
         torch.autograd.backward(state.outputs, gradients)  # type: ignore[arg-type]
         if stage:
             back = [t.grad if t.grad is not None else torch.zeros_like(t) for t in state.received if t.requires_grad]
@@ -206,7 +208,7 @@ class Pipeline:
         state.parts = [part for part in template.parts if part.wants_gradient]
 
     def _prepare_draws(self, micros: list[Micro]) -> None:
-        """Where dropout is on, finds out once for every kind of batch what each stage draws."""
+        """If dropout is on, finds out once for every kind of batch what each stage draws."""
         if not self.model.training or not self._draws.is_needed():
             return
         key = batches.signature(micros[0])

@@ -2,10 +2,10 @@
 
     gpipe        all forwards, then all backwards
     1f1b         as many forwards as there are later stages, then one backward for each forward
-    interleaved  1f1b over several chunks of layers a rank: the bubble is that many times smaller
-    zero_bubble  1f1b with backwards in two halves, of which the second, for weights, fills what would be idle
+    interleaved  1f1b over several chunks of layers per rank: the bubble is that many times smaller
+    zero_bubble  1f1b with backwards in two halves; the second, for weights, fills idle time
 
-A *stage* is a contiguous run of blocks; with `chunks` chunks a rank, stage number s lives on rank s % ranks, as its
+A *stage* is a contiguous run of blocks. With `chunks` chunks per rank, stage number s lives on rank s % ranks, as its
 chunk s // ranks.
 """
 
@@ -40,7 +40,7 @@ class Action:
 
 
 def check_schedule(schedule: str, num_ranks: int, num_micros: int) -> None:
-    """Raises where a schedule cannot run with so many micro-batches."""
+    """Raises if a schedule cannot run with so many micro-batches."""
     if schedule != "gpipe" and num_micros < num_ranks:
         raise PlanError(
             f"microbatches={num_micros} are too few for the schedule {schedule!r} over pipeline={num_ranks}: some "
@@ -89,7 +89,7 @@ def _interleaved(rank: int, num_ranks: int, num_micros: int, chunks: int) -> lis
 
 
 def _split_backwards(order: Sequence[Action], rank: int) -> list[Action]:
-    """Halves of backwards; those for weights come `rank` later, so that the stages before this one need not wait."""
+    """Halves of backwards; those for weights come `rank` actions later, so that earlier stages need not wait."""
     halves: list[Action] = []
     waiting: list[Action] = []
     for action in order:
@@ -130,7 +130,7 @@ def simulate(orders: Sequence[Sequence[Action]], seconds: dict[PassKind, float],
 
 
 def _needs(action: Action, stage: int, last: int) -> list[tuple[PassKind, int, int]]:
-    """The work that must be done before: of the neighbouring stages, and of this one."""
+    """The work that must be done before this, in neighbouring stages and in this one."""
     if action.work is PassKind.FORWARD:
         return [(PassKind.FORWARD, stage - 1, action.micro)] if stage else []
     if action.work is PassKind.WEIGHTS:

@@ -1,7 +1,7 @@
 """Backwards in two halves: the gradients of inputs now, those of weights later.
 
-Inside `Deferring` every product with a weight is computed by a function whose backward gives the gradient of its input
-at once and puts the other half aside. `run` computes what was put aside and hands it to the weights, all in one pass.
+Inside `Deferring`, every product with a weight is computed by a function whose backward gives the gradient of its input
+at once and sets the other half aside. `run` computes what was set aside and adds it to the weights, in one pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WeightWork:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, or x W where the weight is stored (inputs, outputs)."""
+    """x W^T, or x W if the weight is stored as (inputs, outputs)."""
 
     @staticmethod
     def forward(
@@ -63,7 +63,7 @@ class _Product(torch.autograd.Function):
 
 
 class Deferring(TorchFunctionMode):
-    """Inside, products with weights that want a gradient put half of their backward aside."""
+    """Inside, products with weights that need a gradient set half of their backward aside."""
 
     def __init__(self, work: WeightWork) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """What stages of a pipeline send each other: the tensors of a payload, and their gradients on the way back.
 
 The structure around the tensors (tuples, shapes, dtypes) is sent once for every kind of batch; after that only bytes.
-Sends return at once and are waited for at the end of the step. gloo cannot send from a GPU: there tensors go through
-host memory.
+Sends return at once and are waited for at the end of the step. gloo cannot send from a GPU, so there tensors go
+through host memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unbounded.ranks.wire import Wire
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a payload as the receiver must know it."""
+    """What the receiver must know of a tensor in a payload."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -101,7 +101,7 @@ def sum_among(tensor: torch.Tensor, ranks: Sequence[int], wire: Wire) -> torch.T
     axis, what = wire.axis, "parameters that several stages hold"
     if len(ranks) == axis.size:
         return axis.sum(tensor, f"the sum of {what}")
-    # No group of their own: torch names groups by how many a rank has made, so all would have to make as many.
+    # Not in their own group: torch numbers groups by how many a rank has made, so all ranks would have to make as many.
     data = tensor.to(_travelling_device(tensor.device, axis))
     first, *others = sorted(ranks)
     if axis.rank == first:

@@ -1,7 +1,7 @@
-"""Which part of a model each stage of a pipeline gets: runs of blocks of equal cost, and what lies around them.
+"""Which part of a model each stage of a pipeline gets: runs of blocks of equal cost, and what is around them.
 
-Blocks are dealt out in runs so that the costliest stage costs as little as possible, the embedding counted with the
-first and the head with the last. Embeddings live where the blocks after them begin, the head with the last blocks.
+Blocks are divided into runs so that the most expensive stage costs as little as possible, counting the embedding with
+the first and the head with the last. Embeddings live with the first block after them, the head with the last blocks.
 What is left (norms between and after the blocks, small projections) is so small that every rank keeps a copy: whichever
 stage uses it has it, and the gradients of the copies are summed. A parameter tied between stages is such a copy too.
 """
@@ -41,7 +41,7 @@ class Cutting:
 
 
 def cut_model(model: nn.Module, num_ranks: int, chunks: int) -> Cutting:
-    """The stages of a model; raises where it cannot be cut into so many."""
+    """The stages of a model; raises if it cannot be cut into so many."""
     base = unwrap(model)
     stacks = find_stacks(base)
     if not stacks:
@@ -55,7 +55,7 @@ def cut_model(model: nn.Module, num_ranks: int, chunks: int) -> Cutting:
         names = {id(module): name for name, module in base.named_modules()}
         where = ", ".join(repr(names[id(stack)]) for stack in stacks)
         raise PlanError(
-            f"the model has {len(blocks)} blocks (in {where}) for {num_stages} pipeline stages. "
+            f"the model has {len(blocks)} blocks (in {where}), too few for {num_stages} pipeline stages. "
             f"Use at most {len(blocks) // chunks} ranks on the pipeline axis."
         )
     homes, first, last = _place_rest(base, stacks)
@@ -71,7 +71,7 @@ def cut_model(model: nn.Module, num_ranks: int, chunks: int) -> Cutting:
 
 
 def balance(costs: Sequence[int], num_parts: int, *, first: int = 0, last: int = 0) -> list[tuple[int, int]]:
-    """Runs of `costs` whose largest sum is as small as can be; `first` and `last` are added to the outer ones."""
+    """Runs of `costs` whose largest sum is as small as possible; `first` and `last` are added to the outer ones."""
     count = len(costs)
     sums = [0]
     for cost in costs:
@@ -125,7 +125,7 @@ def _place_rest(base: nn.Module, stacks: Sequence[nn.ModuleList]) -> tuple[dict[
 
 
 def _starts(base: nn.Module, stacks: Sequence[nn.ModuleList]) -> tuple[list[tuple[int, int]], dict[nn.Module, int]]:
-    """Where stacks come in the order of registration, with their first block's number; and every module's place."""
+    """Where stacks are in the order of registration, with the number of their first block; and every module's place."""
     order = {module: number for number, module in enumerate(base.modules())}
     starts, block = [], 0
     for stack in stacks:

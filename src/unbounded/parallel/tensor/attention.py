@@ -1,4 +1,4 @@
-"""Heads of attention modules: how many there are, whether they divide, and what a module must know of its own part.
+"""Heads of attention modules: how many there are, whether they divide, and what a module must know of its part.
 
 Attention code reads counts such as `num_heads` while it runs. On a rank that holds a part of the heads they are set on
 the instance to what it holds, and set back when the module is whole again.
@@ -19,7 +19,7 @@ _LENGTHS = ("split_size", "inner_dim", "all_head_size")
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """Features of one head, where the module is an attention."""
+    """Features of one head, if the module is an attention."""
     for name in _WIDTHS:
         value = getattr(module, name, None)
         if type(value) is int and value > 0:
@@ -28,7 +28,7 @@ def head_width(module: nn.Module | None) -> int | None:
 
 
 def cut_by_heads(name: str, shape: tuple[int, ...], dim: int, rank: int, size: int, width: int) -> Cut:
-    """Whole heads of a layer for each rank, or the same head for several where there are fewer."""
+    """Whole heads of a layer for each rank, or the same head for several ranks if there are fewer."""
     num_heads = shape[dim] // width
     if num_heads * width == shape[dim] and (num_heads % size == 0 or (num_heads and size % num_heads == 0)):
         return cut_heads(shape, dim, rank, size, num_heads=num_heads)
@@ -40,7 +40,7 @@ def cut_by_heads(name: str, shape: tuple[int, ...], dim: int, rank: int, size: i
 
 
 def check_query_heads(name: str, module: nn.Module, size: int) -> None:
-    """Query heads must divide: only those of keys and values may be held several times."""
+    """Query heads must divide; only those of keys and values may be on several ranks."""
     for attribute in _COUNTS:
         count = getattr(module, attribute, None)
         if type(count) is int and count % size:
@@ -52,7 +52,7 @@ def check_query_heads(name: str, module: nn.Module, size: int) -> None:
 
 
 def adjust_counts(module: nn.Module, size: int, key_heads: tuple[int, int]) -> Detach:
-    """Sets what an attention reads of itself to this rank's part; the returned function sets it back.
+    """Sets the counts that an attention reads from itself to this rank's part; the returned function sets them back.
 
     `key_heads` are the heads of the keys: of the whole layer, and those held here.
     """

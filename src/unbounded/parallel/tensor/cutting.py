@@ -1,7 +1,7 @@
 """Which parameters of a model are cut over the tensor axis, and how.
 
-Everything is found out, and what cannot work is raised, from values that are the same on all ranks, before any
-parameter is touched.
+Everything is decided, and what cannot work is raised, from values that are the same on all ranks, before any parameter
+is changed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class LayerCuts:
         known = set(pairs) - set(unused)
         if not known:
             raise PlanError(
-                f"no layer of {type(self.base).__name__} has a name that the tensor styles have: "
-                f"{', '.join(repr(pattern) for pattern, _ in pairs[:4])}. Give patterns of its own names as styles=."
+                f"no layer of {type(self.base).__name__} matches the tensor styles: "
+                f"{', '.join(repr(pattern) for pattern, _ in pairs[:4])}. Give patterns of its layer names as styles=."
             )
 
     def _find_tied(self) -> Iterator[Layer]:
@@ -82,7 +82,7 @@ class LayerCuts:
         elif kind in (Kind.VOCABULARY, Kind.TABLE):
             if not isinstance(module, nn.Embedding):
                 raise PlanError(
-                    f"{layer.name!r} is a {type(module).__name__}, and the style {kind.value!r} is for nn.Embedding. "
+                    f"{layer.name!r} is a {type(module).__name__}, but the style {kind.value!r} is for nn.Embedding. "
                     "Give it another style."
                 )
             self._cut(layer, module, "weight", 0 if kind is Kind.VOCABULARY else 1)
@@ -98,7 +98,8 @@ class LayerCuts:
         if not is_row:
             self._cut(layer, base, "bias", 0)
         for name in down:
-            # What the adapter adds goes in and out with the layer: the matrix that is not cut sees a part of the sum.
+            # What the adapter adds goes in and out with the layer, so the matrix that is not cut sees a part of the
+            # sum.
             if is_row:
                 self._cut(layer, down[name], "weight", 1)
             else:
@@ -160,8 +161,8 @@ class LayerCuts:
                 parameter = holder._parameters[attribute]
                 if found.setdefault(id(parameter), cut) != cut:
                     raise PlanError(
-                        f"the parameter {attribute!r} of {layer.name!r} is tied to another layer that is cut in "
-                        "another way. Give both the same cut, or untie them."
+                        f"the parameter {attribute!r} of {layer.name!r} is tied to another layer that is cut "
+                        "differently. Give both the same cut, or untie them."
                     )
             is_cut = layer.style.kind is Kind.COLUMN and not layer.style.joins
             if layer.parent is not None and is_cut and attention.head_width(layer.parent):
@@ -170,6 +171,6 @@ class LayerCuts:
 
 
 def _is_here(module: nn.Module) -> bool:
-    """Whether a module has its parameters: other stages of a pipeline have those of their own."""
+    """Whether this rank has the module's parameters, and not another stage of the pipeline."""
     base = layers.adapted_layers(module)[0]
     return not base._parameters or any(parameter is not None for parameter in base._parameters.values())

@@ -1,10 +1,10 @@
 """Dropout that drops what the one-rank model drops.
 
-Where every rank holds the same activations it draws the same mask from the same random state. Where ranks hold parts
-(of the heads, of the features, of the sequence) each draws the mask of the whole and takes its part of it, so that
-random states advance alike and results are those of one rank. Calls of functions inside attention code are found by a
-torch function mode, which only modules enter that drop anything in training. On CUDA the fused attention kernels draw
-inside themselves: there each rank draws its own numbers and the random state is advanced alike.
+If every rank holds the same activations, each draws the same mask from the same random state. If ranks hold parts (of
+the heads, of the features, of the sequence), each draws the mask of the whole and takes its part of it, so that random
+states advance alike and results are those of one rank. Function calls inside attention code are found by a torch
+function mode, which is entered only by modules that drop anything in training. On CUDA, fused attention kernels draw
+numbers themselves: there each rank draws its own, and the random state is advanced alike.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SlicedDropout(TorchFunctionMode):
 
 @contextlib.contextmanager
 def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
-    """Inside, this rank draws numbers of its own; afterwards the random state is as if all had drawn the same."""
+    """Inside, this rank draws its own numbers; afterwards the random state is as if all had drawn the same."""
     generator = torch.cuda.default_generators[device.index or 0]
     seed = generator.initial_seed()
     offset = generator.get_offset()
@@ -106,7 +106,7 @@ def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
 
 
 def drops_anything(module: nn.Module) -> bool:
-    """Whether a module or one inside it has a dropout above zero, as a module or as a number of its own."""
+    """Whether a module or one inside it has a dropout above zero, as a module or as a number."""
     for inner in module.modules():
         if isinstance(inner, nn.Dropout) and inner.p > 0:
             return True
@@ -117,7 +117,7 @@ def drops_anything(module: nn.Module) -> bool:
 
 
 def attach_dropout(module: nn.Module, scene: Scene) -> Detach | None:
-    """Lets `module` drop what the one-rank model drops; None if it drops nothing."""
+    """Makes `module` drop what the one-rank model drops; None if it drops nothing."""
     if not drops_anything(module):
         return None
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are cut: read from a transformers model's own plan, or from one that ships here.
+"""Which layers of a model are cut: read from a transformers model's own plan, or from a plan in this file.
 
 A plan is (pattern, style) pairs over the names of modules and parameters. Models with a `tp_plan` bring their own;
 GPT-2, BERT, T5, OPT and their relatives have none and are listed here by the type in their configuration. The
@@ -72,7 +72,7 @@ FAMILIES: dict[str, dict[str, str]] = {
     "mt5": _T5 | _under("transformer", _T5),
     "opt": _OPT | {pattern.removeprefix("model."): style for pattern, style in _OPT.items()},
 }
-"""By `config.model_type`; both with and without the prefix that a model with a head puts before its base."""
+"""Plans by `config.model_type`, with and without the prefix that a model with a head puts before its base."""
 
 
 def find_pairs(model: nn.Module, chosen: Pairs | None) -> Pairs:
@@ -85,7 +85,7 @@ def find_pairs(model: nn.Module, chosen: Pairs | None) -> Pairs:
     plan = own or FAMILIES.get(getattr(config, "model_type", ""), {})
     if not plan:
         raise PlanError(
-            f"{type(base).__name__} has no tensor-parallel plan of its own and none ships for it. Give its layers as "
+            f"{type(base).__name__} has no tensor-parallel plan, and none comes with this library. Give its layers as "
             'styles=(("blocks.*.up", "column"), ("blocks.*.down", "row"), ...) in the plan.'
         )
     return (*plan.items(), *_vocabulary(base))

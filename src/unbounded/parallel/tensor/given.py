@@ -1,7 +1,7 @@
-"""Parameters that a user made DTensors with torch's own `parallelize_module`: accepted as they are.
+"""Parameters that torch's `parallelize_module` made DTensors: they are accepted as they are.
 
-The engine keeps the local tensor of each. While a module runs it holds DTensors again, made of what the engine shows,
-with the placements they had, so that torch's own hooks and operators do what they would have done.
+The engine keeps the local tensor of each. While a module runs it holds DTensors again, made from what the engine gives
+it, with their old placements, so that torch's own hooks and operators do what they would have done.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class GivenTensors:
 
 
 def _read_cut(name: str, tensor: DTensor, axis: Axis) -> Cut | None:
-    """What of the whole a rank holds by a DTensor's placement; None if it holds all of it."""
+    """Which part of the whole a rank holds, by a DTensor's placement; None if it holds all of it."""
     placements = tensor.placements
     if tensor.device_mesh.size() != axis.size or len(placements) != 1:
         raise PlanError(
@@ -110,7 +110,9 @@ def _read_cut(name: str, tensor: DTensor, axis: Axis) -> Cut | None:
     if isinstance(placement, Replicate):
         return None
     if not isinstance(placement, Shard):
-        raise PlanError(f"the parameter {name!r} is placed {placement}. Only Shard and Replicate can be trained.")
+        raise PlanError(
+            f"the parameter {name!r} has the placement {placement}. Only Shard and Replicate can be trained."
+        )
     length = tensor.shape[placement.dim]
     step = -(-length // axis.size)  # as torch cuts: equal pieces, the last ones shorter
     start = min(axis.rank * step, length)

@@ -1,8 +1,8 @@
 """Gradients of parameters that several ranks hold and use on different data: summed over the tensor axis.
 
 Norms see a part of the sequence each, norms of heads a part of the heads, and a key head that several ranks hold a part
-of the queries. While a block runs, its modules hold such parameters as outputs of one function a block, whose backward
-sums all of them in one collective.
+of the queries. While a block runs, its modules hold such parameters as outputs of one function, whose backward sums all
+of them in one collective.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _spread(gradient: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """The gradient at its place in the whole parameter, which other ranks have other parts of."""
+    """The gradient at its place in the whole parameter, of which other ranks have other parts."""
     if cut is None:
         return gradient
     whole = gradient.new_zeros(cut.shape)
@@ -82,6 +82,6 @@ def attach_sum(block: nn.Module, partials: Sequence[Partial], site: LayerSite) -
     replaced: list[tuple[nn.Module, str, Any]] = []
     handles = [
         block.register_forward_pre_hook(before),
-        block.register_forward_hook(after, prepend=True, always_call=True),  # before the engine takes its views back
+        block.register_forward_hook(after, prepend=True, always_call=True),  # before the engine removes its views
     ]
     return together(*(handle.remove for handle in handles))

@@ -1,7 +1,7 @@
 """How a cut layer computes: plain operations on its local parameters, with the moves of `scene` before and after.
 
-A layer's `forward` is replaced on the instance, so that hooks on it, of users or of the engine, stay around it. Each
-`attach_...` returns the function that takes it off again.
+A layer's `forward` is replaced on the instance, so that hooks of users or of the engine stay around it. Each
+`attach_...` returns a function that removes it again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attach_column(module: nn.Module, scene: Scene, site: LayerSite, *, joins: bo
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             whole = scene.enter(x, site)
-            scene.hold = Hold.COPIES  # what an adapter drops from its input, it drops from a whole one
+            scene.hold = Hold.COPIES  # an adapter's dropout applies to the whole input
             part = forward(whole, *args, **kwargs)
             if joins:
                 scene.hold = Hold.COPIES
@@ -77,7 +77,7 @@ def attach_row(module: nn.Module, scene: Scene, site: LayerSite, *, splits: bool
 
 
 def attach_vocabulary(module: nn.Embedding, scene: Scene, site: LayerSite, cut: Cut) -> Detach:
-    """Tokens of other ranks give zeros, and the sum over the ranks is every token's row."""
+    """Tokens of other ranks give zeros, so the sum over the ranks has every token's row."""
     if module.max_norm is not None:
         raise PlanError(
             "an embedding with max_norm changes rows as it reads them, which cannot be cut over a tensor axis. "
@@ -104,7 +104,7 @@ def attach_vocabulary(module: nn.Embedding, scene: Scene, site: LayerSite, cut: 
 
 
 def attach_experts(module: nn.Module, scene: Scene, site: LayerSite) -> Detach:
-    """Experts that each hold a part of their features: tokens and routing weights enter, what they add up leaves."""
+    """Experts that each hold a part of their features: tokens and routing weights enter, their sum leaves."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def experts(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -128,7 +128,7 @@ def attach_experts(module: nn.Module, scene: Scene, site: LayerSite) -> Detach:
 
 
 def adjust_sizes(module: nn.Module, cut: Cut, *, is_row: bool) -> Detach:
-    """Sets what a layer says of its own sizes, and computes with, to this rank's part."""
+    """Sets the sizes that a layer reports and computes with to those of this rank's part."""
     names = ("in_features", "nx") if is_row else ("out_features", "nf")
     return set_attributes(module, {name: cut.local_shape[cut.dim] for name in names if hasattr(module, name)})
 
@@ -147,7 +147,7 @@ def set_attributes(module: nn.Module, values: Mapping[str, Any]) -> Detach:
 
 
 def attach_loading(module: nn.Module, cuts: Mapping[str, Cut]) -> Detach:
-    """Lets `load_state_dict` take this rank's part of whole values."""
+    """Makes `load_state_dict` take this rank's part of whole values."""
 
     def before(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, cut in cuts.items():
@@ -159,7 +159,7 @@ def attach_loading(module: nn.Module, cuts: Mapping[str, Cut]) -> Detach:
 
 
 def together(*detaches: Detach) -> Detach:
-    """One function that takes off, last first, what several took on."""
+    """One function that calls several removing functions, last first."""
 
     def detach() -> None:
         for each in reversed(detaches):
@@ -174,7 +174,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def adapted_layers(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]:
-    """A layer under peft's LoRA as (base layer, A matrices, B matrices); of a plain layer itself and none."""
+    """A layer under peft's LoRA as (base layer, A matrices, B matrices); for a plain layer, itself and none."""
     base = getattr(module, "base_layer", None)
     if not isinstance(base, nn.Module):
         return module, {}, {}

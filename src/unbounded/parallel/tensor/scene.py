@@ -8,8 +8,8 @@
     SEQUENCE --column layer: gather-->  FEATURES --row layer: scatter-->  SEQUENCE
     COPIES   --first block: split-->    SEQUENCE --last block: join-->    COPIES
 
-Layers that read the same input (queries, keys and values) enter once, so that the backward sums once: what was entered
-is remembered by the identity of the input until the region is left.
+Layers that read the same input (queries, keys and values) enter it once, so that the backward sums once. What was
+entered is remembered by the identity of the input until the region is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unbounded.parallel import collectives
 from unbounded.parallel.collectives import LayerSite
 from unbounded.ranks.axis import Axis
 
-# Inputs whose entered form is kept at once: those of a self- and of a cross-attention.
+# How many inputs' entered forms are kept: those of a self- and of a cross-attention.
 KEPT_INPUTS = 2
 
 
@@ -54,7 +54,7 @@ class Scene:
     # -- regions of parts of the weights -----------------------------------------------------------------------------
 
     def enter(self, x: torch.Tensor, site: LayerSite) -> torch.Tensor:
-        """`x` for a layer that holds a part of its outputs; once for all layers that read the same."""
+        """`x` for a layer that holds a part of its outputs; entered once for all layers that read it."""
         for reference, entered in self._entered:
             if reference() is x:
                 return entered
@@ -91,7 +91,7 @@ class Scene:
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward of the model begins: whatever an earlier one left undone is forgotten."""
+        """A forward of the model begins: forgets whatever an interrupted one left."""
         self._entered.clear()
         self._is_inside, self.hold = False, Hold.COPIES
 
@@ -102,7 +102,7 @@ class Scene:
             if length % self.axis.size:
                 raise StateError(
                     f"the sequence has {length} tokens, which do not divide over tensor={self.axis.size} with "
-                    "sequence=True. Pad the batch to a multiple of it, or leave sequence out of the plan."
+                    "sequence=True. Pad the batch to a multiple of that, or leave sequence out of the plan."
                 )
             hidden = collectives.split(hidden, 1, site)
         self._entered.clear()
@@ -121,5 +121,5 @@ class Scene:
 
 
 def sequence_dim(x: torch.Tensor) -> int:
-    """The dim of the sequence: that after the batch. Where both are flattened, the order of tokens does not matter."""
+    """The dim of the sequence: the one after the batch. If both are flattened, the order of tokens does not matter."""
     return 0 if x.dim() == 2 else 1

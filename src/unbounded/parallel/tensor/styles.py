@@ -1,6 +1,6 @@
 """The ways in which a layer can be cut over the tensor axis, by name, and what of its parameters each rank gets.
 
-The names are those of `tp_plan` in transformers, with short ones beside them. Nothing here touches a model.
+The names are those of `tp_plan` in transformers, and short ones of ours. Nothing here touches a model.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def read_style(name: str, pattern: str) -> Style:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a dotted name is the pattern's; a star stands for one part of it, as in `tp_plan`."""
+    """Whether a dotted name matches the pattern; a star stands for one part of it, as in `tp_plan`."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
 def find_style(name: str, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """The last pair whose pattern is that of `name`: later ones say it more closely."""
+    """The last pair whose pattern matches `name`: later ones are more specific."""
     return next((pair for pair in reversed(pairs) if matches(pair[0], name)), None)

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model: the layers that compute with the parts of parameters that are cut (`cutting`).
+"""Tensor parallelism of a model: the layers that compute with parts of parameters (`cutting`).
 
 `cut` takes each rank's part of the parameters, which stay the same objects; `attach` lets the layers compute with them.
 """
@@ -44,10 +44,10 @@ class TensorParallel:
         self.names, self.layers, self.cuts = cutting.names, cutting.layers, cutting.cuts
         found = find_stacks(self.base) if stacks is None else stacks
         self.blocks = [list(stack) for stack in found] if sequence else []
-        # What a context axis takes its part of must be the tensor axis' part already: its dropout is around the blocks.
+        # A context axis must cut what the tensor axis has already cut: its dropout is around the blocks.
         self._dropping = [block for stack in found for block in stack] if sequence or by_context else []
         if sequence and not self.blocks:
-            raise PlanError("sequence=True needs repeated blocks, and the model has none. Leave it out of the plan.")
+            raise PlanError("sequence=True needs repeated blocks, but the model has none. Leave it out of the plan.")
         self.heads: dict[nn.Module, vocabulary.HeadPart] = {}
         self._detaches: list[layers.Detach] = []
 
@@ -68,7 +68,7 @@ class TensorParallel:
         self._detaches.append(handle.remove)
 
     def detach(self) -> None:
-        """Takes every layer off again; parameters must be whole by then."""
+        """Undoes it for every layer; parameters must be whole by then."""
         for detach in reversed(self._detaches):
             detach()
         self._detaches.clear()
@@ -165,7 +165,7 @@ class TensorParallel:
         return layers.together(*(handle.remove for handle in handles))
 
     def _attach_sums(self) -> None:
-        """One sum a block for all parameters whose gradients are parts."""
+        """One sum per block for all parameters whose gradients are parts."""
         by_block: dict[nn.Module, dict[int, Partial]] = {}
         for name, holder, attribute in self._partial_places():
             parameter = holder._parameters.get(attribute)

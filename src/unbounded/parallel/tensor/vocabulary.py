@@ -1,9 +1,9 @@
 """The head and the cross entropy of a vocabulary that is cut over the tensor axis: logits stay where they are made.
 
-In training with labels a transformers model's loss is computed from each rank's part of the logits, with one exchange
-of two numbers per token, and so is the loss of whoever asks for parts (`HeadPart.kept`). In every other forward, and in
-models that write out their own loss, logits are joined. Logits that do not exist yet (of a loss in tiles) compute their
-loss themselves, from what `HeadPart` says of the vocabulary.
+In training with labels, a transformers model's loss is computed from each rank's part of the logits, with one exchange
+of two numbers per token. The same holds for whoever asks for parts (`HeadPart.kept`). In every other forward, and in
+models that compute their own loss, logits are joined. Deferred logits (of a tiled loss) compute their loss themselves,
+from what `HeadPart` says about the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of every token from this rank's classes [start, start + width); zeros where a token is ignored."""
+    """The loss of every token from this rank's classes [start, start + width); zero if a token is ignored."""
 
     @staticmethod
     def forward(
@@ -70,18 +70,18 @@ def cross_entropy(
 
 
 class HeadPart:
-    """This rank's part of the vocabulary, for whoever computes with the head's weight: see `Vocabulary` in the loss."""
+    """This rank's part of the vocabulary, for code that uses the head's weight: see `Vocabulary` in the loss."""
 
     def __init__(self, scene: Scene, site: LayerSite, cut: Cut) -> None:
         self.scene, self.site = scene, site
-        self.has_labels = False  # in the forward that runs, whose loss is computed from parts of the logits
-        self.is_asked = False  # for parts, by who calls the model
+        self.has_labels = False  # in the running forward, if its loss is computed from parts of the logits
+        self.is_asked = False  # whoever calls the model asks for parts
         self.size, self.num_parts = cut.shape[cut.dim], scene.axis.size
         self.start, stop = cut.intervals[0]
         self.width = stop - self.start
 
     def keeps(self) -> bool:
-        """Whether this forward's logits go nowhere but into the loss."""
+        """Whether this forward's logits are used only by the loss."""
         return self.is_asked or (self.has_labels and torch.is_grad_enabled())
 
     @contextmanager
@@ -114,7 +114,7 @@ class HeadPart:
 
 
 def attach_head(module: nn.Module, part: HeadPart) -> Detach:
-    """The last layer: its part of the logits where the loss keeps them so, joined otherwise."""
+    """The last layer: gives its part of the logits if the loss wants parts, otherwise joined ones."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def head(x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class TokenLoss:
 
     @staticmethod
     def fits(base: nn.Module) -> bool:
-        """Whether a model's forward asks its `loss_function`, and that is a cross entropy over tokens."""
+        """Whether a model's forward calls its `loss_function`, and that is a cross entropy over tokens."""
         return asked_loss(base) in _SHIFTS
 
     def attach(self) -> Detach:
@@ -165,7 +165,7 @@ class TokenLoss:
         if not self.part.keeps():
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return self._plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, **given, **kwargs)
-        if type(logits) is not torch.Tensor:  # they are not there yet, and compute the loss of their part in tiles
+        if type(logits) is not torch.Tensor:  # deferred logits, which compute the loss of their part in tiles
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             width = logits.shape[-1]
             return self._plain(logits, labels, width, num_items_in_batch, ignore_index, **given, **kwargs)

@@ -1,7 +1,7 @@
-"""Collectives that a device waits in: the host has launched them and gone on, so a thread follows their events.
+"""Collectives in which a device waits: the host has launched them and gone on, so a thread follows their events.
 
-A collective is waited in from when the stream has reached it, not from when the host has launched it: the host runs
-ahead by as much as a whole pass.
+Waiting in a collective begins when the stream reaches it, not when the host launches it, because the host may be a
+whole pass ahead.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Heartbeat:
     def __init__(self, group: dist.ProcessGroup, notices: Notices) -> None:
         self.rank, self.size = notices.rank, notices.size
         self.seconds = BEAT_SECONDS
-        self.failure: tuple[int, str] | None = None  # what the job has failed of, and where
+        self.failure: tuple[int, str] | None = None  # why the job failed, and where
         self.contact = time.monotonic()
         self.gaps: deque[float] = deque(maxlen=16)  # seconds that the last beats took, waiting for their time included
         self._group = weakref.ref(group, self._wake)
@@ -57,7 +57,7 @@ class Heartbeat:
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._lookers = 0
-        self._heard: dict[int, _Heard] = {}  # of every peer, since somebody here began to look
+        self._heard: dict[int, _Heard] = {}  # for every peer, since somebody here began to look
         self._still_since = time.monotonic()  # since when this rank has only waited
         self._counts = self._number = 0
         self._next_look, self._has_ended = 0.0, False
@@ -68,13 +68,13 @@ class Heartbeat:
     # -- for others ------------------------------------------------------------------------------------------------
 
     def post(self, key: str, members: Sequence[int]) -> Post:
-        """Where the collectives of these ranks are noted that come in one order, made at the first call."""
+        """The record of these ranks' collectives, which come in one order. Made at the first call."""
         if key not in self._posts:
             self._posts[key] = Post(key, members)
         return self._posts[key]
 
     def is_alive(self) -> bool:
-        """Whether it beats in this process: one that was forked has none."""
+        """Whether it beats in this process; a forked process has no heartbeat."""
         return os.getpid() == self._process and self._thread.is_alive()
 
     @contextmanager
@@ -112,7 +112,7 @@ class Heartbeat:
         return answers[0] if answers else None
 
     def fail(self, text: str, limit: float) -> None:
-        """Tells the job what this rank failed of, unless another has failed before it."""
+        """Tells the job why this rank failed, unless another has failed before it."""
 
         def tell(notices: Notices) -> None:
             notices.fail(text)
@@ -155,10 +155,10 @@ class Heartbeat:
         self._notices.post(replace(self._own(), has_left=self._has_ended), self._number)
         self._hear_failure()
         if self._has_ended and self.failure is None:
-            self._notices.count("told", 1)  # nobody need wait for this rank to hear of a failure
+            self._notices.count("told", 1)  # nobody has to wait for this rank to hear of a failure
         if self._lookers and time.monotonic() >= self._next_look:
             self._look()
-            self._next_look = time.monotonic() + self.seconds * self.size / 64  # of many ranks each looks less often
+            self._next_look = time.monotonic() + self.seconds * self.size / 64  # with many ranks, each looks less often
         self.contact = time.monotonic()
 
     def _own(self) -> Seen:

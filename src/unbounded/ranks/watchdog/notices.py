@@ -1,6 +1,6 @@
-"""What the ranks of a job tell each other beside their collectives: where each is, and what made the job fail.
+"""What the ranks of a job tell each other besides their collectives: where each is, and what made the job fail.
 
-Kept in the job's store, over a connection of its own: that of the process group may be held by a call that blocks.
+It is kept in the job's store, over its own connection, because a blocked call may hold that of the process group.
 Every method may block for as long as the store's host does, so one thread of a process, the heartbeat, calls them all.
 """
 
@@ -19,7 +19,7 @@ _CONNECT = timedelta(seconds=60)
 
 
 class Notices:
-    """The job's notice board, under keys of this run alone."""
+    """The job's notice board, under keys that only this run uses."""
 
     def __init__(self, store: dist.Store, run: str, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -27,13 +27,13 @@ class Notices:
         self._posted: set[int] = set()
 
     def post(self, seen: Seen, beat: int) -> None:
-        """Tells where this rank is. `beat` is different every time, which is what shows that it lives."""
+        """Tells where this rank is. `beat` is different every time, which shows that the rank is alive."""
         places = {key: (place.begun, place.is_inside, place.what, place.seconds) for key, place in seen.places.items()}
         record = (beat, places, seen.where, seen.doing, seen.waiting_seconds, seen.has_left)
         self._store.set(f"rank/{self.rank}", json.dumps(record))
 
     def read(self, ranks: Sequence[int]) -> dict[int, tuple[int, Seen]]:
-        """The last word of each of `ranks`, with its beat, which is 0 for one that has posted none."""
+        """The last post of each of `ranks` with its beat, which is 0 for a rank that has posted nothing."""
         for rank in ranks:
             if rank not in self._posted and self._store.check([f"rank/{rank}"]):
                 self._posted.add(rank)
@@ -43,18 +43,18 @@ class Notices:
         return {rank: found.get(rank, (0, Seen(rank, {}))) for rank in ranks}
 
     def fail(self, text: str) -> None:
-        """Tells what made this rank fail. The first one to is what the job failed of."""
+        """Tells what made this rank fail. The first failure is the one of the job."""
         self._store.compare_set("failed", "", json.dumps((self.rank, text)))
 
     def failure(self) -> tuple[int, str] | None:
-        """What the job has failed of, and on which rank."""
+        """What made the job fail, and on which rank."""
         if not self._store.check(["failed"]):
             return None
         rank, text = json.loads(self._store.get("failed"))
         return int(rank), str(text)
 
     def say(self, key: str, text: str) -> None:
-        """Puts a text of this rank's where its peers look for it."""
+        """Posts a text of this rank for its peers."""
         self._store.set(f"{key}/{self.rank}", text)
 
     def hear(self, key: str, ranks: Iterable[int]) -> dict[int, str]:
@@ -63,7 +63,7 @@ class Notices:
         return {rank: self._store.get(name).decode() for rank, name in keys.items() if self._store.check([name])}
 
     def count(self, key: str, amount: int) -> int:
-        """Adds to a number that the ranks share; what it then is."""
+        """Adds to a number that the ranks share, and returns the new value."""
         return int(self._store.add(key, amount))
 
 
@@ -74,7 +74,7 @@ def _read(rank: int, record: list[Any]) -> tuple[int, Seen]:
 
 
 def _own_connection(store: dist.Store) -> dist.Store:
-    """Another connection to the same store, where it is one that can be connected to."""
+    """Another connection to the same store, if it can be connected to."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):

@@ -9,7 +9,7 @@ from unbounded.ranks.watchdog.verdict import Place, Wait
 
 
 class Post:
-    """The collectives of one communicator on this rank. Its thread writes plain fields, which costs nothing."""
+    """The collectives of one communicator on this rank. Its thread writes plain fields, which costs almost nothing."""
 
     def __init__(self, key: str, members: Sequence[int]) -> None:
         self.key, self.members = key, tuple(members)
@@ -30,7 +30,7 @@ class Post:
         self.ended = self.begun if number is None else number
 
     def reopen(self, number: int) -> None:
-        """The `number`th, which nothing has waited for since it was launched, is waited for now."""
+        """Somebody now waits for the `number`th, which nobody has waited for since it was launched."""
         self.since = time.monotonic()
         self.ended = number - 1
 

@@ -1,13 +1,13 @@
-"""Whether a rank that waits should go on waiting: pure judgement over what it has heard from its peers.
+"""Decides whether a waiting rank should go on waiting: a pure function of what it has heard from its peers.
 
-A rank waits in a collective. Every peer tells once a heartbeat where it is: how many collectives it has begun on each
-communicator, whether it works in this library, waits in a collective, or runs the user's code. From that:
+A rank waits in a collective. With every heartbeat, every peer tells where it is: how many collectives it has begun on
+each communicator, whether it works in this library, waits in a collective, or runs the user's code. From that:
 
     a peer failed, or ended its program     raised at once, with the peer's own message
     a peer is silent for the limit          stopped, killed, or its link is lost
     the ranks wait for each other           raised as soon as two heartbeats show the same
     a peer runs the user's code             waited for up to the limit
-    a peer compiles, saves, loads, reads    waited for as long as its heart beats
+    a peer compiles, saves, loads, reads    waited for as long as heartbeats come
     all are in the collective               waited for up to the limit and the time that its bytes may take
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# What the slowest link worth using carries: a collective of many bytes may take that long.
+# The rate of the slowest link worth using: a collective of many bytes may take that long.
 LEAST_BYTES_PER_SECOND = 10e6
 # A beat that takes longer waits for the job's store, not for its turn on a busy machine.
 LATEST_BEAT = 5.0
@@ -44,7 +44,7 @@ class Seen:
     places: Mapping[str, Place]
     where: str = ""
     doing: str = "running"  # "running" the user's code, "working" in the library or a compiler, "waiting"
-    waiting_seconds: float = 0.0  # how long it has only waited, with no collective begun or ended
+    waiting_seconds: float = 0.0  # how long it has only waited, without beginning or ending a collective
     silent_seconds: float = 0.0
     has_beaten: bool = True  # whether a heartbeat has come since this rank began to look
     has_left: bool = False
@@ -54,9 +54,9 @@ class Seen:
         return self.places[key].begun if key in self.places else 0
 
     def last(self) -> str:
-        """What it was in last, in words."""
+        """Its last collective, in words."""
         if not self.places:
-            return "It has been in no collective yet"
+            return "It has not been in any collective yet"
         place = min(self.places.values(), key=lambda place: (not place.is_inside, place.seconds))
         if place.is_inside:
             return f"It is in {place.what}, for {place.seconds:.0f} s"
@@ -97,15 +97,15 @@ def judge(wait: Wait, seen: Mapping[int, Seen], limit: float, beat: float) -> st
 
 
 def silence_limit(beat: float, gaps: Iterable[float]) -> float:
-    """After how long a silent rank is taken to be gone: three beats, at the pace of this rank's own heart.
+    """After how long a silent rank counts as gone: three beats, at the pace of this rank's own heartbeat.
 
-    Where the machine is so busy that this rank beats late, the others may as well.
+    If the machine is so busy that this rank's heartbeats are late, those of others may be too.
     """
     return max(3 * max((beat, *(min(gap, LATEST_BEAT) for gap in gaps))), 1.0)
 
 
 def describe_silence(other: Seen) -> str:
-    """A rank that no heartbeat comes from."""
+    """Describes a rank that sends no heartbeat."""
     return (
         f"which has not been heard from for {other.silent_seconds:.0f} s: its process was stopped or killed, or its "
         f"machine or the link to it is lost. It was last at {other.where or 'an unknown place'}. {other.last()}."
@@ -117,7 +117,7 @@ def _judge_patience(wait: Wait, seen: Mapping[int, Seen], absent: list[Seen], li
         if wait.seconds < limit + wait.num_bytes / LEAST_BYTES_PER_SECOND:
             return None
         fact = f"rank {wait.rank} has been in {wait.what} for {wait.seconds:.0f} s, and so has every other rank"
-        return f"{fact}: a link between them is lost. Look at the network between the machines."
+        return f"{fact}: a link between them is lost. Check the network between the machines."
     if wait.seconds < limit:
         return None
     culprit = _follow(absent[0], seen)
@@ -126,7 +126,7 @@ def _judge_patience(wait: Wait, seen: Mapping[int, Seen], absent: list[Seen], li
     if culprit.doing == "working":
         return None
     elsewhere = (
-        f"which is alive but elsewhere: at {culprit.where or 'an unknown place'}. {culprit.last()}. {ADVICE} Where one "
+        f"which is alive but elsewhere: at {culprit.where or 'an unknown place'}. {culprit.last()}. {ADVICE} If one "
         f"rank may take longer than {limit:g} s by itself, raise watchdog_seconds in the plan."
     )
     return _waited(wait, culprit, elsewhere)
@@ -147,7 +147,7 @@ def _waits_for(other: Seen, seen: Mapping[int, Seen]) -> dict[int, str]:
 
 
 def _follow(other: Seen, seen: Mapping[int, Seen]) -> Seen:
-    """The rank at the end of those that wait for others in turn: the one that all wait for."""
+    """The rank at the end of a chain of waiting ranks: the one that all wait for."""
     passed: set[int] = set()
     while other.doing == "waiting" and other.rank not in passed:
         passed.add(other.rank)
@@ -159,7 +159,7 @@ def _follow(other: Seen, seen: Mapping[int, Seen]) -> Seen:
 
 
 def _find_circle(wait: Wait, seen: Mapping[int, Seen], beat: float) -> dict[int, str]:
-    """What the ranks of a circle are in that wait for each other and do nothing else; empty if there is none."""
+    """The ranks that only wait for each other in a circle, and what each is in; empty if there is no circle."""
     path: dict[int, str] = {}
 
     def search(rank: int) -> bool:

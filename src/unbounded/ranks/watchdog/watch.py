@@ -1,8 +1,8 @@
 """The watchdog: a rank that waits in a collective learns whether those it waits for will come.
 
-A thread that waits for longer than a heartbeat has the heartbeat look at the others, and goes on or raises as `verdict`
-says. Waiting is done in slices, woken as soon as the collective is over, so that one that is not late costs nothing
-more.
+A thread that waits for longer than a heartbeat asks the heartbeat thread to look at the others, and goes on or raises
+as `verdict` says. It waits in slices and is woken as soon as the collective is over, so a collective that is not late
+costs nothing extra.
 
     main, lanes   | collective |   | collective ..... slice, slice, slice: verdict -> PeerError |
     heartbeat     | post |    | post |    | post, look |    | post, look |
@@ -35,7 +35,7 @@ from unbounded.ranks.watchdog.post import Post
 from unbounded.ranks.watchdog.verdict import Wait
 
 LIMIT_SECONDS = 60.0
-# How long a rank that fails stays for its peers to read why, and how long it looks for why a connection broke.
+# How long a failed rank stays so that its peers can read why, and how long it looks for why a connection broke.
 FAREWELL_SECONDS = 3.0
 _TEXT_CHARS = 4000
 
@@ -68,7 +68,7 @@ class Watch:
         self._slice = timedelta(seconds=self.beat)
 
     def check(self, post: Post) -> None:
-        """Raises where the job has failed already: what is about to begin would not end."""
+        """Raises if the job has already failed, because what is about to begin would not end."""
         if self._reason is not None or self.heartbeat.failure is not None:
             reason = self._reason or self._told(post.what)
             if reason is not None:
@@ -77,7 +77,7 @@ class Watch:
     def wait(
         self, work: Collective, group: dist.ProcessGroup, post: Post, limit: float, number: int | None = None
     ) -> None:
-        """Returns when the last collective of `post`, or its `number`th, is over; raises where it will not be."""
+        """Returns when the last collective of `post`, or its `number`th, is over; raises if it will never be."""
         if not self._is_over(work, post):
             with self.heartbeat.looking():
                 while not self._is_over(work, post):
@@ -91,7 +91,7 @@ class Watch:
         """A collective was launched that a device waits in; `start` was recorded before it, on the same stream."""
         self._device_waits.follow(post, limit, start)
         if self._device_thread is None:
-            # Not the heartbeat's: that may be blocked by the store of a rank that was stopped.
+            # Not the heartbeat's thread, which the store of a stopped rank may block.
             self._device_thread = threading.Thread(
                 target=self._watch_device, name="unbounded-device-watch", daemon=True
             )
@@ -130,13 +130,13 @@ class Watch:
             if not work.is_completed():
                 return False
             try:
-                work.wait(self._slice)  # it may have ended well just after the slice
+                work.wait(self._slice)  # it may have succeeded just after the slice
             except RuntimeError as error:
                 raise self.explain(error, post) from error
         return True
 
     def _give_up(self, reason: str) -> PeerError:
-        """This rank goes on no more; whoever comes later, or waits for it, is told."""
+        """This rank gives up, and tells whoever comes later or waits for it."""
         self._reason = reason
         self.heartbeat.fail(reason[:_TEXT_CHARS], FAREWELL_SECONDS)
         return PeerError(reason)
@@ -155,19 +155,19 @@ class Watch:
         return verdict.judge(wait, self.heartbeat.seen(), limit, self.beat)
 
     def _told(self, what: str) -> str | None:
-        """What another rank failed of."""
+        """Why another rank failed."""
         failure = self.heartbeat.failure
         if failure is None or failure[0] == self.rank:
             return None
         return f"rank {failure[0]} failed: {failure[1]} (rank {self.rank} was in {what})"
 
     def explain(self, error: RuntimeError, post: Post) -> PeerError:
-        """What this rank raises where a connection broke; it goes on no more."""
+        """What this rank raises when a connection broke; it then gives up."""
         post.end()
         return self._give_up(self._find_reason(error, post))
 
     def _find_reason(self, error: RuntimeError, post: Post) -> str:
-        """Why a connection broke: mostly because a rank at its other end failed or was killed."""
+        """Why a connection broke: usually the rank at the other end failed or was killed."""
         what, began = post.what, time.monotonic()
         with self.heartbeat.looking():
             while time.monotonic() - began < max(FAREWELL_SECONDS, 2 * self._silence_limit()):
@@ -188,7 +188,7 @@ class Watch:
         return verdict.silence_limit(self.beat, self.heartbeat.gaps)
 
     def _watch_device(self) -> None:
-        """A thread that waits for the device cannot be raised in: where the device waits in vain, the process ends."""
+        """Nothing can be raised in a thread that waits for a device, so if a device waits in vain, the process ends."""
         while self.heartbeat.is_alive():
             time.sleep(self.beat)
             late = [(wait, limit) for wait, limit in self._device_waits.waits(self.rank) if wait.seconds >= self.beat]
@@ -224,8 +224,8 @@ def watch_job() -> Watch | None:
 def _name_run(group: dist.ProcessGroup) -> str:
     """All ranks must call this. A name that only this job has.
 
-    Nobody watches yet, and a rank may prepare data for long before it comes: the others wait as long as torch lets
-    them, and say so.
+    Nobody watches yet, and a rank may prepare data for a long time before it comes. The others wait as long as torch
+    allows, and say so.
     """
     config = str(dist.get_backend_config(group))
     device = "cuda" if "nccl" in config and "gloo" not in config else "cpu"
@@ -237,8 +237,8 @@ def _name_run(group: dist.ProcessGroup) -> str:
         if not is_told and time.monotonic() - begun > LIMIT_SECONDS:
             is_told = True
             print(
-                f"unbounded: rank {dist.get_rank()} has waited {LIMIT_SECONDS:.0f} s for the other ranks to come to "
-                "their first call of unbounded. Every rank must make it.",
+                f"unbounded: rank {dist.get_rank()} has waited {LIMIT_SECONDS:.0f} s for the other ranks to make "
+                "their first call to unbounded. Every rank must make it.",
                 file=sys.stderr,
             )
     work.wait()

@@ -1,7 +1,7 @@
 """What this process is doing, read from the stacks of its threads: for peers that wait for it.
 
-Nothing is reported by the code that works; a look at the stacks once a heartbeat costs it nothing. The innermost frame
-that is neither torch's nor Python's own tells: it is the user's, or this library's, which then works or waits.
+The working code reports nothing, and a look at the stacks once per heartbeat does not slow it down. The innermost frame
+that is neither torch's nor Python's own decides: it is the user's, or this library's, which then works or waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def look(ignored: int) -> tuple[str, str]:
 
 
 def _state_of(frame: FrameType | None) -> str:
-    """The state of one thread. One without a frame of ours is nobody's concern: it runs."""
+    """The state of one thread. A thread without a frame of ours counts as running."""
     found = ""
     while frame is not None:
         name = frame.f_code.co_filename

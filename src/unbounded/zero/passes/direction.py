@@ -1,15 +1,15 @@
 """A pass over the sites of a model: what it has visited, what it expects next, and which weights that keeps gathered.
 
     IDLE --begin--> RUNNING --end--> IDLE
-                       |--abandon--> IDLE       (an exception broke it off)
+                       |--abandon--> IDLE       (an exception ended it)
 
 A model has two of them, one that goes forward and one that goes backward; a backward may run inside a forward. Neither
-leaves anything open when it ends: what a backward reads again it names by tokens (see `saved`), so any number of
-forwards may wait for their backwards, in any order, as pipeline schedules have it.
+leaves anything open when it ends: a backward finds weights again by tokens (see `saved`), so any number of forwards may
+wait for their backwards, in any order, as in pipeline schedules.
 
 Each visit claims the site's units and those that the recorded order expects next, and waits for its own. With several
-ranks the order is also an agreement (see `order`): sites that others run and this rank does not are gathered all the
-same, and a few are kept in case they come later.
+ranks the order is also an agreement (see `order`): sites that others run but this rank does not are gathered anyway,
+and a few are kept in case they come later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.order import Order
 from unbounded.zero.unit import Unit
 
-# Sites that a rank may keep gathered for later in the pass because others ran them before it did.
+# Sites that a rank may keep gathered for later in the pass, because others ran them earlier.
 KEPT_SITES = 8
 
 
@@ -33,7 +33,7 @@ class PassState(Enum):
 
 @dataclass(eq=False)
 class RunningSite:
-    """A site at run time: where a pass stops to have its units gathered. `is_outer`: other sites lie inside it."""
+    """A site at run time, where a pass stops to gather units. `is_outer`: there are other sites inside it."""
 
     index: int
     name: str
@@ -51,7 +51,7 @@ class Pass:
         self.current: RunningSite | None = None
         self._sites, self._gathering = sites, gathering
         self._num_ranks, self._num_ahead = num_ranks, num_ahead
-        self._passed: list[RunningSite] = []  # claimed for this rank but not visited when they were expected
+        self._passed: list[RunningSite] = []  # claimed for this rank, but not visited when expected
 
     @property
     def is_running(self) -> bool:
@@ -63,7 +63,7 @@ class Pass:
         self.order.begin()
 
     def end(self) -> None:
-        """Takes part in what the agreed order still holds for other ranks, and keeps nothing for later."""
+        """Joins the gathers that the agreed order still has for other ranks, and keeps nothing for later."""
         self.state, self.current = PassState.IDLE, None
         ahead, rest = self.order.end()
         for index in ahead:
@@ -77,7 +77,7 @@ class Pass:
         self._passed.clear()
 
     def abandon(self) -> None:
-        """It will not go on; whatever it holds is released by whoever calls this."""
+        """It will not continue; the caller releases whatever it holds."""
         self.state, self.current = PassState.IDLE, None
         self.order.end()
         self._passed.clear()
@@ -86,7 +86,7 @@ class Pass:
         """Claims a site's units and those expected next, and waits for the site's own."""
         num_ahead, passed = self.order.num_ahead, self.order.visit(site.index)
         if passed is None and site in self._passed:
-            self._passed.remove(site)  # late by the agreed order, and kept for this
+            self._passed.remove(site)  # later than in the agreed order, and kept for this
         elif passed is None:
             self._gathering.claim_alone(site.units)
         elif self._num_ranks == 1:

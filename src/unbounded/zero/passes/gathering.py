@@ -1,4 +1,4 @@
-"""Gathered weights: who wants a unit's, bringing them to the device, and freeing them when nobody does.
+"""Gathered weights: who needs a unit's, how they come to the device, and when they are freed.
 
 A unit is gathered while anybody has a claim on it. Fetching runs in its own lane: it waits for the optimizer,
 reads the unit's tier, and gathers the other ranks' parts.
@@ -34,10 +34,10 @@ class Gathering:
         self._count_bytes = count_bytes
         self._released = torch.cuda.Event() if device.type == "cuda" else None
         self._has_joined = False
-        self.holding = False  # nothing is released: parameters are shown to the user
+        self.holding = False  # nothing is released, because parameters are shown to the user
 
     def request(self, unit: Unit) -> None:
-        """Starts fetching a unit's weights unless they are there or on their way."""
+        """Starts fetching a unit's weights unless they are there or being fetched."""
         if unit.state in (WeightState.RELEASED, WeightState.STALE):
             unit.state = WeightState.FETCHING
             ticket = None
@@ -56,7 +56,7 @@ class Gathering:
             unit.state, unit.fetching = WeightState.GATHERED, None
 
     def _give_up_failed(self, unit: Unit) -> None:
-        """Where a fetch failed, the next request tries again."""
+        """If a fetch failed, the next request tries again."""
         if unit.fetching is None or not unit.fetching.failed():
             return
         unit.state, unit.fetching = WeightState.STALE if unit.resident else WeightState.RELEASED, None
@@ -67,7 +67,7 @@ class Gathering:
     def release(self, unit: Unit) -> None:
         """Frees the bytes of a unit's gathered weights and every claim on them, unless it is resident."""
         unit.claims = 0
-        self._give_up_failed(unit)  # and nobody is left to be told
+        self._give_up_failed(unit)  # and nobody is left to hear of it
         if unit.resident or self.holding or unit.state is WeightState.RELEASED:
             return
         self.order_stream(unit)
@@ -79,14 +79,14 @@ class Gathering:
     def invalidate(self, unit: Unit) -> None:
         """The unit's owned weights are being updated: what was gathered from them is stale."""
         if unit.resident:
-            self.order_stream(unit)  # a gather under way still reads the old ones
+            self.order_stream(unit)  # a running gather still reads the old ones
             unit.state = WeightState.STALE
         else:
             self.release(unit)
         self._mark_released()  # after an update on this stream, which a gather must not read at the same time
 
     def _mark_released(self) -> None:
-        """Fetches begin after what this stream has been given so far."""
+        """Makes fetches begin after this stream's queued work."""
         if self._released is not None:
             self._released.record()
 
@@ -100,11 +100,11 @@ class Gathering:
         """Claims units outside the agreed order, after making sure that every rank is about to do the same."""
         for unit in units:
             if unit.state in (WeightState.RELEASED, WeightState.STALE) and self.needs_peers(unit):
-                self._phases.confirm(f"the gather of unit {unit.name!r} beside the agreed order")
+                self._phases.confirm(f"the gather of unit {unit.name!r} outside the agreed order")
         self.claim(units)
 
     def drop(self, units: Sequence[Unit]) -> None:
-        """Gives back one claim on each unit; the last one frees it."""
+        """Drops one claim on each unit; the last one frees it."""
         for unit in units:
             unit.claims -= 1
             if unit.claims <= 0:
@@ -122,7 +122,7 @@ class Gathering:
         self.gather([unit for unit in units if unit.resident and self.needs_peers(unit)])
 
     def _fetch(self, unit: Unit, ticket: Ticket | None) -> None:
-        """Runs in the fetch lane. With peers a unit is gathered in any case: they are on their way to it too."""
+        """Runs in the fetch lane. With peers, a unit is always gathered, because they will gather it too."""
         with self.failures.noting():
             if unit.weights_ready is not None:
                 unit.weights_ready.order_stream()
@@ -149,11 +149,11 @@ class Gathering:
         self._lane_ranks.gather(unit.buffer, shard, unit.name)
 
     def _fetch_owned(self, unit: Unit, target: torch.Tensor) -> None:
-        """Has the lane's stream wait for the copy, the host only where the disk is read."""
+        """Makes the lane's stream wait for the copy; the host waits only if the disk is read."""
         with self.failures.noting():
             unit.weights.fetch(target).order_stream()
             return
-        target.zero_()  # the read failed: no garbage until the ranks have met
+        target.zero_()  # the read failed: zeros and not garbage until the ranks have met
 
     def needs_peers(self, unit: Unit) -> bool:
         """Whether other ranks hold a part of the unit."""

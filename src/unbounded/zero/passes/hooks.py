@@ -1,9 +1,9 @@
 """When things happen: the hooks on sites that tell the engine where a forward is.
 
-Two hooks a site are all that the engine attaches for passes; every module has one that refuses a load which would put
-new parameters in place of those that are trained. A block compiled with `module.compile()` before `shard`
-gets its two calls around the compiled code instead of inside it, where each would break the graph. Copies of a module
-come without them: a hook that is copied does nothing.
+The engine attaches two hooks per site for passes. Every module also has one that refuses a load which would replace the
+trained parameters. A block compiled with `module.compile()` before `shard`
+gets its two calls around the compiled code instead of inside it, where each would break the graph. In copies of a
+module the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Hook:
 
     @property
     def __name__(self) -> str:
-        if called_from(torch.jit.script):  # the first thing that it asks a hook for
+        if called_from(torch.jit.script):  # the first attribute that it asks a hook for
             raise StateError(
                 "a sharded model cannot be scripted: its weights come and go. Do it with a plain copy: "
                 "copy.deepcopy(model), or unbounded.unshard(model)."
@@ -64,7 +64,7 @@ class _Hook:
 
 
 def _do_nothing(*_: Any) -> None:
-    """Stands in a copy of a sharded module where a hook was."""
+    """Replaces a hook in a copy of a sharded module."""
 
 
 def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> Callable[[], None]:
@@ -89,7 +89,7 @@ def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> 
 
 
 def guard_loads(model: nn.Module) -> Callable[[], None]:
-    """Has `load_state_dict(assign=True)`, of any module, raise before it changes anything; the function undoes it."""
+    """Makes `load_state_dict(assign=True)` of any module raise before it changes anything; the result undoes it."""
     handles = [module.register_load_state_dict_pre_hook(_Hook(_refuse_assignment)) for module in model.modules()]
     return partial(_remove, handles)
 
@@ -103,7 +103,7 @@ def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dic
     if metadata.get("assign_to_params_buffers", False):
         raise StateError(
             "load_state_dict(assign=True) would put new parameters in place of those that are sharded, which the "
-            "optimizer trains. Leave `assign` out: the values are copied to where the plan keeps them."
+            "optimizer trains. Leave out `assign`: the values are then copied to where the plan keeps them."
         )
 
 
@@ -126,7 +126,7 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
     call.compiled = compiled  # type: ignore[attr-defined]
     module._compiled_call_impl = call  # type: ignore[assignment]
 
-    def detach() -> None:  # whoever keeps this must not keep the model, which the compiled code does
+    def detach() -> None:  # whoever keeps this must not keep the model alive, as the compiled code would
         if (held := reference()) is not None:
             held._compiled_call_impl = held._compiled_call_impl.compiled  # type: ignore[union-attr]
 
@@ -134,9 +134,9 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
 
 
 def announce(outputs: Any, begin: Callable[[], None]) -> None:
-    """Has the first gradient of what the model returned call `begin`, so that weights are on their way early.
+    """Makes the first gradient of the model's output call `begin`, so that weights are fetched early.
 
-    It looks at the first few tensors only: a backward that begins elsewhere fetches its first weights when it reads
+    It looks only at the first few tensors. A backward that begins elsewhere fetches its first weights when it reads
     them.
     """
     for tensor in islice(_shallow(outputs), _MAX_ANNOUNCED):
@@ -163,7 +163,7 @@ def in_module_call() -> bool:
 
 
 def called_from(function: Any) -> bool:
-    """Whether a call of `function` is under way on this thread. Walks the stack, so not for the hot path."""
+    """Whether this thread is inside a call of `function`. Walks the stack, so it is not for the hot path."""
     frame, code = sys._getframe(), function.__code__
     while frame is not None:
         if frame.f_code is code:

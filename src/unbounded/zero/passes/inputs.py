@@ -1,8 +1,8 @@
-"""What the caller passes to the model, brought to where and how it computes, in the caller's own containers.
+"""Moves and casts what the caller passes to the model, inside the caller's own containers.
 
-A list, dict or object that the model fills must be the caller's. So containers are handed on as they are; a tensor in
-a mutable one that has to be moved or cast is replaced for the length of the forward and put back afterwards, and only
-immutable containers around one are made anew.
+A list, dict or object that the model fills must be the caller's own. So containers are passed on unchanged. A tensor in
+a mutable container that has to be moved or cast is replaced during the forward and put back afterwards; only immutable
+containers around such a tensor are made again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _DEPTH = 8
 
 
 class Inputs:
-    """Moves tensors to `device`, and casts fp32 ones to `dtype` where the plan lowered the model's."""
+    """Moves tensors to `device`, and casts fp32 ones to `dtype` if the plan lowered the model's."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
-        self._replaced: list[tuple[Any, Any, Any, Any]] = []  # container, key, what the caller had, what stands there
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []  # container, key, what the caller had, what is there now
 
     def adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a forward."""
@@ -35,7 +35,7 @@ class Inputs:
             try:
                 if container[key] is placed:
                     container[key] = given
-            except (KeyError, IndexError):  # the model took it out
+            except (KeyError, IndexError):  # the model removed it
                 continue
 
     def _walk(self, value: Any, depth: int) -> Any:

@@ -1,12 +1,12 @@
-"""Float buffers of a model whose precision the plan has lowered: kept in fp32, computing with what is in 16 bits.
+"""Float buffers of a model whose precision the plan has lowered: kept in fp32, but computing with 16-bit tensors.
 
-`model.to(torch.bfloat16)` rounds buffers too: averages that are updated in place then stand still. Kept in fp32 they
-would turn activations into fp32 wherever they meet, which the next layer refuses. So inside forwards modules hold
-their buffers as `ComputingBuffer`, over the same memory: with tensors of the lowered dtype it computes in that, and
-what is written to it is written in fp32. A buffer that a forward replaces comes back in the dtype that it had.
+`model.to(torch.bfloat16)` rounds buffers too: averages that are updated in place then stop changing. If kept in fp32,
+they would turn activations into fp32, which the next layer refuses. So inside forwards modules hold their buffers as
+`ComputingBuffer`, over the same memory: with tensors of the lowered dtype it computes in that dtype, and writes to it
+are in fp32. A buffer that a forward replaces comes back in the dtype that it had.
 
-Code that was compiled before `shard` was made for plain tensors and has them: there buffers are fp32 beside weights in
-16 bits, as in a model that was loaded in that dtype, and torch promotes or refuses what mixes them.
+Code that was compiled before `shard` was made for plain tensors and gets them: there buffers are fp32 and weights 16
+bits, as in a model that was loaded in that dtype, and torch promotes or refuses what mixes them.
 
 The statistics of torch's own norms are not among them: their kernels want the dtype of the weights.
 """
@@ -28,7 +28,7 @@ _plain = torch._C.DisableTorchFunctionSubclass
 
 
 class ComputingBuffer(torch.Tensor):
-    """An fp32 buffer inside a forward, and views and functions of it alone."""
+    """An fp32 buffer inside a forward, or a view or function of only such buffers."""
 
     @classmethod
     @torch._dynamo.disable
@@ -47,7 +47,7 @@ class ComputingBuffer(torch.Tensor):
             with _plain():
                 result = func(*args, **kwargs)
                 return result.to(others[0].dtype) if name in _NORMS else result
-        others = [tensor for tensor in others if tensor.dim() > 0]  # one without dims has no say in the dtype
+        others = [tensor for tensor in others if tensor.dim() > 0]  # a tensor without dims does not affect the dtype
         if (lowered := _lowered(others)) is not None:
             return _compute(func, args, kwargs, own, lowered)
         if others or (name in _CASTS and _names_dtype(name, args, kwargs)):
@@ -111,7 +111,7 @@ def _not_compiled(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def _sort(args: Any, kwargs: Any) -> tuple[list[ComputingBuffer], list[torch.Tensor]]:
-    """The buffers among the arguments, and the float tensors that are none."""
+    """The buffers among the arguments, and the other float tensors."""
     tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     own = [tensor for tensor in tensors if isinstance(tensor, ComputingBuffer)]
     with _plain():
@@ -155,6 +155,6 @@ def _cast(values: Any, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> A
 
 
 def _names_dtype(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a cast says to what: the result is what the model wants, and no buffer."""
+    """Whether a cast names its dtype: the result is then what the model wants, and not a buffer."""
     named = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
     return named or name != "to"

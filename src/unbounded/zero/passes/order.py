@@ -3,7 +3,7 @@
 For one rank the order is a prediction: a wrong one is a late fetch, never an error. For several it is also an
 agreement. Whatever a rank's own pass does, it gathers the sites of the expected order once each and in that
 order, running ahead of its visits by the prefetch; so ranks that skip different sites, or take them in another
-order, still issue the same sequence of collectives. `issue` hands out the next stretch of that order.
+order, still issue the same sequence of collectives. `issue` gives the next stretch of that order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-# Passes in a row without a site after which the agreed order leaves it out.
+# After so many passes without a site, the agreed order leaves it out.
 IDLE_PASSES = 100
 
 
@@ -24,8 +24,8 @@ class Order:
         self._idle: dict[int, int] = {}
         self.active = False
         self._seen: list[int] = []
-        self._visited = 0  # positions of the expected order before this one were visited or passed over
-        self._issued = 0  # positions before this one have been handed out
+        self._visited = 0  # positions before this one were visited or skipped
+        self._issued = 0  # positions before this one have been issued
 
     def begin(self) -> None:
         """A new pass starts."""
@@ -46,22 +46,22 @@ class Order:
 
     @property
     def num_ahead(self) -> int:
-        """How many sites beyond the last visit have been handed out."""
+        """How many sites beyond the last visit have been issued."""
         return max(0, self._issued - self._visited)
 
     def skip(self) -> None:
-        """Leaves out what was passed over and not handed out: for one rank, which owes it to nobody."""
+        """Drops what was skipped and not issued: with one rank, no other rank needs it."""
         self._issued = max(self._issued, self._visited - 1)
 
     def issue(self, ahead: int) -> tuple[int, ...]:
-        """The sites to gather now, so that the order is handed out up to `ahead` beyond the last visit."""
+        """The sites to gather now, so that the order is issued up to `ahead` beyond the last visit."""
         stop = min(len(self.expected), self._visited + ahead)
         stretch = self.expected[self._issued : stop]
         self._issued = max(self._issued, stop)
         return stretch
 
     def end(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The pass is over; returns what was handed out for visits that did not come, and what was not handed out."""
+        """The pass is over; returns what was issued for visits that did not come, and what was not issued."""
         if not self.active:
             return (), ()
         self.active = False
@@ -75,8 +75,8 @@ class Order:
     def adopt(self, *, keep_all: bool) -> None:
         """Takes the last pass as the expected order from now on.
 
-        With `keep_all` the sites that it left out stay at their place in the first order: a block that is skipped at
-        random may come back on one rank only, which its peers must have joined. One idle for long goes all the same.
+        With `keep_all`, sites that it left out stay at their place in the first order: a randomly skipped block may
+        come back on only one rank, and its peers must join it. A site that was idle for long is dropped anyway.
         """
         if self.active or not self._seen:
             return

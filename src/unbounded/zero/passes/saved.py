@@ -1,13 +1,13 @@
-"""What autograd saves of a forward: weights by name, everything else as it is.
+"""What autograd saves in a forward: weights by name, everything else unchanged.
 
 A weight that a backward will read again is saved as a *token*: which unit, which part of its buffer, and which
 generation of its values. Nothing in a graph therefore holds the bytes of a gathered unit, which may go as soon as the
 modules are done with them, and a backward that nobody announced (a penalty, an auxiliary loss kept in a list, a second
-walk through the same graph) fetches what it reads. A token of an earlier generation raises, as plain PyTorch does by
-its version counters, where an optimizer step or a write came between the forward and its backward.
+walk through the same graph) fetches what it reads. If an optimizer step or a write came between the forward and its
+backward, the token is of an earlier generation and raises, as plain PyTorch's version counters do.
 
-Whatever reaches a weight past these hooks (another's saved-tensor hooks, a user's own reference) holds the storage
-itself. The unit sees that by the storage's count of owners and leaves it to them (`Unit.deallocate`).
+Whatever holds a weight despite these hooks (other saved-tensor hooks, a user's own reference) holds the storage itself.
+The unit sees that in the storage's count of owners and leaves it to them (`Unit.deallocate`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Weights(Protocol):
     generation: int
 
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """A view of the gathered buffer, fetched where it is not there."""
+        """A view of the gathered buffer, which is fetched if it is not there."""
 
 
 _homes: dict[int, weakref.ref[Weights]] = {}  # units by the address of their storage
@@ -52,8 +52,8 @@ class SavedWeight(NamedTuple):
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 f"weights of unit {unit.name!r} were updated {unit.generation - self.generation} times since this "
-                "graph was built, by optimizer.step() or by a write. Run the backward before the step, or the forward "
-                "again after it."
+                "graph was built, by optimizer.step(), inside a backward, or by a write. Run the backward before the "
+                "step, or the forward again after it."
             )
         return unit.part(self.shape, self.stride, self.offset)
 
@@ -83,7 +83,7 @@ def _pack(tensor: torch.Tensor) -> Any:
     unit = home() if home is not None else None
     if unit is not None and tensor.dtype == unit.dtype and not tensor.is_conj():
         return SavedWeight(unit, unit.generation, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    # Not the tensor itself: an output that its own node saved would keep itself alive.
+    # Not the tensor itself, because an output that its own node saved would keep itself alive.
     return SavedTensor(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
 
 
@@ -97,12 +97,12 @@ def settle_in(unit: Weights) -> None:
 
 
 def move_out(unit: Weights) -> None:
-    """The storage of `unit` goes, or is left to whoever holds it."""
+    """The storage of `unit` is freed, or left to whoever holds it."""
     _homes.pop(unit.storage._cdata, None)
 
 
 class Saving:
-    """Saved-tensor hooks around the outermost forward of one thread's pass. Inside somebody else's they stay away."""
+    """Saved-tensor hooks around the outermost forward of one thread's pass. Inside other hooks they are not set."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -127,14 +127,14 @@ class Saving:
                 _pop()
 
     def reset(self) -> None:
-        """Forwards were broken off by what no hook sees."""
+        """Forwards were interrupted by something that no hook sees."""
         if self._depth:
             self._depth = 1
             self.leave()
 
 
 def _is_free() -> bool:
-    """Whether nobody has hooks here already. Those of another model of ours do for this one too."""
+    """Whether there are no other hooks here. Those of another sharded model also work for this one."""
     return _top_hooks is None or _top_hooks(True) is None
 
 

@@ -1,7 +1,7 @@
 """What may be sharded: everything that `shard` was given is checked before anything is touched.
 
-Every rank checks what it was given, tells the others, and all of them go on or all of them raise: one that found a
-fault alone would leave its peers waiting.
+Every rank checks what it was given and tells the others, and all of them go on or all of them raise: a rank that raised
+alone would leave its peers waiting.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def admit(
 
 
 def _own_device(model: nn.Module) -> torch.device:
-    """What picks this rank's backend: the model's GPU, or the rank's own where the model is on none yet."""
+    """The device that picks this rank's backend: the model's GPU, or the rank's own if the model is on none yet."""
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     if first is not None and first.device.type == "cuda":
         return first.device
@@ -89,13 +89,13 @@ def _mark_model(model: nn.Module, members: list[Member]) -> int:
 
 
 def _compare(told: list[dict[str, Any]]) -> None:
-    """Raises on every rank where one was given something else than the first."""
+    """Raises on every rank if one was given something different from the first."""
     for rank, marks in enumerate(told):
         for what, mark in marks.items():
             if mark != told[0][what]:
                 shown = "" if isinstance(mark, int) else f": {mark} instead of {told[0][what]}"
                 raise PlanError(
-                    f"rank {rank} has another {what} than rank 0{shown}. "
+                    f"rank {rank} has a different {what} from rank 0{shown}. "
                     f"Build the same {what} on every rank, in the same order."
                 )
 
@@ -115,7 +115,7 @@ def _own_paths(plan: Plan, rank: int) -> Plan:
 
 
 def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
-    """The parameters of a model; raises if it cannot be sharded, or is sharded already (`is_known`)."""
+    """The parameters of a model; raises if it cannot be sharded, or is already sharded (`is_known`)."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"shard was given a {type(model).__name__} as the model. Give an nn.Module.")
     if isinstance(model, torch.jit.ScriptModule):
@@ -124,7 +124,7 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PlanError(
                 f"the parameter {name!r} of a lazy module has no shape yet. Run a batch through the model, make the "
-                "optimizer, and call `shard` then."
+                "optimizer, and then call `shard`."
             )
     members = find_members(model)
     managed = [member.names[0] for member in members if isinstance(member.parameter, ManagedParameter)]
@@ -153,7 +153,7 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
 
 
 def _check_memory(members: list[Member]) -> None:
-    """Raises where two Parameters are two names of one memory: as units they would become two."""
+    """Raises if two Parameters share one memory: in units they would become separate."""
     places = []
     for member in members:
         parameter: Any = member.parameter
@@ -201,7 +201,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, members: list[Membe
     missing = [m.names[0] for m in members if m.parameter.requires_grad and id(m.parameter) not in groups]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise PlanError(f"the optimizer misses the trainable parameters {shown}. Give them to it, or freeze them.")
+        raise PlanError(
+            f"the optimizer does not have the trainable parameters {shown}. Give them to it, or freeze them."
+        )
     return groups
 
 

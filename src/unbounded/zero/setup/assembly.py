@@ -1,4 +1,4 @@
-"""From a blueprint to a running engine: units, first values, lanes, the optimizer, hooks."""
+"""Builds a running engine from a blueprint: units, first values, lanes, the optimizer, hooks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer, Places
 from unbounded.zero.setup.thawing import Thawing, make_gradient
 from unbounded.zero.sites import Member, Site
-from unbounded.zero.step.drafts import Draft
+from unbounded.zero.step.early.drafts import Draft
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
@@ -58,11 +58,11 @@ class Sharded:
 
     @property
     def plan(self) -> Plan:
-        """The closed plan, as it is now: states may move while a model trains."""
+        """The closed plan as it is now; states may move while a model trains."""
         return self.first_plan if self.optimizer is None else self.optimizer.plan
 
     def add_detach(self, remove: Callable[[], None]) -> None:
-        """Has `remove` called with the hooks' own."""
+        """Adds `remove` to what is called when the hooks are removed."""
         detach = self.detach
 
         def both() -> None:
@@ -82,7 +82,7 @@ class Assembly:
         self.ranks = axes.data
         self.plan = blueprint.plan
         self.threads = host_threads(self.plan, axes.world.size)
-        # Without overlap every lane works at once where it is asked to: for measuring what overlap is worth.
+        # Without overlap every lane runs its work immediately in the caller: to measure what overlap gains.
         self.inline = os.environ.get("UNBOUNDED_OVERLAP", "1") == "0"
 
     def build(self, optimizer: torch.optim.Optimizer | None, fill: Fill, cast_inputs: torch.dtype | None) -> Sharded:
@@ -132,7 +132,7 @@ class Assembly:
         return entries
 
     def _move_buffers(self, lowered: torch.dtype | None) -> None:
-        """To the device, in their own dtype (`module_buffers`); statistics of norms get that of the weights."""
+        """Moves buffers to the device in their own dtype (`module_buffers`); norms' statistics get that of weights."""
         for module in self.model.modules():
             follows = lowered is not None and isinstance(module, nn.modules.batchnorm._NormBase)
             for name, buffer in module._buffers.items():
@@ -141,7 +141,7 @@ class Assembly:
                     module._buffers[name] = buffer.to(self.device, lowered if casts else buffer.dtype)
 
     def _share_buffers(self) -> None:
-        """Every rank begins with the first one's buffers, as with its parameters. Later each keeps its own."""
+        """Every rank begins with the first rank's buffers, as with its parameters. Later, each keeps its own."""
         for buffer in self.model.buffers():
             whole = buffer.detach().contiguous()
             self.ranks.broadcast(whole.view(-1).view(torch.uint8), "the broadcast of buffers")
@@ -151,12 +151,13 @@ class Assembly:
     def _engine(self, units: Sequence[Unit], thawing: Thawing, cast_inputs: torch.dtype | None) -> Engine:
         ranks, phases = self.ranks, Phases(self.ranks)
         reduction = Reduction(ranks.lane("reduce"), phases, self._lane("reduce"), replicate=self.plan.stage == 0)
+        reduction.at_once = not self.plan.keeps_gradients
         for unit in units:
             thawing.connect(unit.gradient)
         by_site: dict[str, list[Unit]] = {site.name: [] for site in self.sites}
         for spec, unit in zip(self.blueprint.specs, units, strict=True):
             by_site[spec.site.name].append(unit)
-        # Stages of a pipeline are not in step with each other; everywhere else all ranks meet at the same places.
+        # Stages of a pipeline are not in step with each other; otherwise all ranks meet at the same places.
         meeting = self.axes.world if self.axes.pipeline.size == 1 else self.ranks
         failures = Failures(meeting, shared=thawing.uses_disk)
         return Engine(
@@ -172,7 +173,7 @@ class Assembly:
             ),
             reduction=reduction,
             prefetch_units=self.plan.prefetch_units,
-            defer_reduction=self.plan.stage == 1 and ranks.size > 1,
+            defer_reduction=self.plan.stage == 1 and ranks.size > 1 and self.plan.keeps_gradients,
             inputs=Inputs(self.device, cast_inputs),
             failures=failures,
             writes=Writes(),

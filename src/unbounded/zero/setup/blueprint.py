@@ -1,4 +1,4 @@
-"""What will be built, before anything is: where the units of a model live, within what its ranks have.
+"""What will be built, before anything is built: where the units of a model live, within what its ranks have.
 
 `plan_units` measures and agrees; `draw`, a pure function, decides: from the units (`specs`), the plan and what every
 rank has. Nothing here allocates: `assembly` carries a `Blueprint` out.
@@ -33,8 +33,8 @@ from unbounded.ranks.axis import Axis
 from unbounded.tiers import budget as budgets
 from unbounded.zero.setup.specs import UnitSpec
 
-# Of the device, for an element of the largest parameter whose update sees it whole: itself, its gradient, its states
-# and those of its neighbours on their way in and out, and what the update computes with.
+# Device memory for each element of the largest parameter whose update sees it whole: itself, its gradient, its states,
+# those of its neighbours being moved in and out, and what the update computes with.
 WHOLE_BYTES = 48
 
 
@@ -45,19 +45,19 @@ class Blueprint:
     specs: tuple[UnitSpec, ...]
     places: tuple[UnitPlace, ...]
     streamed: tuple[bool, ...]  # which host states the GPU updates
-    early: tuple[bool, ...]  # which host states are updated inside the backward, beside the old ones
+    early: tuple[bool, ...]  # which host states are updated inside the backward, into a second set of arrays
     plan: Plan
     disk_bytes: int
     host_bytes: int
     buffers: budgets.LeasedBuffers
-    asked: Plan  # with what was left open
+    asked: Plan  # as it was given, with open fields
     budget: Budget
     machine: MachineRates
 
 
 @dataclass(frozen=True)
 class Means:
-    """What every rank of the axis has at least, for the states and all that runs beside them."""
+    """What every rank of the axis has at least, for the states and everything that runs at the same time."""
 
     device_bytes: int
     host_bytes: int
@@ -69,7 +69,7 @@ class Means:
 def plan_units(
     specs: Sequence[UnitSpec], plan: Plan, ranks: Axis, device: torch.device, *, world_size: int
 ) -> Blueprint:
-    """All ranks of the axis must call this. Places the units within what the poorest rank has.
+    """All ranks of the axis must call this. Places the units within what the rank with the least has.
 
     `world_size` counts the ranks of all axes: those of one machine share its memory, its disk and its cores.
     """
@@ -84,7 +84,7 @@ def plan_units(
 
 
 def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) -> Blueprint:
-    """Decides everything that is open, from these values alone."""
+    """Decides everything that is open, only from these values."""
     sizes = [spec.sizes(plan.stage, DTYPES[plan.accumulate_dtype]) for spec in specs]
     arrays = 2 + max((len(spec.rule_if_trained.specs) for spec in specs if spec.rule_if_trained is not None), default=0)
     buffers = budgets.size_buffers(means.host_bytes, arrays)
@@ -100,7 +100,7 @@ def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) 
     if disk_bytes and host_bytes > means.host_bytes:
         raise BudgetError(
             f"host_bytes is {format_bytes(means.host_bytes)}, but with states on disk the buffers take "
-            f"{format_bytes(buffers.num_bytes)} of it and states that the plan puts there "
+            f"{format_bytes(buffers.num_bytes)} of it, and states that the plan puts there take "
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
     streamed = _stream(specs, places, means.machine, carries=plan.move_states and device_type == "cuda")
@@ -133,7 +133,7 @@ def _set_aside(
 def _close(
     plan: Plan, specs: Sequence[UnitSpec], places: Sequence[UnitPlace], means: Means, early: Sequence[bool]
 ) -> Plan:
-    """The plan with what was decided in the place of what it left open."""
+    """The plan with its open fields filled by what was decided."""
     named = {
         kind: tuple((spec.name, getattr(where, kind)) for spec, where in zip(specs, places, strict=True))
         for kind in ("weights", "gradients", "optimizer")
@@ -164,7 +164,7 @@ def _choose_early(
 ) -> tuple[bool, ...]:
     """Which units have room on the host for a second set of states: the last ones, whose gradients come first.
 
-    Room to add up the gradients of several backwards is left.
+    Leaves room to add up the gradients of several backwards.
     """
     rows = list(zip(sizes, places, strict=True))
     spare = host_room - sum_bytes(sizes, places, "host")
@@ -184,8 +184,8 @@ def _choose_early(
 def _stream(
     specs: Sequence[UnitSpec], places: Sequence[UnitPlace], machine: MachineRates, *, carries: bool
 ) -> tuple[bool, ...]:
-    """Which units the GPU updates on their way through it: some of those with states on the host, those that are
-    updated as whole tensors, and where a lane `carries` them those whose weights alone are not on the GPU.
+    """Which units the GPU updates as they stream through it: some of those with states on the host, those that are
+    updated as whole tensors and, if a lane `carries` them, those of which only the weights are not on the GPU.
     """
     rows = list(zip(specs, places, strict=True))
     wholes = [spec.needs_wholes and where.optimizer == "host" for spec, where in rows]
@@ -205,6 +205,18 @@ def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
             f"stage {plan.stage} keeps whole weights on every device, but the plan puts them on {plan.weights!r}. "
             "Use stage 3 to keep weights elsewhere."
         )
+    if not plan.keeps_gradients:
+        if any(spec.trainable and spec.rule is None for spec in specs):
+            raise PlanError(
+                'the plan says gradients="none", so units are updated inside the backward, but `shard` was given no '
+                'optimizer. Give it one, or use gradients="host" or "device".'
+            )
+        for member in (member for spec in specs for member in spec.members):
+            if member.parameter.grad is not None:
+                raise PlanError(
+                    f'the parameter {member.names[0]!r} has a gradient already, but the plan says gradients="none". '
+                    "Call optimizer.zero_grad() before `shard`."
+                )
     names = [spec.name for spec in specs]
     for kind in ("weights", "gradients", "optimizer"):
         check_patterns(getattr(plan, kind), kind, names)

@@ -1,7 +1,7 @@
 """First values: each unit is filled, broadcast and put on its tiers before the next one is touched.
 
-A model with real parameters gives its own values, by `install_model`; one on the meta device gets its own from
-`zero/setup/meta.py`.
+`install_model` takes the values of a model with real parameters; `zero/setup/meta.py` makes those of a model on the
+meta device.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Installer:
         pin: bool,
         store: ExtentStore | None = None,
     ) -> dict[str, Array]:
-        """The arrays that `rule` keeps for `numel` weights, with the values of `given`; none where one fails."""
+        """The arrays that `rule` keeps for `numel` weights, with the values of `given`; none if one fails."""
         with self.tiers.all_or_none() as states:
             for spec in rule.specs:
                 tier = places["remainder"] if spec.name == "remainder" else places["optimizer"]

@@ -1,10 +1,9 @@
 """First values of a model, module by module, unit by unit: for models on the meta device, or with values from files.
 
-Modules are filled in the order of the module tree: from files where those have values (`GivenValues`), otherwise by
-their own `reset_parameters` (and the `_init_weights` of the model they are in, as in Hugging Face models). What another
+Modules are filled in the order of the module tree: from files if those have values (`GivenValues`), otherwise by their
+own `reset_parameters` (and the `_init_weights` of the model they are in, as in Hugging Face models). What another
 library has added to the model's own modules (`Additions`: adapters) is filled by that library's own rules. A unit is
-partitioned as soon as its last module is done, so that no rank ever holds more of the model than the units that are
-open.
+partitioned as soon as its last module is done, so no rank ever holds more of the model than the open units.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from unbounded.zero.unit import Unit
 class Additions(Protocol):
     """What another library has added to a model. A *graft* is what was added around one module, with that module."""
 
-    base: nn.Module  # the model's own, inside of what was added
+    base: nn.Module  # the model's own, inside what was added
 
     def is_added(self, module: nn.Module) -> bool: ...
 
     def is_grafted(self, module: nn.Module) -> bool:
-        """Whether it belongs to a graft, and so gets its values by `fill`."""
+        """Whether it belongs to a graft, so that `fill` gives it its values."""
         ...
 
     def steps(self) -> Iterator[tuple[nn.Module | None, list[nn.Module]]]:
@@ -43,7 +42,7 @@ class Additions(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises where `fill` could not work."""
+        """Raises if `fill` could not work."""
         ...
 
     def fill(self, root: nn.Module) -> None:
@@ -65,15 +64,15 @@ class GivenValues(Protocol):
         rows: tuple[int, int] | None = None,
         cut: Cut | None = None,
     ) -> None:
-        """Fills `target`, where this rank is the one that does; every rank keeps its own buffers.
+        """Fills `target`, if this rank is the one that does; every rank keeps its own buffers.
 
-        With `rows` it is those rows of what has the name; of a parameter that the tensor axis cuts, only this rank's
-        part need be filled.
+        With `rows`, it is those rows of the named tensor. For a parameter that the tensor axis cuts, only this rank's
+        part has to be filled.
         """
         ...
 
     def unable(self, module: str, lacking: str) -> Exception:
-        """The error where a module has neither given values nor a way to make them."""
+        """The error for a module that has neither given values nor a way to make them."""
         ...
 
 
@@ -93,7 +92,7 @@ class ModuleFill:
         carried: Carried | None = None,
     ) -> None:
         self.cuts = cuts or {}
-        self.absent = absent or {}  # the parameters of other stages, by module: what they draw is drawn here too
+        self.absent = absent or {}  # the parameters of other stages, by module: their random numbers are drawn here too
         self.model, self.device, self.additions, self.given, self.is_meta = model, device, additions, given, is_meta
         self.carried = carried
         self._initialisers = _find_initialisers(model)
@@ -133,7 +132,7 @@ class ModuleFill:
         self._check_filled({b.name: b.tensor for b in self._blanks if b.is_untouched()})
 
     def check(self) -> None:
-        """Raises where a module has something without values and no way to get them."""
+        """Raises if a module has something without values and no way to get them."""
         if self.is_meta:
             self.additions.check()
         for name, module in self.model.named_modules():
@@ -143,7 +142,7 @@ class ModuleFill:
                 raise self._unable(f"the module {name or 'model'!r} ({type(module).__name__})", ", ".join(lacking))
 
     def _open(self, unit: Unit, members: Sequence[Member]) -> torch.Tensor:
-        """The flat values of a unit, to be filled; what is not, shows."""
+        """The flat values of a unit, to be filled; what is not filled shows."""
         dtype = members[0].parameter.dtype
         if not self.is_meta:
             return gather_values(unit, {member.names[0]: member.parameter for member in members}, dtype)
@@ -177,7 +176,7 @@ class ModuleFill:
         self._read(module)
 
     def _find_reaches(self) -> Reaches:
-        """The modules below each one that its own initialisation gives values to, too."""
+        """The modules below each one to which its own initialisation also gives values."""
         if not self.is_meta:
             return {}
         return find_reaches(
@@ -185,7 +184,7 @@ class ModuleFill:
         )
 
     def _draw_absent(self, module: nn.Module) -> None:
-        """Initialises what another stage holds, for the random state alone."""
+        """Initialises what another stage holds, only to advance the random state."""
         self._materialise_buffers(module)
         if self.given is not None or not self.is_meta:
             return
@@ -209,7 +208,7 @@ class ModuleFill:
                 initialise(module)
 
     def _read(self, module: nn.Module) -> None:
-        """Takes what is given of a module's own parameters and buffers."""
+        """Takes the given values of a module's own parameters and buffers."""
         if self.given is None:
             return
         prefix = self._prefixes[id(module)]
@@ -219,19 +218,19 @@ class ModuleFill:
                 self.given.read(prefix + key, tensor, is_buffer=is_buffer, rows=rows_of(module), cut=cut)
 
     def _check_filled(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuses what nobody has written to and would pass for values: a rotary table that only `__init__` makes."""
+        """Refuses what nobody has written to but would look like values: a rotary table that only `__init__` makes."""
         lost = [n for n, tensor in tensors.items() if _is_blank(tensor) and not self._comes_from_elsewhere(n)]
         if lost:
             owners = ", ".join(sorted({type(self._owner(name)).__name__ for name in lost}))
             named = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
             raise PlanError(
-                f"{named} (of {owners}) were on the meta device and nothing gave them values. Let the module fill them "
-                "in its reset_parameters, or the model in its _init_weights. Buffers may also be kept off the meta "
-                "device when the model is built, as accelerate.init_empty_weights() does; transformers 5 needs neither."
+                f"{named} (of {owners}) were on the meta device, and nothing gave them values. Let the module fill "
+                "them in its reset_parameters, or the model in its _init_weights. Buffers may also be kept off the "
+                "meta device when the model is built, as accelerate.init_empty_weights() does."
             )
 
     def _comes_from_elsewhere(self, name: str) -> bool:
-        """Whether the values do not come from the module itself; one rank alone may have them until the broadcast."""
+        """Whether the values do not come from the module itself; only one rank may have them until the broadcast."""
         return self._is_given(name) or self.additions.is_added(self._owner(name))
 
     def _is_given(self, name: str) -> bool:
@@ -241,7 +240,7 @@ class ModuleFill:
         return self.model.get_submodule(name.rpartition(".")[0])
 
     def _lacking(self, module: nn.Module) -> list[str]:
-        """What a module must initialise itself: what it has without values and nobody gives."""
+        """What a module must initialise itself: its tensors that have no values and are not given."""
         if self.additions.is_grafted(module):
             return []
         keys = [key for key, p in module._parameters.items() if p is not None and p.numel() and self.is_meta]
@@ -258,7 +257,7 @@ class ModuleFill:
 
 
 class _Blank:
-    """A buffer that was on the meta device, made with values that say that nobody gave it any."""
+    """A buffer that was on the meta device, made with a marker value that shows if nobody fills it."""
 
     def __init__(self, name: str, module: nn.Module, key: str, device: torch.device) -> None:
         self.name, self._module, self._key = name, module, key
@@ -268,12 +267,12 @@ class _Blank:
         self._version = self.tensor._version
 
     def is_untouched(self) -> bool:
-        """Neither replaced nor written to. Writing through `.data` is not counted: the values must be asked as well."""
+        """Neither replaced nor written to. Writes through `.data` are not counted, so the values are checked too."""
         return self._module._buffers.get(self._key) is self.tensor and self.tensor._version == self._version
 
 
 def _is_blank(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds nothing but what says that nobody gave it values. Its first element mostly tells."""
+    """Whether a tensor holds only the marker value. Its first element usually decides."""
     if tensor.numel() == 0:
         return False
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
@@ -282,7 +281,7 @@ def _is_blank(tensor: torch.Tensor) -> bool:
 
 
 def _no_value(dtype: torch.dtype) -> float | int | bool:
-    """What no module fills a tensor with."""
+    """A marker value that no module fills a tensor with."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     if dtype == torch.bool:
@@ -294,10 +293,10 @@ def _no_value(dtype: torch.dtype) -> float | int | bool:
 def shown(
     modules: Sequence[nn.Module], views: Mapping[int, torch.Tensor], cuts: Mapping[int, Cut] | None = None
 ) -> Iterator[dict[int, Cut]]:
-    """Inside, modules hold these tensors in place of their parameters; what is written is kept in them.
+    """Inside, modules hold these tensors in place of their parameters; writes stay in them.
 
-    A parameter that the tensor axis cuts is shown whole, so that it gets the values of the one-rank model, of which
-    this rank's part is kept. Gives the cuts of what is shown so, by its id.
+    A parameter that the tensor axis cuts is shown whole, so that it gets the values of the one-rank model; this rank's
+    part is kept. Gives the cuts of such tensors, by id.
     """
     managed = [(module, dict(module._parameters)) for module in modules]
     placed: list[tuple[nn.Parameter, torch.Tensor, Cut | None]] = []
@@ -339,7 +338,7 @@ def _find_initialisers(
 
 
 def _takes_module(method: Callable[..., object]) -> bool:
-    """Whether it initialises the module that it is given; some modules have one of that name for themselves."""
+    """Whether it initialises the module that it is given; some modules have a method of that name for themselves."""
     parameters = inspect.signature(method).parameters.values()
     return len([one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]) == 1
 

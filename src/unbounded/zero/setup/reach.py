@@ -1,6 +1,6 @@
 """Initialisations that reach below their own module: GPT-2's feed-forward scales the weight of its last layer, an
 `nn.MultiheadAttention` clears the bias of its output. What each one reaches is found by a run on the meta device, which
-costs neither memory nor random numbers, so that the real one can be given just those parameters.
+costs neither memory nor random numbers, so that the real one gets only those parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def find_reaches(
 ) -> Reaches:
     """The modules below each one whose parameters its own initialisation uses, by its id.
 
-    `absent` are parameters that modules do not hold here, as of other stages.
+    `absent` are parameters that modules do not hold here, such as those of other stages.
     """
     found: Reaches = {}
     with _on_meta(model, absent) as holders:
@@ -32,7 +32,7 @@ def find_reaches(
             if next(module.children(), None) is None or not wanted(module):
                 continue
             seen = _Seen()
-            with suppress(Exception), seen:  # what it cannot do on the meta device it does for real, or says so there
+            with suppress(Exception), seen:  # what fails on the meta device runs later for real, or raises there
                 initialise(module)
             own = {id(parameter) for parameter in module._parameters.values()}
             reached = {id(holders[key]): holders[key] for key in seen.tensors if key in holders and key not in own}
@@ -42,7 +42,7 @@ def find_reaches(
 
 
 def in_order(steps: Iterable[Step], reaches: Reaches) -> list[Step]:
-    """The steps, each module that reaches below itself after all that is below it, as constructors have it."""
+    """The steps, with each module that reaches below itself after everything below it, as in constructors."""
     listed = list(steps)
     place = {id(module): index for index, (_, modules) in enumerate(listed) for module in modules}
 
@@ -56,7 +56,7 @@ def in_order(steps: Iterable[Step], reaches: Reaches) -> list[Step]:
 
 @contextmanager
 def absent_shown(modules: Iterable[nn.Module], absent: Absent, device: torch.device | str) -> Iterator[None]:
-    """Inside, these modules hold blanks in the place of parameters that are not here."""
+    """Inside, these modules hold blanks in place of parameters that are not here."""
     lacking = [(module, absent[id(module)]) for module in modules if id(module) in absent]
     for module, parameters in lacking:
         for name, parameter in parameters.items():
@@ -71,7 +71,7 @@ def absent_shown(modules: Iterable[nn.Module], absent: Absent, device: torch.dev
 
 @contextmanager
 def _on_meta(model: nn.Module, absent: Absent) -> Iterator[dict[int, nn.Module]]:
-    """Inside, modules hold parameters of their own on the meta device; gives who holds each, by its id."""
+    """Inside, modules hold new parameters on the meta device; gives the holder of each, by its id."""
     held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     made: dict[int, nn.Parameter] = {}
     holders: dict[int, nn.Module] = {}

@@ -1,6 +1,6 @@
-"""The units that a model will have: which parameters each holds, how they lie in it, and how many bytes that takes.
+"""The units that a model will have: which parameters each holds, their layout, and how many bytes that takes.
 
-Nothing here allocates or decides where a unit lives: that is `blueprint`.
+Nothing here allocates or decides where a unit lives; `blueprint` does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UnitShape:
     trainable: bool
     layout: Layout
     rule: UpdateRule | None = None
-    rule_if_trained: UpdateRule | None = None  # also of what is frozen, and may be trained later
+    rule_if_trained: UpdateRule | None = None  # also of what is frozen and may be trained later
     homes: tuple[int, ...] = ()
 
     @property
@@ -43,7 +43,7 @@ class UnitShape:
         return self.rule is not None and self.rule.granularity is Granularity.TENSOR
 
     def factor_bytes(self, stage: int) -> int:
-        """What the rank with most of them keeps of states in other shapes than the parameters'."""
+        """The most that any rank keeps of states that do not have the parameters' shapes."""
         ranks = [None] if stage == 0 else range(self.layout.num_shards)
         held = [find_factors(self.layout, self.rule, self.homes, rank) for rank in ranks]
         return max((factors[-1].stop * 4 for factors in held if factors), default=0)
@@ -93,7 +93,7 @@ class UnitSpec(UnitShape):
     members: list[Member]
 
     def shape(self) -> UnitShape:
-        """The same, for whoever must not keep the model."""
+        """The same, for code that must not keep the model alive."""
         return UnitShape(name=self.name, dtype=self.dtype, trainable=self.trainable, layout=self.layout, rule=self.rule)
 
 
@@ -113,9 +113,9 @@ def find_specs(
     holdings: Holdings | None = None,
     book: RuleBook | None = None,
 ) -> list[UnitSpec]:
-    """The units of the sites, in order; `lowered` is the dtype that the plan asks of float parameters.
+    """The units of the sites, in order; `lowered` is the dtype that the plan wants for float parameters.
 
-    With `book` they have their rules. Parameters of different optimizers are different units.
+    With `book` they have their rules. Parameters of different optimizers are in different units.
     """
     held = holdings or Holdings()
     found: list[UnitSpec] = []
@@ -179,7 +179,7 @@ def _spec(
 
 
 def _refuse_parts(members: Sequence[Member], cuts: Mapping[str, Cut], kind: str) -> None:
-    """Raises where no rank of the data axis has a parameter whole."""
+    """Raises if no rank of the data axis has a parameter whole."""
     for member in members:
         name = member.names[0]
         if name in cuts or member.whole is not None:
@@ -192,7 +192,7 @@ def _refuse_parts(members: Sequence[Member], cuts: Mapping[str, Cut], kind: str)
 
 
 def _with_wholes(layout: Layout, members: Sequence[Member]) -> Layout:
-    """The layout with what tiles are tiles of."""
+    """The layout with the whole parameters of tiles."""
     wholes = {m.names[0]: (m.first, tuple(m.whole.shape)) for m in members if m.whole is not None}
     slots = (
         replace(slot, first=wholes[slot.name][0], whole=wholes[slot.name][1]) if slot.name in wholes else slot

@@ -1,8 +1,8 @@
-"""Training what was frozen at `shard`: a unit gets its gradient and its optimizer states when it is first unfrozen.
+"""Trains what was frozen at `shard`: a unit gets its gradient and its optimizer states when it is first unfrozen.
 
-A frozen unit has weights alone, whole on every rank below stage 3. Each rank thaws it by itself, since it has
-the values it needs: no rank waits for another here. What ranks have unfrozen and frozen is compared before their next
-collective instead (`describe`, which goes with whatever they announce).
+A frozen unit has only weights, whole on every rank below stage 3. Each rank thaws it by itself, since it has the values
+it needs, and does not wait for others. What ranks have unfrozen and frozen is compared before their next collective
+instead (`describe`, which is part of whatever they announce).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unbounded.optim import formats
 from unbounded.optim.formats import DTYPES
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import NativeRule, UpdateRule
-from unbounded.planner.plan import Plan
+from unbounded.planner.plan import NOWHERE, Plan
 from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.step.streaming import carries_weights
 from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, use_of
@@ -48,7 +48,7 @@ class Thawing:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether any state is on disk, or may come to be by what the plan says: ranks then share what fails there."""
+        """Whether any state is on disk, or may be by the plan: ranks then share disk failures."""
         tiers = {getattr(where, kind) for where in self._blueprint.places for kind in KINDS}
         return self._blueprint.disk_bytes > 0 or "disk" in tiers
 
@@ -58,13 +58,13 @@ class Thawing:
         gradient.store.connect(partial(self.tiers.allocate, gradient.tier, bounce=bounce, store=store), bounce)
 
     def thaw(self, unit: Unit, units: Sequence[Unit]) -> None:
-        """Gives `unit`, one of `units`, what training needs. Where it raises, everything is as it was."""
+        """Gives `unit`, one of `units`, what training needs. If it raises, everything is as it was."""
         plan = self._blueprint.plan
         rule = unit.rule_if_trained
         if rule is not None and rule.granularity is Granularity.TENSOR:
             raise StateError(
-                f"the unit {unit.name!r} was frozen at `shard`, and its optimizer updates whole tensors, for which it "
-                "is not laid out. Unfreeze it before `shard`, and freeze it after."
+                f"the unit {unit.name!r} was frozen at `shard`, so it is not laid out for its "
+                "optimizer, which updates whole tensors. Unfreeze it before `shard`, and freeze it afterwards."
             )
         trained = replace(self._shapes[unit], trainable=True, rule=rule)
         sizes = replace(trained.sizes(plan.stage, DTYPES[plan.accumulate_dtype]), weights=0)
@@ -109,7 +109,7 @@ class Thawing:
         return self._described
 
     def _place(self, unit: Unit, sizes: UnitBytes, units: Sequence[Unit]) -> UnitPlace:
-        """Where the plan says; what it leaves open goes where there is room."""
+        """The places that the plan says; what it leaves open goes where there is room."""
         spare, planned = self.tiers.spare_bytes(), self._blueprint.budget
         held = sum(other.gradient.device_bytes for other in units if other.trainable)
         budget = Budget(
@@ -128,7 +128,7 @@ class Thawing:
 
 
 def _complete(unit: Unit, owned: tuple[int, int], rule: UpdateRule) -> dict[str, torch.Tensor]:
-    """What completes the weights to what is trained, where the rule keeps that apart."""
+    """What completes the weights to their masters, if the rule keeps that separately."""
     if not {*formats.MASTER_STATES} & {spec.name for spec in rule.specs}:
         return {}
     values = fetch_owned(unit, owned[0] - unit.owned[0], owned[1] - unit.owned[0])
@@ -139,7 +139,9 @@ def _complete(unit: Unit, owned: tuple[int, int], rule: UpdateRule) -> dict[str,
 def make_gradient(unit: Unit, owned: tuple[int, int], tier: str, plan: Plan) -> Gradient:
     """The gradient of `unit`, of which this rank keeps the `owned` part; it has no memory yet."""
     sum_dtype = DTYPES[plan.accumulate_dtype]
-    store = GradientArray(tier, owned[1] - owned[0], wire=unit.dtype, sum_dtype=sum_dtype)
+    is_kept = tier != NOWHERE  # otherwise it is on the device, where it was made, until the update takes it
+    store = GradientArray(tier if is_kept else "device", owned[1] - owned[0], wire=unit.dtype, sum_dtype=sum_dtype)
     gradient = Gradient(unit.layout, owned, store, unit.device)
+    gradient.is_kept = is_kept
     gradient.counted = counted_ranges(unit.layout, owned)
     return gradient

@@ -1,7 +1,7 @@
 """First values of tiled layers: the steps of `meta` with a step for every tile, so that no layer is ever whole.
 
-A layer with tiles first fills what else it has, its bias, with one row in the place of its weight. Then a stand-in, a
-copy of the layer whose weight is one tile's, is filled for each tile by the layer's own initialisation.
+A layer with tiles first fills its bias, with one row in place of its weight. Then, for each tile, a stand-in (a copy of
+the layer whose weight is that tile) is filled by the layer's own initialisation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rows_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def is_hidden(tensor: torch.Tensor) -> bool:
-    """Whether this stands in the place of a weight whose tiles come later."""
+    """Whether this is in place of a weight whose tiles come later."""
     return getattr(tensor, "_is_one_row", False)
 
 
