@@ -10,9 +10,11 @@ forwards the modules hold plain tensors instead, so none of this is on the hot p
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {"__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "resize_as_", "retain_grad", "backward"}
 _ADDRESSES = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}  # what tells which tensors share memory
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
+_is_there = partial(operator.is_not, None)
 _GET_GRAD, _SET_GRAD = _Tensor.grad.__get__, _Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
@@ -256,6 +259,8 @@ def set_requires_grad(parameter: nn.Parameter, is_trained: bool) -> None:
 def take_stray_gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
     """The parameters to which autograd has given gradients directly, bypassing the engine; these are removed."""
     with torch._C.DisableTorchFunctionSubclass():
+        if not any(map(_is_there, map(_GET_GRAD, parameters))):  # a loop in C: this runs in every backward
+            return []
         found = [index for index, parameter in enumerate(parameters) if _GET_GRAD(parameter) is not None]
         for index in found:
             _SET_GRAD(parameters[index], None)
