@@ -2,8 +2,8 @@
 
     python -m benchmarks.data_pipeline
 
-A step that takes its time on the main thread, as one on a device does, is run with ready-made batches and with the
-pipeline feeding it: the ratio of the two is the cost. `--kind` chooses bytes or a BPE tokenizer trained on the spot.
+A step that only waits on the main thread, as for a device, is run with ready-made batches and with the pipeline: the
+ratio of the two is the cost. `--kind` chooses bytes or a BPE tokenizer trained on the spot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LENGTH, ROWS = 2048, 16
 
 
 def run_steps(loader: Loader | None, num_steps: int) -> float:
-    """Seconds for the steps, each as long as a device that eats 100,000 tokens per second would need."""
+    """Seconds for the steps, each as long as a device would need at 100,000 tokens per second."""
     step_seconds = LENGTH * ROWS / TOKENS_PER_SECOND
     start = time.perf_counter()
     for _ in range(num_steps):
@@ -35,7 +35,7 @@ def run_steps(loader: Loader | None, num_steps: int) -> float:
 
 
 def measure(corpus: Corpus, num_steps: int) -> tuple[float, float]:
-    """The ratio of step times with and without the pipeline, and the tokens per second it can make when pressed."""
+    """The ratio of step times with and without the pipeline, and the tokens per second it can make at most."""
     loader = Loader(corpus, rows=ROWS)
     loader.next()
     time.sleep(2.0)  # opening the streams and getting ahead belongs to the start of a run

@@ -2,7 +2,7 @@
 
     python benchmarks/host_optimizer.py [--parameters 100000000] [--threads N] [--repetitions 15]
 
-Exits with 1 where a ratio is below what is promised.
+Exits with 1 if a ratio is below what is promised.
 """
 
 from __future__ import annotations

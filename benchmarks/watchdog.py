@@ -2,9 +2,9 @@
 
     python benchmarks/watchdog.py [--repetitions N]
 
-Two ranks on this machine gather small tensors over an axis, a block of gathers with its watch and one without in turns,
-neither always first. The median of the ratios of neighbours counts; wanted is 1.03 at most. Needs two cores that nobody
-else uses: on a busy machine the ratio is that of the scheduler. Exits with 1 where it is missed.
+Two ranks on this machine gather small tensors over an axis. Blocks of gathers with and without the watch take turns,
+each going first in turn. The median ratio of neighbours counts; the goal is at most 1.03. It needs two cores that
+nobody else uses: on a busy machine the ratio is that of the scheduler. Exits with 1 if the goal is missed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def seconds(gather: Callable[[], None]) -> float:
 
 
 def measure(num_bytes: int, repetitions: int) -> tuple[float, float]:
-    """All ranks must call this. The time of a watched gather by that of another, and the other's microseconds."""
+    """All ranks must call this. The ratio of a watched gather to an unwatched one, and the latter in us."""
     axis, alone = world_axis(), Axis("world", dist.group.WORLD)
     shard, full = torch.zeros(num_bytes // 8), torch.zeros(num_bytes // 4)
     plain: Callable[[], None] = lambda: alone.gather(full, shard, "a unit")  # noqa: E731

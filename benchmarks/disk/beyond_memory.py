@@ -1,10 +1,10 @@
-"""Trains a model whose states are larger than the machine's memory: the rest of them lives on its disk.
+"""Trains a model whose states are larger than the machine's memory: the rest of them live on its disk.
 
     python benchmarks/disk/beyond_memory.py --params 2.2e9 --host 6GiB --device 3GiB --path /scratch
 
 A stack of residual blocks is made on the meta device, so that no process ever holds it whole, and trained in bf16
-with `exact` states: 12 bytes per parameter, and gradients. The batch is tiny and the same in every step: the disk is
-what is measured, and the loss must fall. A step ends when all of its updates have been applied. The peak of the
+with `exact` states: 12 bytes per parameter, and gradients. The batch is tiny and the same in every step, because the
+disk is what is measured, and the loss must fall. A step ends when all of its updates have been applied. The peak of the
 resident set is that of the whole process so far, the interpreter, torch and activations included.
 """
 
@@ -60,7 +60,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--device", default="3GiB", help="device_bytes of the plan")
     parser.add_argument("--host", default="6GiB", help="host_bytes of the plan")
-    parser.add_argument("--path", default=None, help="folder of the disk tier (default: a temporary one right here)")
+    parser.add_argument(
+        "--path", default=None, help="folder of the disk tier (default: a temporary one in the current folder)"
+    )
     return parser.parse_args()
 
 

@@ -2,20 +2,20 @@
 
     python benchmarks/disk/checkpoint.py --path /scratch [--gigabytes 2] [--rounds 3] [--tier host]
 
-Everything writes and reads the same number of bytes on the same disk, in turns that run forwards and backwards, so
-that nobody always comes after the same other; medians are compared. "raw" is one file through the disk engine from
+Everything writes and reads the same number of bytes on the same disk, in turns of alternating order, so that nobody
+always follows the same other; medians are compared. "raw" is one file through the disk engine from
 memory that is already there, synced. The peers get the states as plain tensors in memory, in the same dtypes, and
-must have them on stable storage too when their time ends. Every save makes new files; those of the turn before are
-removed outside the clock, since a filesystem that discards blocks takes half a second for 2 GB, whoever wrote them.
+must have them on stable storage too when their time ends. Every save makes new files. Removing those of the turn before
+is not timed, since a filesystem that discards blocks takes half a second for 2 GB, whoever wrote them.
 
-"raw read" reads the checkpoint's own file, so that both find the same blocks. Where the states are in host memory it
+"raw read" reads the checkpoint's own file, so that both find the same blocks. If the states are in host memory, it
 fills as much memory as the load does: on a virtual machine a pass over gigabytes of memory runs at anything between
 1.6 and 3.1 GB/s, a pass into one buffer of 256 MiB always at 3.1. For states elsewhere the buffer is one of that size,
-as they pass through buffers too. Both find their memory touched.
+as they pass through buffers too. In both cases the memory has been touched before.
 
-The cost of a save in the background is the time of all steps that it overlaps against as many before and after, with
-`--tokens` a step. On a machine without a GPU steps want the cores that the save takes, and on a virtual one also those
-that carry out its disk's transfers: "steps beside a raw write" shows what the disk alone costs them.
+The cost of a save in the background is the time of all steps that it overlaps, compared with as many before and after,
+of `--tokens` each. Without a GPU, steps compete for the cores that the save takes and, on a virtual machine, also for
+those that carry out its disk's transfers: "steps during a raw write" shows what the disk alone costs them.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def measure_steps_beside(
 
 
 def _ratio_beside(begin: Callable[[], Any], steps: Callable[[int], float], alone: list[float]) -> float:
-    """What begins counts as well. Where a step is longer than the work beside it, it is that one step."""
+    """Includes the step in which the work begins. If a step is longer than the work, it is only that step."""
     before = steps(1)
     start, count = time.perf_counter(), 0
     handle = begin()
@@ -271,7 +271,7 @@ def _ratio_beside(begin: Callable[[], Any], steps: Callable[[int], float], alone
 
 
 def _steps(model: nn.Module, optimizer: Any, tokens: int, count: int) -> float:
-    """Seconds a step, each waited for."""
+    """Seconds of each step, including its updates."""
     start = time.perf_counter()
     for _ in range(count):
         take_step(model, optimizer, tokens)
@@ -297,8 +297,8 @@ def show(nbytes: int, seconds: dict[str, float], memory: dict[str, int], beside:
             table.add_row(name, f"{nbytes / seconds[name] / 1e9:.2f}", other or "", ratio, goal)
     table.add_row("CPU of a save", "", "", f"{seconds['CPU of a save'] / nbytes * 1e9:.3f} s/GB", "")
     alone = f"steps alone ({beside['alone']:.2f} s)"
-    table.add_row("steps beside a raw write", "", alone, f"{beside['raw write']:.3f}", "")
-    table.add_row("steps beside a save", "", alone, f"{beside['save']:.3f}", "<= 1.05")
+    table.add_row("steps during a raw write", "", alone, f"{beside['raw write']:.3f}", "")
+    table.add_row("steps during a save", "", alone, f"{beside['save']:.3f}", "<= 1.05")
     for name, growth in memory.items():
         table.add_row(f"memory of {name}", "", "", f"{growth / 2**20:.0f} MiB", "< 1 GiB")
     Console().print(table)
@@ -310,8 +310,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="bytes of states")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tier", default="host", choices=["device", "host", "disk"])
-    parser.add_argument("--tokens", type=int, default=2048, help="of a step beside a save")
-    parser.add_argument("--no-peers", action="store_true", help="leave torch's own out")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step during a save")
+    parser.add_argument("--no-peers", action="store_true", help="leave out torch's own")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="unbounded-bench-", dir=args.path))
     try:

@@ -3,10 +3,10 @@
     python benchmarks/disk/disk_engine.py [--path FOLDER] [--size MIB] [--repetitions N]  # each figure moves 30 x SIZE
     python benchmarks/disk/disk_engine.py --checksums [--size MIB]                        # what checksums cost, alone
 
-Wanted: at least 0.95 x the loop on its best number of threads for transfers of 16 MiB and more, and 0.9 x for
-reading and writing at once. The engine starts without knowing the disk: what it learns about it, it learns in the run.
-A step with everything on disk takes at most 1.02 x the time with checksums that it takes without: two models, one
-with and one without, take turns, and the median of the ratios of neighbours counts. Exits with 1 where one is missed.
+The goals are at least 0.95 x the loop on its best number of threads for transfers of 16 MiB and more, and 0.9 x for
+reading and writing at once. The engine starts without knowing the disk, and learns about it in the run. With checksums,
+a step with everything on disk should take at most 1.02 x as long as without: two models, one with and one without, take
+turns, and the median ratio of neighbours counts. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_reached(result: Result) -> bool:
 
 
 def training_step(path: str, size_bytes: int, *, checksums: bool) -> Callable[[], float]:
-    """A model of `size_bytes` in all, everything on disk; gives a function that trains a step and says how long."""
+    """A model of `size_bytes` in total, everything on disk; returns a function that trains a step and times it."""
     num_layers = max(2, size_bytes // (16 * WIDTH * WIDTH))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
     tiers = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
@@ -54,7 +54,7 @@ def training_step(path: str, size_bytes: int, *, checksums: bool) -> Callable[[]
 
 
 def checksum_ratio(path: str, size_bytes: int, repetitions: int) -> float:
-    """The time of a step with checksums by that of one without."""
+    """The time of a step with checksums divided by that of one without."""
     print(f"steps of {size_bytes >> 20} MiB of states, all on disk, with checksums and without", flush=True)
     checked, plain = (training_step(path, size_bytes, checksums=on) for on in (True, False))
     for step in (checked, plain):
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--path", default=".", help="a folder on the disk to measure")
     parser.add_argument("--size", type=int, default=2048, metavar="MIB", help="MiB read and written each time")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--checksums", action="store_true", help="measure what checksums cost, and nothing else")
+    parser.add_argument("--checksums", action="store_true", help="measure only what checksums cost")
     args = parser.parse_args()
     results: list[Result] = []
     if not args.checksums:

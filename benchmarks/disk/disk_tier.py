@@ -1,10 +1,10 @@
-"""Training with the optimizer's states on disk: how much of the disk a step gets, and what the disk gives by itself.
+"""Training with the optimizer's states on disk: how much of the disk's rate a step reaches.
 
     python benchmarks/disk/disk_tier.py [--size 1.3b] [--batches 8] [--path .] [--steps 6] [--turns 2] [--compile]
 
 A step reads and writes every state once. The reference is the raw O_DIRECT loop of `unbounded bench disk`, reading
 and writing at once on its best number of threads. Disks vary within minutes, so loops and training take turns, loops
-first and last, and medians count. Wanted: 0.85.
+first and last, and medians count. The goal is 0.85.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Whether `device_bytes` bounds what the driver counts: every case in its own process, one line each.
+"""Checks that `device_bytes` bounds what the driver counts: every case in its own process, one line each.
 
     python benchmarks/memory/device_budget.py                         # all of them
     python benchmarks/memory/device_budget.py --cases 8b-8k,3b-64k
-    python benchmarks/memory/device_budget.py --cases 8b-8k --fraction    # torch's allocator held to the budget as well
+    python benchmarks/memory/device_budget.py --cases 8b-8k --fraction    # also limit torch's allocator to the budget
     python benchmarks/memory/device_budget.py --list
 
-The driver's count is polled from a thread, every 2 ms, over building, training and all: what the device has given out
-less what it had before the process began. A case that is refused says so in one line, which counts as kept.
+A thread polls the driver's count every 2 ms from building to the end: what the device has given out minus what it had
+before the process began. A case that is refused says so in one line, which counts as a kept budget.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CASES = {
 
 
 class Watch:
-    """The most that the driver has given to this process, from before its context on."""
+    """The most that the driver has given to this process, including its context."""
 
     def __init__(self) -> None:
         self.peak_bytes, self._stop = 0, threading.Event()
@@ -163,7 +163,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_out() -> int:
-    """What the device has given out before a case begins, read by a process that is gone again."""
+    """What the device has given out before a case begins, read by a process that has ended."""
     code = "import torch; free, total = torch.cuda.mem_get_info(); print(total - free)"
     alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     context = subprocess.run(
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="several separated by commas")
     parser.add_argument("--budget", default="24GiB")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--fraction", action="store_true", help="hold torch's allocator to the budget, as a user may")
+    parser.add_argument("--fraction", action="store_true", help="limit torch's allocator to the budget, as a user may")
     parser.add_argument("--timeout", type=int, default=400, help="seconds a case may take")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--alone", default=None, help=argparse.SUPPRESS)

@@ -1,10 +1,10 @@
-"""The tiled cross-entropy against the plain loss, eager and compiled: time of forward and backward, and memory.
+"""Compares the tiled cross-entropy with the plain loss, eager and compiled: time of both passes, and memory.
 
     python benchmarks/memory/tiled_loss.py                                   # 16k tokens, 128k classes, width 4,096
     python benchmarks/memory/tiled_loss.py --tokens 65536 --classes 262144
 
-"Extra" is the peak beyond the inputs and beyond the two gradients that come out, which every way has to make. Ways
-take turns, so that they meet the same clock; times are medians.
+"Extra" is the peak beyond the inputs and the two resulting gradients, which every way has to make. Ways take turns, so
+that they run at the same clock rates; times are medians.
 """
 
 from __future__ import annotations

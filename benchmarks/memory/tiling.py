@@ -3,9 +3,9 @@
     python benchmarks/memory/tiling.py                                # hidden sizes 8K to 64K, tiling factors 1 to 16
     python benchmarks/memory/tiling.py --hidden 65536 --factors 16
 
-The paper cuts GPU memory into pieces of 2 GiB first, so that every larger request fails. Today's drivers map pieces
-together again, so the rule itself is applied: the allocator's own record of a run is read, and a run in which any
-request was larger than a piece does not count as one that trains. The layer is linear, hidden size h to 4h, in bf16
+The paper first cuts GPU memory into pieces of 2 GiB, so that every larger request fails. Today's drivers can join
+pieces, so the rule itself is applied: the allocator's own record of a run is read, and a run in which any request was
+larger than a piece counts as failed. The layer is linear, hidden size h to 4h, in bf16
 with SGD, its states on the host. Every case runs in its own process.
 """
 
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 def largest_request() -> int:
-    """The largest that was asked of the GPU's allocator since recording began."""
+    """The largest request to the GPU's allocator since recording began."""
     import torch
 
     traces = torch.cuda.memory._snapshot()["device_traces"]
@@ -108,7 +108,7 @@ def main() -> None:
                 ended = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
                 line = ended.stdout.strip().splitlines()[-1] if ended.returncode == 0 else ""
             except subprocess.TimeoutExpired:
-                line = json.dumps({"hidden": hidden, "factor": factor, "trains": False, "why": "no end in time"})
+                line = json.dumps({"hidden": hidden, "factor": factor, "trains": False, "why": "out of time"})
             report = json.loads(line) if line else {"trains": False, "why": ended.stderr.strip()[-300:]}
             print(json.dumps({"hidden": hidden, "factor": factor} | report), flush=True)
             if report["trains"]:

@@ -1,12 +1,12 @@
-"""Predicted against measured: step time, peak device memory and peak host memory over many trainings.
+"""Compares predictions with measurements: step time, peak device memory and peak host memory over many trainings.
 
     python benchmarks/planner/planner_check.py              # on a GPU: 0.1B to 22B, 2k to 64k tokens, all tiers, LoRA
     python benchmarks/planner/planner_check.py --cpu        # small models on the CPU
     python benchmarks/planner/planner_check.py --part 1/4   # a quarter of the cases
     python benchmarks/planner/planner_check.py --cases 3b-16k,7b-lora
 
-The machine is measured first (under 30 s), and is all that predictions know; each case runs in its own process,
-and is predicted before its first step. A line a case as JSON goes to `--out`, which later parts add to.
+The machine is measured first (under 30 s), and predictions use nothing else. Each case runs in its own process and is
+predicted before its first step. One line of JSON per case goes to `--out`, to which later parts append.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--cases", default="", help="names, separated by commas")
     parser.add_argument("--part", default="1/1", metavar="I/N")
-    parser.add_argument("--machine", help="a machine file; measured and kept there if it is not there yet")
+    parser.add_argument(
+        "--machine", help="a machine file; if it does not exist, the machine is measured and saved there"
+    )
     parser.add_argument("--disk-path", default=".", help="where the disk tier is")
     parser.add_argument("--out", default="build/planner_check.jsonl")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds a case may take")

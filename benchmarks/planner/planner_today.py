@@ -1,4 +1,4 @@
-"""Predictions for today's nodes, with our formats, beside what the papers used: the table of docs/planner.md.
+"""Predictions for today's nodes with our formats, and the papers' own rates: the table of docs/planner.md.
 
 python benchmarks/planner/planner_today.py
 """

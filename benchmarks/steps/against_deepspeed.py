@@ -1,11 +1,11 @@
-"""Unbounded and DeepSpeed with its optimizer off the GPU, one after the other on the same machine: who takes how long.
+"""Times Unbounded and DeepSpeed with its optimizer off the GPU, one after the other on the same machine.
 
     python benchmarks/steps/against_deepspeed.py [--cases 7b,3b,1.3b-disk] [--steps 5]
 
-Every measurement runs in its own process (`throughput.py`), so that neither finds the other's memory. Both run
-eagerly and with compiled blocks; DeepSpeed with its blocks recomputed and again with all activations kept, while
-Unbounded decides by itself what blocks keep. The ratios are DeepSpeed's better time by ours, once of its eager runs
-and once of its compiled ones; `--eager-peer` leaves the latter out, which take a minute or two each.
+Every measurement runs in its own process (`throughput.py`), so that neither affects the other's memory. Both run
+eagerly and with compiled blocks; DeepSpeed runs with recomputed blocks and again with all activations kept, while
+Unbounded decides what blocks keep. The ratios are DeepSpeed's better time divided by ours, once for its eager runs and
+once for its compiled ones; `--eager-peer` leaves out the latter, which take a minute or two each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Peer = tuple[int, bool]  # tokens per step, whether its blocks are compiled
 
 @dataclass(frozen=True)
 class Case:
-    """One size: DeepSpeed's best setting that fits, and what we hold against it."""
+    """One size: DeepSpeed's best setting that fits, and what we compare with it."""
 
     size: str
     batches: str
@@ -48,7 +48,7 @@ CASES = {
 
 
 def measure(case: Case, steps: int, *arguments: str) -> list[dict[str, Any]]:
-    """One line per batch size; where the process fails, its last line of output."""
+    """One line per batch size; if the process fails, its last line of output."""
     command = [sys.executable, str(SCRIPT), "--size", case.size, "--batches", case.batches, "--steps", str(steps)]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="7b,3b,1.3b-disk", help=f"of {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--eager-peer", action="store_true", help="DeepSpeed with eager blocks alone")
+    parser.add_argument("--eager-peer", action="store_true", help="run DeepSpeed only with eager blocks")
     options = parser.parse_args()
     peer_modes = MODES[:1] if options.eager_peer else MODES
     ratios = ("to eager", "to compiled")

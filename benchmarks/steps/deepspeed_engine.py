@@ -1,4 +1,4 @@
-"""DeepSpeed behind the three calls of a training loop, for `throughput.py --engine deepspeed`.
+"""DeepSpeed with the three calls of a training loop, for `throughput.py --engine deepspeed`.
 
 Its settings are those that gave it the best step time on one GPU with the optimizer on the host: pinned memory,
 overlapped communication, large buckets; for NVMe the pipelined reads and writes with 24 buffers (it asserts with

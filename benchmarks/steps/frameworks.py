@@ -1,4 +1,4 @@
-"""What Trainer, Accelerate and Lightning add to a step: each beside our own loop, by turns within one run.
+"""What Trainer, Accelerate and Lightning add to a step: each takes turns with our own loop in one run.
 
     python benchmarks/steps/frameworks.py                                           # a CPU: all three
     python benchmarks/steps/frameworks.py --plain                                   # and what they add to plain PyTorch
@@ -36,7 +36,7 @@ Clock = tuple[float, float]
 
 
 class Turns:
-    """Counts the framework's steps, and has our own loop run between its blocks."""
+    """Counts the framework's steps, and runs our own loop between its blocks."""
 
     def __init__(self, options: argparse.Namespace, model: Any, optimizer: Any) -> None:
         self.options, self.model, self.optimizer = options, model, optimizer
@@ -48,7 +48,7 @@ class Turns:
         self.start = self._clock()
 
     def step_done(self) -> bool:
-        """After each step of the framework: whether it is to end."""
+        """Called after each step of the framework; returns whether it should end."""
         self.num_steps += 1
         if self.num_steps % self.options.block:
             return False
@@ -85,7 +85,7 @@ class Turns:
         return now[0] - before[0], now[1] - before[1]
 
     def report(self, name: str) -> dict[str, Any]:
-        """Of a step; the first turn warms up."""
+        """The ratios of a step; the first turn is a warm-up."""
         block, pairs = self.options.block, list(zip(self.theirs, self.ours, strict=True))[1:]
         ratios = [statistics.median(theirs[kind] / ours[kind] for theirs, ours in pairs) for kind in range(2)]
         return {

@@ -4,9 +4,9 @@
     python benchmarks/steps/gpu.py --short              # the cases that take a few minutes in all
     python benchmarks/steps/gpu.py --cases 7b-4k,bert-128 --engines ours,torch --limit 120
 
-Every measurement runs in its own process (`throughput.py`) with a time limit, so that none finds another's memory or
-holds up the rest. What it found is printed as it comes and kept in `results.json` and `results.svg` of `--output` after
-each. A case that an engine cannot run has its last line of output instead.
+Every measurement runs in its own process (`throughput.py`) with a time limit, so that none affects another's memory or
+holds up the rest. Results are printed as they come, and written to `results.json` and `results.svg` in `--output` after
+each. For a case that an engine cannot run, its last line of output is kept instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 SCRIPT = Path(__file__).with_name("throughput.py")
 ENGINES = {"ours": "unbounded", "torch": "torch", "fsdp2": "fsdp2", "deepspeed": "deepspeed"}
-TRAIN = "train"  # in the place of arguments: the job of `unbounded train` without any
+TRAIN = "train"  # in place of arguments: the job of `unbounded train` without any
 Result = dict[str, Any]
 
 
@@ -170,7 +170,7 @@ def run(case: Case, engine: str, arguments: str, *, steps: int | None, limit: fl
 
 @contextlib.contextmanager
 def limited(command: list[str], limit: float) -> Iterator[subprocess.Popen[str]]:
-    """The process, which ends with the block or with its time, and all that it started with it."""
+    """The process, which ends with the block or at its time limit, together with everything it started."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -210,7 +210,7 @@ _FILLS = {"ours": "#1b6ca8", "torch": "#9aa5b1", "fsdp2": "#c9ced6", "deepspeed"
 
 
 def draw(results: list[Result]) -> str:
-    """Bars of seconds per step, a group a case, each group to its own scale; a line marks the goal."""
+    """Bars of seconds per step, one group per case, each with its own scale; a line marks the goal."""
     body, y = [], 16
     for name in dict.fromkeys(result["case"] for result in results):
         group, case = [one for one in results if one["case"] == name], CASES[name]
@@ -243,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", help=f"of {', '.join(CASES)}")
     parser.add_argument("--engines", default=",".join(ENGINES), help="those to run")
-    parser.add_argument("--short", action="store_true", help="the cases of a few minutes, four steps each")
+    parser.add_argument("--short", action="store_true", help="only the cases that take a few minutes, four steps each")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds that a measurement may take")
     parser.add_argument("--output", type=Path, default=Path("build/gpu"))

@@ -1,13 +1,13 @@
-"""Weak scaling of one training step on CPU ranks: ours beside DDP, FSDP2 and FSDP2 with parallelize_module, as ratios.
+"""Weak scaling of one training step on CPU ranks: ours, DDP, FSDP2 and FSDP2 with parallelize_module, as ratios.
 
     python benchmarks/steps/parallel_scaling.py --ranks 2 4 8
     python benchmarks/steps/parallel_scaling.py --ranks 2 --profile "unbounded, stage 3"
 
 Every system trains the same model with the same rows per rank. All are built in the same processes and take turns, step
-by step, so that a busy machine is busy for all of them. A round gives the ratio of each to FSDP2 in that round; what is
-printed is the median over the rounds, of the time of the step and of the CPU seconds that all ranks spent in it. Where
-ranks share cores, the second says what a system costs, whoever else runs. Only ratios at one number of ranks mean
-anything. A step of a pipeline has two micro-batches for each stage, and with so few of them a bubble of a quarter.
+by step, so that a busy machine is busy for all of them. A round gives the ratio of each to FSDP2 in that round. What is
+printed is the median over the rounds, for the time of the step and for the CPU seconds that all ranks spent in it. If
+ranks share cores, the second says what a system costs, whatever else runs. Only ratios at one number of ranks are
+meaningful. A step of a pipeline has two micro-batches for each stage, which leaves a bubble of a quarter.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def measure(rank: int, size: int, port: int, rounds: int, profiled: str, results
 
 
 def ratios(times: dict[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Of every system, the median over the rounds of its ratios to FSDP2: in time and in CPU seconds."""
+    """For every system, the median over the rounds of its ratios to FSDP2, in time and in CPU seconds."""
     found = {}
     for name, own in times.items():
         pairs = list(zip(own, times["FSDP2"], strict=True))

@@ -3,13 +3,13 @@
     python benchmarks/steps/throughput.py --size 7b --batches 2,8 --plan device_bytes=24GiB --compile
 
 TFLOP/s = (6 x parameters + 12 x layers x hidden x sequence) x tokens / second: recomputation is not counted, frozen
-parameters count 4, and of BERT those that multiply: its blocks, and its head for the tokens that are asked for.
+parameters count 4, and for BERT only its blocks count, and its head for the tokens that are predicted.
 `ceiling_tflops` is what a large bf16 matmul reaches in the same process. `--engine torch` trains the same model
 resident in plain PyTorch (fp32 master weights, bf16 autocast, fused AdamW), `--engine fsdp2` under `fully_shard` on a
 mesh of one, `--engine deepspeed` under DeepSpeed with its optimizer on the host or on NVMe.
-`early_updates` counts the units that the plan lets be updated inside the backward, and the drafts of them that steps
-have taken and refused; with `--trace` also the part of the host optimizer's time inside backwards. Compare with
-`--plan ... early_units=0`, which updates all of them after it.
+`early_updates` counts the units that may be updated inside the backward, and their drafts that steps have used and not
+used; with `--trace` also the part of the host optimizer's time inside backwards. Compare with `--plan ...
+early_units=0`, which updates all of them after the backward.
 """
 
 from __future__ import annotations
@@ -85,20 +85,24 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="1.3b", choices=SIZES)
     parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--batches", default="4", help="sequences a step, several separated by commas")
-    parser.add_argument("--accumulate", type=int, default=1, help="backwards a step")
+    parser.add_argument("--batches", default="4", help="sequences per step, several separated by commas")
+    parser.add_argument("--accumulate", type=int, default=1, help="backwards per step")
     parser.add_argument("--plan", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="compile every block")
     parser.add_argument(
         "--activations",
         choices=("auto", "keep", "recompute"),
-        help="what blocks keep; recompute is the model's own checkpointing (auto in Unbounded, else recompute)",
+        help="what blocks keep; recompute is the model's own checkpointing (default: auto, for peers recompute)",
     )
     parser.add_argument("--no-clip", action="store_true")
-    parser.add_argument("--max-norm", type=float, default=1.0, help="of clipping; untrained models are often above 1")
-    parser.add_argument("--streamed", type=float, help="the part of host states that the GPU updates; else decided")
-    parser.add_argument("--lora", type=int, help="train adapters of this rank, in Unbounded alone")
+    parser.add_argument(
+        "--max-norm", type=float, default=1.0, help="clip to this norm; untrained models are often above 1"
+    )
+    parser.add_argument(
+        "--streamed", type=float, help="the part of host states that the GPU updates (default: decided by the plan)"
+    )
+    parser.add_argument("--lora", type=int, help="train adapters of this rank (only Unbounded)")
     parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "fsdp2", "deepspeed"))
     parser.add_argument("--offload", action="store_true", help="FSDP2's parameters and optimizer on the host")
     parser.add_argument("--stage", type=int, default=3, help="of DeepSpeed")
@@ -149,7 +153,7 @@ def adapt(model: Any, rank: int) -> Any:
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    """The model's own loss; of BERT with its head on the tokens alone that are asked for, as its training runs it."""
+    """The model's own loss; for BERT its head runs only on the tokens that are predicted, as in its training."""
     if "places" not in batch:
         return model(**batch).loss  # type: ignore[no-any-return]
     part = MicroBatch(batch["input_ids"], batch["labels"], places=batch["places"])

@@ -2,7 +2,7 @@
 
     python benchmarks/steps/trace_step.py --out docs/images/lanes.svg
 
-Runs on a GPU where there is one. `unbounded report step.trace.json` shows the same trace as numbers.
+Runs on a GPU if there is one. `unbounded report step.trace.json` shows the same trace as numbers.
 """
 
 from __future__ import annotations

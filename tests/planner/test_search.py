@@ -9,6 +9,7 @@ import pytest
 
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.evaluation import POLICIES, Request, evaluate, rooms
+from unbounded.planner.explanation import describe
 from unbounded.planner.models.configs import read_model
 from unbounded.planner.models.footprint import FORMATS, Footprint, footprint_of
 from unbounded.planner.plan import Plan
@@ -120,8 +121,28 @@ def test_a_model_that_fits_nowhere_says_what_is_short_and_what_would_fit() -> No
     with pytest.raises(BudgetError, match=r"fits nowhere: running one unit .* of device memory, but there are"):
         search(model("llama-405b"), find_machine("laptop"), Request(2048))
     tiny = Plan(host_bytes="8GiB", disk_bytes="8GiB")
-    with pytest.raises(BudgetError, match=r"its states take .* would fit on \d+ such devices, or [\d.]+B"):
+    told = r"its states take .* would fit on \d+ such devices. Here fit [\d.]+B .* at 14 bytes each"
+    with pytest.raises(BudgetError, match=told):
         search(model("llama-7b"), find_machine("rtx4090"), Request(2048, plan=tiny))
+
+
+def test_without_stored_gradients_a_model_of_seven_sixths_the_size_fits() -> None:
+    box = {"device_bytes": "24GiB", "host_bytes": "44GiB", "disk_bytes": "16GiB"}
+    footprint, machine = model("llama-7b"), find_machine("h200")
+    with pytest.raises(BudgetError, match=r'gradients="none": [\d.]+B parameters at 12 bytes each'):
+        search(footprint, machine, Request(2048, plan=Plan(**box)))
+    found = search(footprint, machine, Request(2048, plan=Plan(**box, gradients="none")))
+    held = found.prediction.held
+    states = sum(held[tier].get(kind, 0) for tier in held for kind in ("weights", "optimizer"))
+    assert states == 12 * footprint.numel
+    assert not any("gradients" in kinds for kinds in held.values())
+    assert "largest      " in "\n".join(describe(found))
+    assert found.capacity is not None
+    ratio = found.capacity.most(keeps_gradients=False) / found.capacity.most(keeps_gradients=True)
+    assert ratio == pytest.approx(14 / 12)
+    # The update is work of the backward, and a step has one.
+    assert found.setup.accumulate == 1
+    assert found.prediction.lane("first forward", "host memory") == 0 < found.prediction.lane("backward", "host memory")
 
 
 def test_tokens_that_cannot_be_split_are_refused() -> None:

@@ -70,7 +70,7 @@ def differing(rank: int, world_size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("plan", "rank 1 has another plan than rank 0: Plan() instead of Plan(stage=2)"),
+        ("plan", "rank 1 has a different plan from rank 0: Plan() instead of Plan(stage=2)"),
         ("model", "rank 1 has a different model from rank 0"),
         ("rate", "rank 1 has a different optimizer from rank 0: SGD; lr=0.2"),
         ("kind", "rank 1 has a different optimizer from rank 0: AdamW; lr=0.1"),

@@ -36,7 +36,7 @@ def test_the_data_axis_takes_the_ranks_that_the_others_leave(
 
 
 def test_axes_that_do_not_multiply_to_the_job_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"tensor=2 x pipeline=3 takes 6 ranks .* but the job has 8"):
+    with pytest.raises(PlanError, match=r"tensor=2 x pipeline=3 needs 6 ranks .* but the job has 8"):
         lay_out(8, tensor=2, pipeline=3)
 
 
@@ -44,7 +44,7 @@ def test_one_rank_has_every_axis_and_no_group() -> None:
     axes = make_axes(None, CPU)
     for axis in (axes.world, axes.data, axes.tensor, axes.pipeline, axes.context):
         assert (axis.size, axis.rank, axis.group) == (1, 0, None)
-    with pytest.raises(PlanError, match=r"tensor=2 takes 2 ranks .* but the job has 1"):
+    with pytest.raises(PlanError, match=r"tensor=2 needs 2 ranks .* but the job has 1"):
         make_axes(None, CPU, tensor=2)
 
 

@@ -104,6 +104,7 @@ def test_values_of_the_wrong_type_are_refused_with_their_key(tmp_path: Path) -> 
         (["--objective", "masked"], "the built-in GPT cannot see later tokens"),
         (["--objective", "masked", "--model", "m", "--data", "d", "--lora-rank", "4"], "predict the next token"),
         (["--device-bytes", "1GiB", "--plan", "device_bytes=5"], "--device-bytes and --plan device_bytes="),
+        (["--plan", "gradients=none"], "judges every step by the norm"),
         (["--steps", "0"], "must be more than 0"),
         (["--clip", "-1"], "must be 0 or more"),
         (["--eval-fraction", "1"], "less than 1"),

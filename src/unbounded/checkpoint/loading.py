@@ -50,6 +50,8 @@ def load(
     state = sharded(model)
     state.engine.refuse_inside_full_params("unbounded.load")
     check_optimizer(state, optimizer)
+    if optimizer is None:  # which alone would take back what a backward has done to its states
+        state.engine.refuse_pending("unbounded.load() without the optimizer")
     finish_pending(model)
     state.engine.phases.confirm("unbounded.load()")
     _put_aside_failures(state)
@@ -166,7 +168,7 @@ class _Loading:
             transfer.convert(contents.conversions)
             if self.with_optimizer:
                 assert self.state.optimizer is not None
-                transfer.later(self.state.optimizer.zero_grad)
+                transfer.later(self.state.optimizer.forget_gradients)
                 contents.put_gradients(transfer.later)
 
     def _mark(self, reason: str) -> None:

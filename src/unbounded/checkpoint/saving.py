@@ -85,6 +85,7 @@ def save(
     """
     state = sharded(model)
     state.engine.refuse_inside_full_params("unbounded.save")
+    state.engine.refuse_pending("unbounded.save()")
     check_optimizer(state, optimizer)
     refuse_strangers(model)
     finish_pending(model)

@@ -28,12 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens per sequence (default: 2048)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: the fastest of 1 to 3)")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="number format (default: bf16)"
+    )
     parser.add_argument(
         "--format",
         choices=("exact", "compact", "any"),
         default="exact",
         help="format of optimizer states (default: exact)",
+    )
+    parser.add_argument(
+        "--gradients",
+        choices=("device", "host", "disk", "none"),
+        help="where gradients live, otherwise chosen; none: each is used up inside the backward, without clipping",
     )
     parser.add_argument(
         "--activations",
@@ -43,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiled", action="store_true", help="assume that blocks are compiled")
     for name in _BUDGETS:
         parser.add_argument(
-            f"--{name.replace('_', '-')}", metavar="SIZE", help=f"{name.split('_')[0]} memory of a rank, such as 24GiB"
+            f"--{name.replace('_', '-')}",
+            metavar="SIZE",
+            help=f"bytes of {name.split('_')[0]} that a rank may use, such as 24GiB",
         )
     parser.add_argument("--compare", action="store_true", help="rank the alternatives")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -103,8 +112,9 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
     machine = read_machine(args.machine)
     names = ("exact", "compact") if args.format == "any" else (args.format,)
     fixed = {name: getattr(args, name) for name in _BUDGETS if getattr(args, name) is not None}
-    if args.activations:
-        fixed["activations"] = args.activations
+    for name in ("activations", "gradients"):
+        if getattr(args, name):
+            fixed[name] = getattr(args, name)
     request = Request(
         args.tokens if args.tokens is not None else ASSUMED_TOKENS * machine.num_devices,
         args.sequence,

@@ -12,6 +12,7 @@ from functools import partial
 
 from unbounded.planner.linear.program import Group, Option, Solution, can_fit, solve_program
 from unbounded.planner.machine import MachineRates
+from unbounded.planner.models.capacity import Capacity, left_for_states
 from unbounded.planner.models.footprint import FORMATS, Cost, Footprint, StateBytes, UnitFootprint, expand
 from unbounded.planner.plan import Plan
 from unbounded.planner.solve import StateChoice, build_program
@@ -52,6 +53,7 @@ class Candidate:
     prediction: Prediction
     places: tuple[tuple[str, UnitPlace], ...]  # by unit, in the order of the forward
     policies: tuple[tuple[str, str], ...]  # by block
+    capacity: Capacity | None = None  # how large a model could be, at stage 3
 
     @property
     def seconds(self) -> float:
@@ -206,7 +208,18 @@ class _Joint:
         return Candidate(
             self.footprint, self.setup, state_format, prediction,
             tuple(zip(names, places, strict=True)), tuple((part.name, policy) for part, policy in policies),
+            self._capacity(),
         )  # fmt: skip
+
+    def _capacity(self) -> Capacity | None:
+        """For a model with more such blocks, which run again one at a time. Below stage 3 each rank has all weights."""
+        if self.setup.stage < 3:
+            return None
+        working = max(working_bytes(self.footprint, self.setup, gathers=True, recomputes=True))
+        ranks = self.setup.data * self.setup.model_ranks
+        room = rooms(self.machine, self.request.plan, ranks)
+        left = left_for_states(room, working=working, buffers=self.request.buffer_bytes, num_ranks=ranks)
+        return Capacity(self.footprint, left, self.request.plan.keeps_gradients)
 
     def _spread(self, counts: Sequence[Sequence[int]]) -> list[tuple[UnitFootprint, str]]:
         """The last blocks keep, because what they keep is freed first."""

@@ -25,6 +25,7 @@ def describe(candidate: Candidate) -> list[str]:
         f"{setup.tokens:,} tokens x {setup.accumulate}",
         f"states       {_places(candidate)}",
         f"activations  {_policies(candidate)}",
+        *([] if candidate.capacity is None else [f"largest      {candidate.capacity.describe()}"]),
         "",
         *bytes_table(candidate),
         "",
@@ -88,7 +89,13 @@ def as_values(candidate: Candidate) -> dict[str, Any]:
         "gradients": {name: where.gradients for name, where in candidate.places},
         "optimizer": {name: where.optimizer for name, where in candidate.places},
         "activations": dict(candidate.policies),
+        "largest_parameters": _largest(candidate, keeps_gradients=True),
+        "largest_parameters_without_gradients": _largest(candidate, keeps_gradients=False),
     }
+
+
+def _largest(candidate: Candidate, *, keeps_gradients: bool) -> int | None:
+    return None if candidate.capacity is None else int(candidate.capacity.most(keeps_gradients=keeps_gradients))
 
 
 def _places(candidate: Candidate) -> str:

@@ -16,6 +16,7 @@ from unbounded.planner.sizes import format_bytes, parse_bytes
 from unbounded.planner.spelling import find_closest
 
 TIERS = ("device", "host", "disk")
+NOWHERE = "none"  # of gradients: each is used up inside its backward
 PRECISIONS = ("bf16", "fp16", "fp32")
 FORMATS = ("exact", "compact")
 ACTIVATIONS = ("auto", "keep", "recompute", "host")
@@ -50,7 +51,8 @@ class Plan:
     docs/reference/plan.md describes every field. With `disk_checksums`, everything that is read back from the disk tier
     is checked against the checksum of what was written, which takes a thousandth of the disk's bytes in host memory.
     So many `early_units` are updated inside the backward, into a second set of arrays in host memory. `move_states`
-    lets states move between device and host once steps show what is left.
+    lets states move between device and host once steps show what is left. With `gradients="none"` every unit is updated
+    inside the backward and no gradient is stored, for loops with one backward per step and no clipping.
     """
 
     stage: int = 3
@@ -110,6 +112,7 @@ class Plan:
             object.__setattr__(self, name, float(getattr(self, name)))
         _check_seconds("watchdog_seconds", self.watchdog_seconds)
         self._check_axes()
+        self._check_gradients()
 
     def _check_axes(self) -> None:
         """The fields of the parallel axes, as far as they can be checked without a model."""
@@ -117,6 +120,35 @@ class Plan:
             raise PlanError(f"sequence is {self.sequence!r}. Choose True or False.")
         if self.styles is not None:
             object.__setattr__(self, "styles", _read_styles(self.styles))
+
+    def _check_gradients(self) -> None:
+        """Refuses what contradicts that no gradient is stored."""
+        tiers = {tier for _, tier in self.gradients} if isinstance(self.gradients, tuple) else {self.gradients}
+        if NOWHERE not in tiers:
+            return
+        if len(tiers) > 1:
+            others = ", ".join(sorted(repr(tier) for tier in tiers - {NOWHERE}))
+            raise PlanError(
+                f'gradients are "none" for some units and {others} for others, but a step is clipped, skipped and '
+                'accumulated as a whole. Give gradients="none" for all units, or for no unit.'
+            )
+        for name, allowed, why in (
+            ("precision", (None, "bf16", "fp32"), "an overflow is known only after the backward, and skips the step"),
+            ("pipeline", (1,), "the micro-batches of a pipeline are several backwards"),
+            ("early_units", (0,), "all units are updated inside the backward already"),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise PlanError(
+                    f'gradients is "none", so units are updated inside the backward, but {name} is {value!r}: {why}. '
+                    f'Use {name}={allowed[-1]!r}, or keep gradients: gradients="host".'
+                )
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are stored between the backward and the step."""
+        tiers = [tier for _, tier in self.gradients] if isinstance(self.gradients, tuple) else [self.gradients]
+        return NOWHERE not in tiers
 
     @property
     def offloads_activations(self) -> bool:
@@ -184,7 +216,8 @@ def read_activations(value: Any) -> Placement:
 
 
 def _read_placement(name: str, value: Any) -> Placement | None:
-    return None if value is None else _read_pairs(name, value, TIERS, "tier", "unit")
+    choices = (*TIERS, NOWHERE) if name == "gradients" else TIERS
+    return None if value is None else _read_pairs(name, value, choices, "tier", "unit")
 
 
 def _read_pairs(name: str, value: Any, choices: tuple[str, ...], noun: str, of: str) -> Placement:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.evaluation import FEW_NODES, Candidate, Request, evaluate, rooms
 from unbounded.planner.machine import MachineRates
+from unbounded.planner.models.capacity import Capacity, left_for_states
 from unbounded.planner.models.footprint import Footprint
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import Setup, base_loads
@@ -84,6 +85,8 @@ def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> It
                 accumulate = rows // data // micro
                 if request.accumulate not in (None, accumulate) or (pipeline > 1 and accumulate < pipeline):
                     continue
+                if accumulate > 1 and not request.plan.keeps_gradients:
+                    continue
                 for stage in request.stages:
                     if (stage == 0 and data > 1 and 0 not in request.stages) or (pipeline > 1 and stage > 1):
                         continue
@@ -118,10 +121,10 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
     formatted = replace(footprint, states=min(request.formats.values(), key=lambda states: states.total))
     room = rooms(machine, request.plan, machine.num_devices)
     working = max(working_bytes(formatted, setup, gathers=True, recomputes=True))
-    states = formatted.numel * formatted.states.weights + formatted.trained_numel * (
-        formatted.states.total - formatted.states.weights
-    )
-    ranks = machine.num_devices
+    ranks, keeps = machine.num_devices, request.plan.keeps_gradients
+    total = left_for_states(room, working=working, buffers=0.0, num_ranks=ranks)
+    capacity = Capacity(formatted, total, keeps)
+    states = capacity.states_bytes(keeps_gradients=keeps)
     if working > room["device"]:
         fact = (
             f"running one unit at a time takes {format_bytes(working)} of device memory, but there are "
@@ -129,15 +132,13 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
         )
         remedy = "Take a device with more memory, a tensor axis, or fewer tokens per micro-batch."
     else:
-        total = ranks * (room["device"] - working + room["host"] + room["disk"])
         fact = (
             f"its states take {format_bytes(states)}, but {ranks} x {machine.name.partition(':')[0]} have "
             f"{format_bytes(total)} of device, host and disk for them"
         )
         needed = math.ceil(states / (total / ranks)) if total > 0 else 0
-        most = int(formatted.numel * total / states) if states else 0
         remedy = (
-            f"It would fit on {needed} such devices, or {most / 1e9:.3g}B parameters would fit here. "
+            f"It would fit on {needed} such devices. Here fit {capacity.describe()}. "
             'optimizer_format="compact" takes less than half.'
             if needed
             else "Give it a host or a disk budget."

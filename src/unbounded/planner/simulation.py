@@ -65,7 +65,7 @@ def simulate(footprint: Footprint, machine: MachineRates, setup: Setup, way: Way
 
 
 def fits(prediction: Prediction) -> Mapping[str, float]:
-    """What each tier of a node is short by, 0 where it fits."""
+    """What each tier of a node is short by, 0 if it fits."""
     machine = prediction.machine
     inside = min(machine.devices, prediction.num_devices)
     need = {

@@ -5,6 +5,7 @@ cannot be best:
 
 - weights, which every pass reads, are never on a slower tier than the moments of their unit, which a step reads once;
 - gradients are where the optimizer states are updated (on the host for those on disk), unless the plan says otherwise;
+  they are nowhere only if it says so, because that is a promise about the loop;
 - weights and gradients go to disk only if device and host cannot hold them all, because moments free more memory per
   byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8);
 - work of host, disk and links counts a little even when it is hidden; among equals, the one that takes the least of
@@ -14,6 +15,7 @@ cannot be best:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -50,6 +52,7 @@ class Shortage:
     short: Mapping[str, int]
     spare: int
     budget: Budget
+    gradients_bytes: int = 0  # part of the states that gradients="none" would not store
 
     def error(self, what: str = "the states") -> BudgetError:
         facts = ", ".join(
@@ -63,6 +66,11 @@ class Shortage:
             remedy = (
                 f"Raise a budget by {format_bytes(missing - self.spare)} (disk_bytes with disk_path on a larger disk "
                 'is the cheapest), use more ranks, or optimizer_format="compact".'
+            )
+        if self.gradients_bytes:
+            remedy += (
+                ' Without clipping and with one backward per step, gradients="none" takes '
+                f"{format_bytes(self.gradients_bytes)} less."
             )
         taken = format_bytes(self.states_bytes)
         return BudgetError(f"{what} take {taken} on this rank and do not fit: {facts}. {remedy}")
@@ -206,11 +214,11 @@ def _shortage(units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: M
         if places is not None:
             break
     assert places is not None
-    use = dict.fromkeys(TIERS, 0)
+    use: Counter[str] = Counter()
     for unit, where in zip(units, places, strict=True):
-        for tier, taken in use_of(unit, {kind: getattr(where, kind) for kind in KINDS}).items():
-            use[tier] += taken
+        use += use_of(unit, {kind: getattr(where, kind) for kind in KINDS})
     short = {tier: use[tier] - room[tier] for tier in TIERS if use[tier] > room[tier]}
     spare = sum(max(0, room[tier] - use[tier]) for tier in TIERS)
-    total = sum(sum(use_of(unit, dict.fromkeys(KINDS, "device")).values()) for unit in units)
-    return Shortage(total, short, spare, budget)
+    stored = sum(unit.gradients for unit in units) if plan.keeps_gradients else 0
+    total = stored + sum(sum(use_of(unit, {"weights": "device", "optimizer": "device"}).values()) for unit in units)
+    return Shortage(total, short, spare, budget, stored)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unbounded.errors import PlanError
-from unbounded.planner.plan import Placement, Plan
+from unbounded.planner.plan import NOWHERE, Placement, Plan
 
 KINDS = ("weights", "gradients", "optimizer")
 
@@ -39,6 +39,8 @@ class UnitBytes:
 
     def size(self, kind: str, tier: str, *, is_summed: bool = False) -> int:
         """The bytes of one kind on a tier, without what completes the weights."""
+        if tier == NOWHERE:
+            return 0
         if kind == "gradients" and (is_summed or tier == "disk"):
             return max(self.gradients, self.summed_gradients)
         return int(getattr(self, kind))
@@ -87,7 +89,7 @@ def sum_bytes(units: Sequence[UnitBytes], places: Sequence[UnitPlace], tier: str
 
 def use_of(unit: UnitBytes, tiers: Mapping[str, str]) -> Counter[str]:
     """The bytes that the kinds placed so far take of each tier."""
-    use: Counter[str] = Counter(device=unit.deferred)
+    use: Counter[str] = Counter(device=0 if tiers.get("gradients") == NOWHERE else unit.deferred)
     for kind, tier in tiers.items():
         use[tier] += unit.size(kind, tier)
     remainder = _remainder_tier(tiers)

@@ -129,7 +129,7 @@ def _buffer_bytes(state: Sharded) -> int:
     for unit in units:
         for array in (unit.weights, *unit.states.values()):
             held[array.tier] += array.numel * array.dtype.itemsize
-    for unit, (_, tier) in zip(units, plan.gradients or (), strict=False):
+    for unit, (_, tier) in zip(units, (plan.gradients or ()) if plan.keeps_gradients else (), strict=False):
         held[tier] += (unit.owned[1] - unit.owned[0]) * unit.dtype.itemsize if unit.states else 0
     drafts = state.optimizer.updates.drafts.num_bytes if state.optimizer is not None else 0
     planned = max(0, state.tiers.planned_host_bytes - held["host"] - drafts)

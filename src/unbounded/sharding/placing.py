@@ -176,12 +176,13 @@ def _choose_fill(
 def unshard(model: nn.Module) -> nn.Module:
     """All ranks must call this. Makes it a plain model with whole parameters again, and frees everything that ran it.
 
-    The values come to the device that the model ran on. The sharded optimizer cannot be used afterwards, so save its
-    states first.
+    The values come to the device that the model ran on. The sharded optimizer cannot be used afterwards, and its states
+    are gone, so save them first.
     """
     state = sharded(model)
     engine = state.engine
     engine.refuse_inside_full_params("unbounded.unshard")
+    engine.refuse_pending("unbounded.unshard()")
     if any(axis.size > 1 for axis in engine.axes.model) or has_tiles(model):
         raise StateError(
             "unshard joins what is partitioned over the data axis, but this model is also cut by tiles or by the "
@@ -205,4 +206,6 @@ def unshard(model: nn.Module) -> nn.Module:
         unmanage(parameter, value)  # type: ignore[arg-type]
     running.strike_off(model)
     device_room.strike_off(model)
+    if state.optimizer is not None:
+        state.optimizer.retire()
     return model

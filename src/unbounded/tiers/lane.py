@@ -55,6 +55,10 @@ class Handle:
     def launched(self) -> bool:
         return self._launched.is_set()
 
+    def done(self) -> bool:
+        """Whether the work is done, on the device too, or has failed; waits for nothing."""
+        return self._launched.is_set() and (self._event is None or self._event.query())
+
     def failed(self) -> bool:
         """Whether it has ended in an error; returns when that is known."""
         self._launched.wait()

@@ -40,6 +40,7 @@ from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.passes.order import Order
 from unbounded.zero.passes.saved import Saving
+from unbounded.zero.pending import PendingStep
 from unbounded.zero.setup.thawing import Thawing
 from unbounded.zero.unit import Unit, WeightState
 
@@ -75,6 +76,7 @@ class Engine:
         self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
         self.num_backwards = 0  # since the last step
+        self.pending = PendingStep()
         self.is_shown = False  # every parameter holds its full value
         self._defer_reduction = defer_reduction
         indices = [site.index for site in sites]
@@ -113,8 +115,9 @@ class Engine:
         if hooks.in_backward():
             self.before_backward(site)
         else:
-            self._saving.enter()
             self._drop_broken_backward()
+            self.pending.refuse("a forward")
+            self._saving.enter()
             if index == 0:
                 self._begin_forward()
             self.forward.visit(site)
@@ -176,6 +179,8 @@ class Engine:
 
     def before_reading(self, unit: Unit) -> None:
         """A backward reads a saved weight of `unit`."""
+        if unit in self.pending.units:
+            self.pending.refuse(f"a read of the weights of unit {unit.name!r} after their gradient was complete")
         site = self._site_of[unit]
         if unit.state is WeightState.GATHERED and (unit.resident or site is self.backward.current):
             return
@@ -233,6 +238,8 @@ class Engine:
     def _drop_broken_backward(self) -> None:
         """Gives up a backward that ended in an exception: torch has dropped what it would have called at the end."""
         if self.backward.is_running and (self._ending is None or self._ending() is None):
+            if self._is_reducing:
+                self.pending.break_off()
             self._mark_compute(None)
             self.backward.abandon()
             self.reduction.abandon()
@@ -254,6 +261,7 @@ class Engine:
         """Not called for `torch.autograd.grad`, which gives its gradients to its caller."""
         if self._is_reducing:
             return
+        self.pending.refuse("another backward")
         self._is_reducing = True
         self.num_backwards += 1
         if self._is_deferring:
@@ -320,6 +328,21 @@ class Engine:
                 f"{what} was called inside `with unbounded.full_params(model):`, where writes to parameters "
                 f"are not stored yet. Call {what} after the block."
             )
+
+    def check_weights(self, unit: Unit) -> None:
+        """Raises where weights of `unit` are read or written while they are those of a step that was not called yet.
+
+        Inside the backward that updates units, what it has not come to is as it was.
+        """
+        self.check_process()
+        if self.pending.units and (not self.is_in_pass() or unit in self.pending.units):
+            self.pending.refuse(f"a look at the weights of unit {unit.name!r}")
+
+    def refuse_pending(self, what: str) -> None:
+        """Raises where a backward has updated units and their step was not called yet."""
+        if self.pending.units:
+            self._drop_broken_backward()
+            self.pending.refuse(what)
 
     def raise_failures(self, *, alone: bool = True) -> None:
         """Raises what failed in fetches: on all ranks if there was a gather, otherwise on this one if `alone`.

@@ -18,6 +18,7 @@ from unbounded.zero.unit import Unit
 def full_values(engine: Engine) -> Iterator[None]:
     """All ranks of the axis must call this. Every parameter holds its full value; writes are kept. It may be nested."""
     engine.check_process()
+    engine.refuse_pending("unbounded.full_params()")
     if engine.is_shown:
         yield
         return

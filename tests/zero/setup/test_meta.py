@@ -153,7 +153,7 @@ def shard_half(rank: int, world_size: int, blank: str) -> str:
 @pytest.mark.parametrize("blank", ["weight", "scale", "table", "mask", "count", ""])
 def test_what_nothing_gives_values_to_is_an_error_and_not_left_at_chance(ranks: Any, blank: str) -> None:
     for message in ranks(2, shard_half, blank):
-        assert message.startswith(f"1.{blank} (of Half) were on the meta device and nothing" if blank else "")
+        assert message.startswith(f"1.{blank} (of Half) were on the meta device, and nothing" if blank else "")
         assert bool(message) == bool(blank)
 
 

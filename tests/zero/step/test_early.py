@@ -13,7 +13,7 @@ from torch import nn
 
 import unbounded
 from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
-from unbounded.zero.step.drafts import Draft
+from unbounded.zero.step.early.drafts import Draft
 
 STEPS = 6
 HOST = {"weights": "host", "gradients": "host", "optimizer": "host"}

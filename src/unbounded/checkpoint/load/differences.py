@@ -91,6 +91,8 @@ def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
     if here != there and state.engine.axes.pipeline.size == 1:
         found.append(f"the param groups have {here} parameters here and {there} in the checkpoint")
     found += _of_states(state, source)
+    if not state.plan.keeps_gradients and (manifest.of_kind(GRADIENT) or manifest.of_kind(UNREDUCED)):
+        found.append('it was saved with gradients that no step had used, and the plan here says gradients="none"')
     here_mesh = state.engine.axes.sizes
     mesh = manifest.values.get("mesh", here_mesh)
     if manifest.of_kind(UNREDUCED) and (manifest.values["world_size"] != size or mesh != here_mesh):

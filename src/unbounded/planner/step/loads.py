@@ -5,6 +5,8 @@
     backward        compute | units fetched | gradients leave | collectives (for each micro-batch)
     update          what no pass hides: collectives once per step, and on a CPU all updates
 
+Where no gradient is stored, updates are work of the backward instead of the first forward.
+
 A phase takes as long as its slowest lane, a step as long as its phases. Everything is a sum over units, blocks and
 bytes, so `program` can choose among placements by it.
 """
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.footprint import Cost, Footprint, UnitFootprint
+from unbounded.planner.plan import NOWHERE
 from unbounded.planner.step.streaming import stream_rate
 from unbounded.planner.unit_bytes import UnitBytes, UnitPlace
 
@@ -152,7 +155,7 @@ def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup:
             loads.add(phase, "to device", unit.weights / machine.up())
             if where.weights == "disk":
                 loads.add_disk(machine, phase, read=unit.weights)
-    if where.gradients != "device":
+    if where.gradients not in ("device", NOWHERE):
         loads.add("backward", "to host", unit.gradients / machine.down())
         again = (setup.accumulate - 1) / setup.accumulate  # the backwards that add to earlier ones
         summed = (2 * unit.summed_gradients + unit.gradients) * again
@@ -175,7 +178,8 @@ def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machin
     """The kernel runs where the optimizer states are (the host, for those on disk); the rest is moved there."""
     on_device = where.optimizer == "device"
     hidden = setup.hides_updates and not machine.is_cpu
-    phase = "first forward" if hidden else "update"
+    at_once = where.gradients == NOWHERE  # from the device, inside the backward
+    phase = "update" if not hidden else "backward" if at_once else "first forward"
     weights = unit.updated_weights
     gradient = unit.summed_gradients if setup.accumulate > 1 else unit.gradients
     if on_device and not machine.is_cpu:  # on the computing stream, before the next forward
@@ -186,7 +190,7 @@ def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machin
     for tier, num_bytes, comes_back in (
         (where.weights, weights, True),
         (where.remainder, unit.remainder, True),
-        (where.gradients, gradient, False),
+        ("device" if at_once else where.gradients, gradient, False),
     ):
         if on_device and tier != "device":
             loads.add("update", "to device", num_bytes / machine.up())

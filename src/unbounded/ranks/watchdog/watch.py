@@ -35,6 +35,8 @@ from unbounded.ranks.watchdog.post import Post
 from unbounded.ranks.watchdog.verdict import Wait
 
 LIMIT_SECONDS = 60.0
+# A store that takes longer than a short limit may be one whose machine is busy.
+LEAST_STORE_SECONDS = 5.0
 # How long a failed rank stays so that its peers can read why, and how long it looks for why a connection broke.
 FAREWELL_SECONDS = 3.0
 _TEXT_CHARS = 4000
@@ -146,13 +148,15 @@ class Watch:
         if reason is not None:
             return reason
         lost = time.monotonic() - self.heartbeat.contact
-        if lost >= limit and wait.seconds >= limit:
-            return (
-                f"rank {self.rank} waited {wait.seconds:.0f} s in {wait.what}, and the job's store, which rank 0 or "
-                f"its launcher holds, has not answered for {lost:.0f} s: that process was stopped or killed, or the "
-                "link to it is lost."
-            )
-        return verdict.judge(wait, self.heartbeat.seen(), limit, self.beat)
+        if lost < limit:
+            return verdict.judge(wait, self.heartbeat.seen(), limit, self.beat)
+        if lost < max(LEAST_STORE_SECONDS, self._silence_limit()) or wait.seconds < limit:
+            return None  # what was heard of others is old
+        return (
+            f"rank {self.rank} waited {wait.seconds:.0f} s in {wait.what}, and the job's store, which rank 0 or its "
+            f"launcher holds, has not answered for {lost:.0f} s: that process was stopped or killed, or the link to it "
+            "is lost."
+        )
 
     def _told(self, what: str) -> str | None:
         """Why another rank failed."""

@@ -28,7 +28,12 @@ def check(config: Config) -> None:
     for key in PLANNED:
         if getattr(config, key) is not None and key in dict(config.plan):
             raise InputError(f"{flag_of(key)} and --plan {key}=... contradict each other. Give one of them.")
-    read_plan(plan_fields(config))  # refuses an invalid plan before anything is built
+    plan = read_plan(plan_fields(config))  # refuses an invalid plan before anything is built
+    if not plan.keeps_gradients:
+        raise InputError(
+            "--plan gradients=none stores no gradient, but this job judges every step by the norm of its gradient. "
+            "Leave it out, or call unbounded.shard in a loop of your own."
+        )
     _check_numbers(config)
 
 

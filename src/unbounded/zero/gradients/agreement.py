@@ -1,4 +1,4 @@
-"""What the ranks settle about gradients before a step: who has one, what is left to reduce, their norms, whole ones."""
+"""What ranks agree on about gradients before a step: who has one, what is left to reduce, norms, whole gradients."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class GradientAgreement:
         self._units, self._orders = units, orders
         self._axes, self._ranks, self._device = axes, axes.data, device
         self._phases, self._reduction, self._failures = phases, reduction, failures
-        self._norms: dict[Unit, tuple[int, torch.Tensor]] = {}  # of single parameters' gradients, while those last
+        self._norms: dict[Unit, tuple[int, torch.Tensor]] = {}  # of single parameters' gradients, while these last
 
     def adopt(self) -> None:
-        """Takes over the gradients that parameters had before `shard`, as those of a backward that was not reduced."""
+        """Takes over gradients that parameters had before `shard`, like those of a backward that was not reduced."""
         for unit in self._units:
             found, unit.views.first_gradients = unit.views.first_gradients, []
             if unit.trainable and any(gradient is not None for gradient in found):
@@ -61,7 +61,8 @@ class GradientAgreement:
     def slot_norms(self, unit: Unit) -> torch.Tensor:
         """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
         gradient = unit.gradient
-        gradient.order_stream()  # what is on its way counts
+        gradient.refuse_spent()
+        gradient.order_stream()  # what is being added counts
         if unit not in self._norms or self._norms[unit][0] != gradient.changes or gradient.is_lent:
             with self._phases.during("the norm of gradients"):
                 self.finish()
@@ -74,7 +75,7 @@ class GradientAgreement:
         return self._norms[unit][1]
 
     def lend(self, unit: Unit) -> None:
-        """All ranks of the axis must call this, inside full_params. Lets the user have the gradient of `unit` whole."""
+        """All ranks of the axis must call this, inside full_params. Gives the user the whole gradient of `unit`."""
         gradient, text = unit.gradient, f"the gradient of unit {unit.name!r}, used inside unbounded.full_params()"
         with self._phases.together(text):
             self.finish()
@@ -87,7 +88,7 @@ class GradientAgreement:
             gradient.lend_whole(whole)
 
     def _agree(self, units: Sequence[Unit]) -> list[int]:
-        """What any rank has yet to reduce of each unit: 0 is nothing, 1 a gradient, 2 a sum of several."""
+        """What any rank still has to reduce of each unit: 0 is nothing, 1 a gradient, 2 a sum of several."""
         locals_ = [unit.gradient.local for unit in units]
         held = [0 if local is None else 1 + (local.dtype != u.dtype) for local, u in zip(locals_, units, strict=True)]
         if self._ranks.size == 1:
@@ -106,7 +107,7 @@ class GradientAgreement:
         return held
 
     def _sum_over_model(self, unit: Unit, squares: torch.Tensor) -> torch.Tensor:
-        """The squares of whole parameters, of which this rank of the tensor axis may have a part."""
+        """The squares of whole parameters, of which this rank of the tensor axis may have only a part."""
         if self._axes.pipeline.size > 1:
             raise StateError(
                 "gradients of other pipeline stages are not here, so a norm over model.parameters() would leave them "

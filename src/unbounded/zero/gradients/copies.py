@@ -32,7 +32,7 @@ def sum_copies(parameters: Sequence[torch.nn.Parameter], add_up: Callable[[torch
 def leave_to_first(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Every rank but the first that holds copies must call this before a batch.
 
-    What `sum_copies` added up in the batches before, and was not reduced since, all of them have. It is counted once.
+    All of them have what `sum_copies` added up in earlier batches and was not reduced since. This counts it once.
     """
     for parameter in parameters:
         if isinstance(parameter, ManagedParameter) and parameter._unit.gradient.local is not None:

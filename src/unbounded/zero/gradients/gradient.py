@@ -1,17 +1,17 @@
 """The gradient of one unit between its backward and its update: which parameters have one, and what it is.
 
     EMPTY --add--> HELD --zero--> ZERO --add--> HELD
-      ^-----------drop-----------+---------------+        SPENT: an early update took the bytes of a HELD one
+      ^-----------drop-----------+---------------+        SPENT: an update inside the backward took a HELD one
 
 EMPTY: no parameter has a gradient. HELD: the array has the owned part. ZERO: the parameters that had one have zeros,
 which nobody has written yet (`zero_grad(set_to_none=False)`). The value is `factor` times the array: clipping and
 unscaling only change the factor, and the update multiplies as it reads.
 
-An update that runs in the background still reads the array when `step` has returned (`reading`). Whatever is done to
-the gradient then is only noted (a drop, a factor, a slot that is cleared), and carried out by whoever next needs the
-array, which waits for that update first. So `zero_grad`, `p.grad = None` and `model.zero_grad()` cost no wait.
+An update in the background may still read the array after `step` has returned (`reading`). Whatever is done to the
+gradient then is only noted (a drop, a factor, a cleared slot), and carried out by whoever next needs the array, which
+first waits for that update. So `zero_grad`, `p.grad = None` and `model.zero_grad()` do not wait.
 
-Memory that users hold of it is always up to date (`lent`): then nothing is only noted. On the device that is memory of
+Memory of it that users hold is always up to date (`lent`): then nothing is merely noted. On the device it is memory of
 the array itself.
 """
 
@@ -23,6 +23,7 @@ import torch
 
 from unbounded.errors import StateError
 from unbounded.tiers.lane import Handle
+from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.gradient_array import Factor, GradientArray
 from unbounded.zero.gradients.lent import Lent, is_held
 from unbounded.zero.layout import Layout, clip_range
@@ -48,13 +49,14 @@ class Gradient:
         self.adding: Handle | None = None  # the last addition in flight
         self.reading: Handle | None = None  # the update in flight that reads the array
         self.is_new = False  # a backward has added to it since the last step
-        self.changes = 0  # so that what was computed from it is known to be old
-        self._lent = Lent()  # slots that a user works on, in memory of their own
+        self.changes = 0  # so that results computed from it are known to be outdated
+        self._lent = Lent()  # slots that a user works on, in separate memory
         self._is_open = False  # a user was given memory of the array
         self._cleared: set[int] = set()  # slots whose bytes are to be zeroed
         self._slot_factors: dict[int, Factor] = {}  # what single slots were scaled by
         self._squares: torch.Tensor | float | None = None
         self.counted: list[tuple[int, int]] | None = None  # the stretches whose squares count; None: all of it
+        self.is_kept = True  # until it is dropped; otherwise an update takes it before its backward ends
 
     @property
     def tier(self) -> str:
@@ -68,11 +70,11 @@ class Gradient:
     @property
     def device_bytes(self) -> int:
         """What the device holds of it, or will after a backward."""
-        return self.store.numel * self.store.dtype.itemsize if self.tier == "device" else 0
+        return self.store.numel * self.store.dtype.itemsize if self.tier == "device" and self.is_kept else 0
 
     @property
     def growth_bytes(self) -> int:
-        """How many more bytes the device will hold once another backward is added: the first is kept as it came."""
+        """How many more bytes the device will hold once another backward is added; the first is stored as it came."""
         if self.tier != "device" or self.state is not GradientState.HELD or self.store.is_wide:
             return 0
         return self.store.numel * (self.store.sum_dtype.itemsize - self.store.wire.itemsize)
@@ -107,7 +109,8 @@ class Gradient:
     # -- all of it -------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Forgets the gradient; memory on the device goes back at once."""
+        """Forgets the gradient; memory on the device is freed at once."""
+        self._refuse_unstepped()
         self._settle_adding()
         self.state, self.adding, self.local, self.is_new = GradientState.EMPTY, None, None, False
         self.used = bytearray(len(self.used))
@@ -115,7 +118,9 @@ class Gradient:
         self.store.free()
 
     def zero(self) -> None:
-        """Lets those parameters that have a gradient have zeros."""
+        """Makes zeros the gradient of the parameters that have one."""
+        if not self.is_kept:
+            self.refuse_spent()
         used, lent, array = self.used, self._lent, self.store.array if self._holds_array() else None
         self._lent = Lent()
         self.drop()
@@ -144,7 +149,8 @@ class Gradient:
             self.apply_factor()
 
     def squares(self) -> torch.Tensor | float:
-        """The sum of squares of this rank's part: a float, or a scalar tensor where the device has it."""
+        """The sum of squares of this rank's part: a float, or a scalar tensor if the device has it."""
+        self.refuse_spent()
         self.apply_changes()
         if self._squares is None or self.is_lent:
             self._squares = self._counted_squares() if self.state is GradientState.HELD else 0.0
@@ -153,9 +159,12 @@ class Gradient:
     # -- one parameter's -------------------------------------------------------------------------------------------
 
     def drop_slot(self, index: int) -> None:
-        """One parameter has no gradient any more; the unit's goes with the last one."""
+        """One parameter has no gradient any more; with the last one, the unit has none."""
+        self._refuse_unstepped()
         self._settle_adding()
-        if self.used[index]:
+        if self.state is GradientState.SPENT:
+            self.used[index] = False
+        elif self.used[index]:
             self._leave_memory(index)
             self.zero_slot(index)
             self.used[index] = False
@@ -163,6 +172,7 @@ class Gradient:
             self.drop()
 
     def zero_slot(self, index: int) -> None:
+        self.refuse_spent()
         self._settle_adding()
         self._touch()
         if index in self._lent:
@@ -177,6 +187,7 @@ class Gradient:
             self._apply_notes()
 
     def scale_slot(self, index: int, factor: Factor) -> None:
+        self.refuse_spent()
         self._touch()
         if self.local is not None:
             slot = self.layout.slots[index]
@@ -189,20 +200,21 @@ class Gradient:
             self._apply_notes()
 
     def slot_squares(self) -> list[torch.Tensor | float]:
-        """The sum of squares of what this rank holds of each parameter's."""
+        """The sum of squares of this rank's part of each parameter's gradient."""
+        self.refuse_spent()
         self.apply_changes()
         held = self.state is GradientState.HELD
         ranges = [self._range(index) for index in range(len(self.used))]
         return [self._scaled(self.store.squares(*stretch)) if held else 0.0 for stretch in ranges]
 
     def is_open(self, index: int) -> bool:
-        """Whether `open_slot` can be called: this rank holds all of it, or was lent it."""
+        """Whether `open_slot` can be called: this rank holds all of it, or it was lent."""
         return self.local is None and self.state is not GradientState.SPENT and (self.is_whole or index in self._lent)
 
     def open_slot(self, index: int) -> torch.Tensor:
-        """A parameter's gradient to read and to change, where that is possible.
+        """A parameter's gradient to read and to change, if that is possible.
 
-        Off the device it is memory of its own, which stays the user's when the gradient is dropped.
+        Off the device it is separate memory, which stays with the user when the gradient is dropped.
         """
         self._touch()
         if index not in self._lent:
@@ -216,17 +228,20 @@ class Gradient:
         return self._lent.get(index)
 
     def take_slot(self, index: int) -> torch.Tensor:
-        """The same for a gradient that goes: memory that is the user's alone from now on."""
+        """The same for a gradient that is dropped: memory that from now on belongs only to the user."""
         value = self.open_slot(index)
         value = value if index in self._lent else value.clone()
         self._lent.pop(index)
         return value
 
     def put_slot(self, index: int, value: torch.Tensor) -> None:
-        """One parameter gets `value` as its gradient, where this rank holds all of it: what its memory is from now on.
+        """One parameter gets `value` as its gradient, and as its memory from now on, if this rank holds all of it.
 
         In another dtype it is a copy.
         """
+        self.refuse_spent()
+        if not self.is_kept:
+            spent.refuse_new(self.layout.slots[index].name)
         if self.state not in (GradientState.HELD, GradientState.ZERO):
             self.drop()
             self.state = GradientState.ZERO
@@ -240,7 +255,7 @@ class Gradient:
     # -- what was noted --------------------------------------------------------------------------------------------
 
     def apply_changes(self) -> None:
-        """Carries out what was noted of single slots."""
+        """Carries out what was noted for single slots."""
         if not (self._cleared or self._lent or self._slot_factors):
             return
         if not self._cleared and not self._lent and (common := self._common(self._slot_factors)) is not None:
@@ -261,7 +276,7 @@ class Gradient:
                 self._lent.put(index, flat[slot.start : slot.stop].view(slot.shape))
 
     def end_lending(self) -> None:
-        """Takes what was written to it over; what users still hold of a part that others own is a copy from now on."""
+        """Takes over what was written to it; from now on, what users still hold of a part that others own is a copy."""
         self.apply_changes()
         if not self.is_whole:
             self._lent.clear()
@@ -291,14 +306,14 @@ class Gradient:
             self.store.multiply(*self._range(index), factor)
 
     def write_out(self) -> None:
-        """Lets the array be the gradient, with nothing noted: for whoever reads it as it lies."""
+        """Makes the array the gradient, with nothing noted, for code that reads the array directly."""
         if self.is_present:
             self.order_stream()
             self.apply_changes()
             self.apply_factor()
 
     def apply_factor(self) -> None:
-        """Brings the array to what the gradient is: zeros written, the factor multiplied."""
+        """Makes the array equal to the gradient: writes zeros, multiplies by the factor."""
         self._finish_reading()
         if self.state is GradientState.ZERO:
             where = self._device if self.store.tier == "device" else "cpu"
@@ -315,7 +330,7 @@ class Gradient:
 
     @property
     def is_lent(self) -> bool:
-        """Whether users may hold memory of it: then what is done to the gradient must be seen there at once."""
+        """Whether users may hold memory of it: then changes of the gradient must show there at once."""
         return bool(self._lent) or self._holds_array()
 
     def _holds_array(self) -> bool:
@@ -324,7 +339,7 @@ class Gradient:
         return self._is_open
 
     def _leave_memory(self, index: int) -> None:
-        """What users hold of one parameter's gradient is theirs alone from now on."""
+        """From now on, what users hold of one parameter's gradient belongs only to them."""
         self._lent.pop(index)
         if self._holds_array():
             self.store.leave()
@@ -341,11 +356,21 @@ class Gradient:
         self.store.write(start, part)
 
     def _show_lent(self) -> None:
-        """Lets memory that users hold have the values of the array, where it has all of them."""
+        """Copies the array's values to memory that users hold, if it has all of them."""
         if not self.is_whole:
             self._lent.clear()
         for index, value in self._lent:
             value.copy_(self.store.copy(*self._range(index)).view(value.shape))
+
+    def refuse_spent(self) -> None:
+        """Raises where an update inside the backward has used the gradient up."""
+        if self.state is GradientState.SPENT:
+            spent.refuse_use(self.layout.slots[0].name)
+
+    def _refuse_unstepped(self) -> None:
+        """Raises where it was used up and no step has followed."""
+        if self.state is GradientState.SPENT and self.is_new:
+            spent.refuse_drop(self.layout.slots[0].name)
 
     def _refuse_widening(self) -> None:
         if self.store.widens and self._holds_array():
@@ -355,7 +380,7 @@ class Gradient:
             )
 
     def _counted_squares(self) -> torch.Tensor | float:
-        """The squares of what this rank counts: other ranks count what several hold."""
+        """The squares of what this rank counts; if several ranks hold something, one counts it."""
         ranges = [(0, self.store.numel)] if self.counted is None else self.counted
         total: torch.Tensor | float = 0.0
         for start, stop in ranges:
@@ -376,7 +401,7 @@ class Gradient:
         return first if all(f is first or (isinstance(f, float) and f == first) for f in found) else None
 
     def _range(self, index: int) -> tuple[int, int]:
-        """What this rank owns of a slot, inside the owned part."""
+        """This rank's part of a slot, as a range inside the owned part."""
         slot = self.layout.slots[index]
         part = clip_range(slot.start, slot.stop, *self.owned)
         return (part[0] - self.owned[0], part[1] - self.owned[0]) if part else (0, 0)
@@ -388,7 +413,7 @@ class Gradient:
         self._lent.clear()
 
     def _settle_adding(self) -> None:
-        """What is under way must not land after something else was done."""
+        """Waits for a running addition, which must not land after other changes."""
         if self.adding is not None:
             self.adding.settle()
 

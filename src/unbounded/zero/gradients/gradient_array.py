@@ -1,8 +1,8 @@
 """The bytes of a gradient on its tier: stored, added to, scaled, measured.
 
-The first backward after a step stores what came out of the reduction as it is; nothing is lost by that. From
-the second on gradients are added up in the plan's accumulation dtype (fp32 by default), and the store stays
-that wide, so a job that accumulates pays for it and one that does not keeps half the bytes.
+The first backward after a step stores the result of the reduction unchanged, which loses nothing. From the second
+on, gradients are added up in the plan's accumulation dtype (fp32 by default), and the array stays that wide, so a job
+that accumulates pays for it and one that does not keeps half the bytes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class GradientArray:
         self.tier, self.numel, self.wire = tier, numel, wire
         self.sum_dtype = torch.promote_types(sum_dtype, wire) if sum_dtype != wire else wire
         self.array: Array | None = None
-        self.is_wide = tier == "disk"  # there a second copy, to widen from, has no room
-        self.num_changes = 0  # counted before and after each, so that whoever reads meanwhile can tell
+        self.is_wide = tier == "disk"  # there is no room for a second copy to widen from
+        self.num_changes = 0  # counted before and after each, so that readers meanwhile can tell
         self._allocate_on: Allocate
         self._bounce: BufferPool
 
     def connect(self, allocate: Allocate, bounce: BufferPool) -> None:
-        """Says where its memory comes from, and the buffers through which the host reaches what it cannot address."""
+        """Sets where its memory comes from, and the buffers through which the host reaches what it cannot address."""
         self._allocate_on, self._bounce = allocate, bounce
 
     def move(self, tier: str, allocate: Allocate) -> None:
-        """Has the next gradient on another tier; there must be none now."""
+        """Puts the next gradient on another tier; there must be none now."""
         if self.array is not None:
             self.array.free()
         self.array, self.tier, self._allocate_on = None, tier, allocate
@@ -53,7 +53,7 @@ class GradientArray:
         return self.wire if self.array is None else self.array.dtype
 
     def free(self) -> None:
-        """Gives memory of the device back; other tiers keep theirs for the next backward."""
+        """Frees memory of the device; other tiers keep theirs for the next backward."""
         if self.tier == "device":
             self.array = None
 
@@ -122,7 +122,7 @@ class GradientArray:
             lease.release(stream_mark(part))
 
     def squares(self, start: int, stop: int) -> torch.Tensor | float:
-        """The sum of squares of a stretch: a float, or a scalar tensor where the device has it."""
+        """The sum of squares of a stretch: a float, or a scalar tensor if the device has it."""
         if self.array is None or start == stop:
             return 0.0
         if self.array.direct is not None:
@@ -130,7 +130,7 @@ class GradientArray:
         return sum(float(sum_squares(part)) for _, part in self._parts(start, stop))
 
     def multiply(self, start: int, stop: int, factor: Factor) -> None:
-        """Zero is written, so that it clears what is not finite too."""
+        """Multiplies by a factor; a zero is written, so that it also clears what is not finite."""
         for part in self._within(start, stop):
             if isinstance(factor, float) and factor == 0.0:
                 part.zero_()
@@ -144,7 +144,7 @@ class GradientArray:
             position += part.numel()
 
     def copy(self, start: int, stop: int) -> torch.Tensor:
-        """A stretch of it in memory of its own, on the host where it is not on the device."""
+        """A copy of a stretch, on the host if it is not on the device."""
         assert self.array is not None
         if self.array.direct is not None:
             return self.array.direct[start:stop].clone()
@@ -155,11 +155,11 @@ class GradientArray:
 
     @property
     def widens(self) -> bool:
-        """Whether the next addition takes other memory on the device."""
+        """Whether the next addition needs new memory on the device."""
         return self.tier == "device" and not self.is_wide and self.sum_dtype != self.wire
 
     def leave(self) -> None:
-        """Leaves its memory on the device to whoever else holds it, and goes on in a copy."""
+        """Leaves its memory on the device to whoever else holds it, and continues in a copy."""
         assert self.array is not None
         self.array = MemoryArray(self.array.direct.clone(), "device")  # type: ignore[union-attr]
 
@@ -175,7 +175,7 @@ class GradientArray:
                     yield part
 
     def _parts(self, start: int, stop: int, *, write_back: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-        """[start, stop) as the host can address it, each part with its place: they begin on a page of the disk."""
+        """[start, stop) in parts that the host can address, each with its place; they begin on a page of the disk."""
         assert self.array is not None
         step = self._bounce.buffer_bytes // 4 // PAGE * PAGE  # elements, so that they fit in fp32
         for first in range(start // PAGE * PAGE, stop, step):
@@ -185,7 +185,7 @@ class GradientArray:
                 yield low - start, held[low - first : high - first]
 
     def _widen(self) -> None:
-        """In memory: on disk it is wide from the start."""
+        """Widens the array in memory; on disk it is wide from the start."""
         assert self.array is not None
         narrow = self.array
         if self.tier == "device":
@@ -196,12 +196,12 @@ class GradientArray:
         narrow.free()
 
     def _allocate(self, dtype: torch.dtype) -> Array:
-        """Placements count a gradient as it comes out of the reduction: whoever adds up takes more."""
+        """Placements count a gradient as it comes from the reduction; adding up takes more."""
         return self._allocate_on(dtype, self.numel, unplanned_bytes=self.numel * (dtype.itemsize - self.wire.itemsize))
 
 
 def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
-    """In float64; on CUDA the root of it in float32 first, and as a tensor, so that nothing waits for it."""
+    """The sum of squares in float64; on CUDA from a float32 norm and as a tensor, so that nothing waits for it."""
     if part.dtype == torch.float64:
         return torch.linalg.vector_norm(part).square_()
     if part.device.type == "cpu":

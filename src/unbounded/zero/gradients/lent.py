@@ -1,9 +1,9 @@
-"""Single gradients in memory of their own, which is the gradient's for as long as a user holds a tensor over it.
+"""Single gradients in separate memory, which belongs to the gradient as long as a user holds a tensor over it.
 
 `p.grad.data`, a view of `p.grad`, or what a user has made `p.grad`: in plain PyTorch writing to it is writing to the
-gradient, also after clipping, another backward or a step. Where the engine keeps the gradient elsewhere it writes such
-memory back before it reads the gradient, and brings it up to date after it has changed the gradient. Whether somebody
-holds it is read off the number of its owners.
+gradient, also after clipping, another backward or a step. If the engine keeps the gradient elsewhere, it writes such
+memory back before it reads the gradient, and brings it up to date after it has changed the gradient. The number of
+owners shows whether somebody holds it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Lent:
         return iter(list(self._values.items()))
 
     def put(self, index: int, value: torch.Tensor) -> None:
-        """Makes the memory of `value` a slot's."""
-        # With no owner but itself: a view would keep what it is a view of.
+        """Makes the memory of `value` that of a slot."""
+        # With no owner but itself: a view would keep its base alive.
         alone = torch.empty(0, dtype=value.dtype, device=value.device)
         self._values[index] = alone.set_(
             value.untyped_storage(),
@@ -46,7 +46,7 @@ class Lent:
         return self._values[index].detach()
 
     def pop(self, index: int) -> None:
-        """The memory is the user's alone from now on."""
+        """From now on the memory belongs only to the user."""
         self._values.pop(index, None)
 
     def clear(self) -> None:

@@ -2,8 +2,8 @@
 
 Looking at it costs nothing, so `model.zero_grad()` and `p.grad is not None` are free. Norms and multiplications by a
 number, which is what clipping and unscaling do, work wherever the gradient is: `torch.nn.utils.clip_grad_norm_` and
-`torch.amp.GradScaler` therefore go over all ranks and tiers. Any other computation takes the values, where this rank
-holds them whole, and is refused where it does not. One that outlives its gradient keeps its values.
+`torch.amp.GradScaler` therefore work over all ranks and tiers. Any other computation uses the values if this rank holds
+them whole, and is refused otherwise. A handle that outlives its gradient keeps its values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ManagedGrad(Placeholder, torch.Tensor):
 
     _unit: Owner
     _index: int
-    _is_kept: bool = True  # by the engine, which has not let go of it yet
-    _own: torch.Tensor | None = None  # its values afterwards, where this rank had them
+    _is_kept: bool = True  # by the engine, which has not dropped it yet
+    _own: torch.Tensor | None = None  # its values afterwards, if this rank had them
 
     @classmethod
     def __torch_function__(
@@ -68,10 +68,12 @@ class ManagedGrad(Placeholder, torch.Tensor):
         return None
 
     def open(self) -> torch.Tensor:
-        """The values themselves; what is written to them counts."""
+        """The values themselves; writes to them count."""
         if self._own is not None:
             return self._own
         gradient = self._unit.gradient
+        if self._is_kept:
+            gradient.refuse_spent()
         gradient.order_stream()
         if self._is_kept and not gradient.is_open(self._index) and self._unit.engine.is_shown:
             self._unit.engine.gradients.lend(self._unit)
@@ -85,7 +87,7 @@ class ManagedGrad(Placeholder, torch.Tensor):
         return gradient.open_slot(self._index)
 
     def let_go(self) -> None:
-        """The engine drops the gradient: this keeps the values that it had, where this rank has them."""
+        """The engine drops the gradient: this keeps its last values, if this rank has them."""
         gradient = self._unit.gradient
         gradient.order_stream()
         self._own = gradient.take_slot(self._index) if gradient.is_open(self._index) else None
@@ -122,7 +124,7 @@ def grad_of(unit: Any, index: int) -> ManagedGrad | None:
 
 
 def _blank(unit: Any, index: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a handle holds in the place of values. Kept: frameworks ask for every gradient to clear it, step by step."""
+    """What a handle holds in place of values. It is kept, because frameworks ask for every gradient in every step."""
     blanks = _blanks.setdefault(unit.gradient, {})
     blank = blanks.get(index)
     if blank is None or blank.dtype != dtype:
@@ -132,7 +134,7 @@ def _blank(unit: Any, index: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def keep_alive(gradient: Gradient, indices: Iterable[int] | None = None) -> None:
-    """Before gradients are dropped or replaced: what users still hold of them keeps its values."""
+    """Called before gradients are dropped or replaced, so that what users still hold keeps its values."""
     alive = _alive.get(gradient, {})
     for index in list(alive) if indices is None else indices:
         reference = alive.pop(index, None)
@@ -142,7 +144,7 @@ def keep_alive(gradient: Gradient, indices: Iterable[int] | None = None) -> None
 
 
 def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
-    """What is done to a gradient where it is kept: cleared, multiplied by a number, measured."""
+    """Operations that work where the gradient is kept: clearing, multiplying by a number, measuring."""
     gradient, index = grad._unit.gradient, grad._index
     if name == "zero_" or (name == "mul_" and _is_number(args[1], 0.0)):
         gradient.order_stream()
@@ -160,7 +162,7 @@ def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _norm_order(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """The order of a norm over the whole tensor, or None where it is another one."""
+    """The order of a norm over the whole tensor, or None if it is another kind."""
     said = {key for key, value in kwargs.items() if value is not None and value is not False}  # dim=None, keepdim=False
     if name not in ("norm", "vector_norm", "linalg_vector_norm") or said - {"p", "ord", "dtype"}:
         return None
@@ -175,7 +177,7 @@ def _is_number(value: Any, equal: float | None = None) -> bool:
 
 
 def _norm(grad: ManagedGrad) -> torch.Tensor:
-    """All ranks of the axis must call this where the gradient is partitioned."""
+    """All ranks of the axis must call this if the gradient is partitioned."""
     norms = grad._unit.engine.gradients.slot_norms(grad._unit)
     return norms[grad._index]  # type: ignore[no-any-return]
 

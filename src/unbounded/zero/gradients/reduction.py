@@ -1,11 +1,11 @@
-"""From the gradients of one unit's backward to the owned part of their mean, on its tier.
+"""Turns the gradients of one unit's backward into the owned part of their mean, on its tier.
 
     backward   | u3 |    | u2 |    | u1 |
     reduce          | u3 |    | u2 |    | u1 |     reduce-scatter, then to the gradient's tier
 
-With several ranks a unit is reduced once a backward, when its last use has fired or at the end, and units are
-reduced in one agreed order, with zeros where a rank has nothing and in a dtype that follows from what all ranks
-know: no difference between the ranks' own passes can make them meet in different reductions. With `defer` (stage 1,
+With several ranks a unit is reduced once per backward, when its last use has fired or at the end. Units are reduced in
+one agreed order, with zeros if a rank has nothing, and in a dtype that follows from what all ranks know. So whatever
+the ranks' own passes do, they meet in the same reductions. With `defer` (stage 1,
 and inside `no_sync`) whole local gradients are added up instead and reduced later, in fp32.
 """
 
@@ -27,7 +27,7 @@ from unbounded.zero.gradients.gradient import GradientState
 from unbounded.zero.unit import Unit
 
 _is_there = partial(operator.is_not, None)
-# Whole gradients on their way at once: more would be the full set that partitioning and offloading avoid.
+# Whole gradients in flight at once: more would be the full set that partitioning and offloading avoid.
 IN_FLIGHT = 4
 
 
@@ -37,18 +37,21 @@ class Reduction:
     def __init__(self, ranks: Axis, phases: Phases, lane: Lane, *, replicate: bool) -> None:
         self._phases = phases
         self.ranks, self.lane, self.replicate = ranks, lane, replicate
-        self.on_final: weakref.WeakMethod[Callable[[Unit], None]] | None = None  # who is told of final gradients
+        self.on_final: weakref.WeakMethod[Callable[[Unit], None]] | None = None  # who is notified of final gradients
+        self.on_end: weakref.WeakMethod[Callable[[], None]] | None = None  # and of the end of a backward
+        self.at_once = False  # gradients are taken as soon as they are final, and none is stored
         self.measure = False  # take the norm as gradients pass: set once somebody has asked for it
         self._in_flight: deque[Handle] = deque()
         self._waiting: list[Unit] = []
         self._ready: set[Unit] = set()
-        self._fresh: dict[Unit, torch.Tensor] = {}  # of this backward alone, for hooks of users
+        self._fresh: dict[Unit, torch.Tensor] = {}  # of this backward alone, for users' hooks
         self._is_deferred = False  # a backward has been deferred and not reduced yet
 
     def begin(self, order: Sequence[Unit]) -> None:
         """A backward starts; its reductions will be launched in `order`. Nothing is left of one whose end failed."""
         self.abandon()
-        self._waiting = [unit for unit in order if unit.trainable] if self.ranks.size > 1 else []
+        is_ordered = self.ranks.size > 1 or self.at_once
+        self._waiting = [unit for unit in order if unit.trainable] if is_ordered else []
         self._ready.clear()
 
     def defer(self) -> None:
@@ -61,14 +64,14 @@ class Reduction:
         gradient = unit.gradient
         if gradient.state is GradientState.SPENT:
             raise StateError(
-                f"the gradient of unit {unit.name!r} was used up by an update inside last_backward(), so this backward "
-                "cannot add to it. Announce the last backward of a step alone, and call optimizer.zero_grad() after "
-                "each step."
+                f"the gradient of unit {unit.name!r} was used up by an update inside a backward, so this one cannot "
+                "add to it. Call optimizer.zero_grad() after each step; announce the last backward of a step alone "
+                '(last_backward()), and where a step has several, keep gradients: gradients="host" instead of "none".'
             )
         if unit.views.frozen:
             gradients = [None if i in unit.views.frozen else part for i, part in enumerate(gradients)]
         full = self._flatten(unit, gradients)
-        if unit.views.hooks:  # they see what a whole backward made of it
+        if unit.views.hooks:  # they see the result of a whole backward
             self._fresh[unit] = _add(self._fresh.get(unit), full)
         else:
             self._take(unit, full, defer=defer)
@@ -84,34 +87,50 @@ class Reduction:
         if self.ranks.size > 1:
             self._ready.add(unit)
             self._launch()
+        elif self.at_once:
+            self._flush_own(unit)
         else:
+            self._tell_final(unit)
+
+    def _flush_own(self, unit: Unit) -> None:
+        """Of one rank: what all uses of `unit` have come to, in fp32 where there were several, as it were stored."""
+        local = unit.gradient.local
+        if local is not None:
+            self.flush(unit, wide=local.dtype != unit.dtype)
             self._tell_final(unit)
 
     def _take(self, unit: Unit, full: torch.Tensor, *, defer: bool) -> None:
         full = _add(unit.gradient.local, full)
-        if self.ranks.size == 1 and not defer:
+        if self.ranks.size == 1 and not defer and not self.at_once:
             unit.gradient.local = None
             self._submit(unit, full)
         else:
             unit.gradient.hold_local(full)
 
     def end(self, *, defer: bool) -> None:
-        """The backward is over: whatever was not launched is, with zeros where this rank has nothing."""
+        """The backward is over: launches the rest, with zeros if this rank has nothing."""
         for unit in list(self._fresh):
             self.complete(unit, defer=defer)
         if defer:
             return
-        self._ready.update(self._waiting)
-        self._launch()
+        if self.ranks.size == 1:
+            for unit in self._waiting:
+                self._flush_own(unit)
+        else:
+            self._ready.update(self._waiting)
+            self._launch()
         self._is_deferred = False
+        over = self.on_end() if self.on_end is not None else None
+        if over is not None:
+            over()
 
     def abandon(self) -> None:
-        """The backward broke off: what was collected stays, as in plain PyTorch, for the next reduction."""
+        """The backward was interrupted: what was collected stays for the next reduction, as in plain PyTorch."""
         self._waiting = []
         self._fresh.clear()
 
     def flush(self, unit: Unit, *, wide: bool) -> None:
-        """All ranks of the axis must call this alike. Reduces what was collected, or zeros if this rank has nothing.
+        """All ranks of the axis must call this. Reduces what was collected, or zeros if this rank has nothing.
 
         `wide` says whether any rank may have a sum of several backwards; uses in one are rounded once, like one.
         """
@@ -128,7 +147,7 @@ class Reduction:
     def restore(
         self, unit: Unit, reduced: torch.Tensor | None, unreduced: torch.Tensor | None, used: Sequence[bool]
     ) -> None:
-        """Puts back what a backward had left when a checkpoint was saved, and no step had used yet.
+        """Restores gradients of a checkpoint that no step had used yet.
 
         `reduced` is this rank's part of the mean, `unreduced` its own gradients that wait for a reduction.
         """
@@ -145,7 +164,7 @@ class Reduction:
             self._tell_final(unit)
 
     def _tell_final(self, unit: Unit) -> None:
-        """This backward adds nothing more to the gradient of `unit`, which is on its way to its tier."""
+        """This backward adds nothing more to the gradient of `unit`, which is being brought to its tier."""
         tell = self.on_final() if self.on_final is not None else None
         if tell is not None:
             tell(unit)
@@ -178,6 +197,8 @@ class Reduction:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         if self.ranks.size > 1:
+            if self.at_once:
+                self._agree_used(unit)
             shard = torch.empty(unit.layout.shard_numel, dtype=full.dtype, device=full.device)
             self.ranks.reduce(shard, full, unit.name)
             if self.replicate:
@@ -187,6 +208,12 @@ class Reduction:
         if before is not None:
             before.order_stream()  # a gradient of which a part was lost stays failed
         unit.gradient.add(full, measure=self.measure)
+
+    def _agree_used(self, unit: Unit) -> None:
+        """Which parameters have a gradient on any rank: where gradients are stored, ranks agree before the step."""
+        used = torch.frombuffer(unit.gradient.used, dtype=torch.uint8).to(unit.device, copy=True)
+        voted = self.ranks.max(used, "the vote on who has a gradient")
+        unit.gradient.used = bytearray(voted.cpu().numpy().tobytes())
 
     def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         whole = all(map(_is_there, gradients))
@@ -205,12 +232,12 @@ class Reduction:
 
 
 def _add(held: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:
-    """The sum of several uses or backwards, in fp32 or wider; one alone stays as it is."""
+    """The sum of several uses or backwards, in fp32 or wider; a single one stays as it is."""
     return fresh if held is None else held.to(torch.promote_types(fresh.dtype, torch.float32)).add_(fresh)
 
 
 def _call_hooks(unit: Unit, full: torch.Tensor) -> None:
-    """Hands users' hooks the gradient that this backward made of a parameter, in the parameter's dtype."""
+    """Calls users' hooks with the gradient of this backward, in the parameter's dtype."""
     for index, part in enumerate(unit.slot_views(full)):
         hooks = unit.views.hooks.get(index)
         for hook in list(hooks.values()) if hooks and unit.gradient.used[index] else ():

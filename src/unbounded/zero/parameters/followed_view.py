@@ -1,8 +1,8 @@
 """Views of a parameter's value, or of a tiled gradient, that users hold outside forwards.
 
-The memory is that of the value itself or, where the value is kept elsewhere, of a copy. A copy is brought up to date
-before it is used after a change of the weights, and what is written to it goes to where the value is kept. Whether an
-operation has written is read off the version counter, whatever the operation is called.
+The memory is that of the value itself or, if the value is kept elsewhere, of a copy. After a change of the weights, a
+copy is brought up to date before it is used, and writes to it go to where the value is kept. The version counter shows
+whether an operation has written, whatever the operation is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Source(Protocol):
     """Whose value the memory holds."""
 
     def changes(self) -> Any:
-        """A mark of the value as it is now, which differs after it has changed; None where it no longer can."""
+        """A mark of the present value, which differs after a change; None if it can no longer change."""
 
     def current(self) -> torch.Tensor:
         """The value as it is now."""
@@ -63,7 +63,7 @@ class FollowedView(torch.Tensor):
         return follow(result, [(view._source, view._memory) for view in views])
 
     def _renew(self) -> None:
-        """Lets the memory have the value of now, where an update or a write has changed it since."""
+        """Brings the memory up to date if an update or a write has changed the value since."""
         changes = self._source.changes()
         if changes is None or changes == self._memory._changes:  # type: ignore[attr-defined]
             return
@@ -81,7 +81,7 @@ class FollowedView(torch.Tensor):
 
 
 def follow(result: Any, lent: list[tuple[Source, torch.Tensor]]) -> Any:
-    """`result`, where tensors in it that share memory with a value say what is written to them."""
+    """`result`, in which tensors that share memory with a value report writes to them."""
 
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad or isinstance(tensor, (FollowedView, nn.Parameter, Placeholder)):
@@ -106,7 +106,7 @@ def _mark(memory: torch.Tensor, source: Source) -> None:
 
 
 def shares(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether both lie in one memory."""
+    """Whether both share memory."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return tensor.untyped_storage()._cdata == value.untyped_storage()._cdata

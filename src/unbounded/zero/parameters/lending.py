@@ -1,6 +1,6 @@
 """The values of single parameters, outside their module's forward: lent to read, copied for state dicts, written back.
 
-Inside a forward modules hold views of the gathered buffer (`views`); here is everything else that users do with one
+Inside a forward modules hold views of the gathered buffer (`views`); this is for everything else that users do with one
 parameter at a time.
 """
 
@@ -23,7 +23,7 @@ from unbounded.zero.unit import Unit, WeightState
 class Running(Protocol):
     """The engine as lending sees it."""
 
-    def check_process(self) -> None: ...
+    def check_weights(self, unit: Unit) -> None: ...
 
     def recover(self) -> None: ...
 
@@ -41,22 +41,22 @@ class Lending:
         self.snapshots = Snapshots()
         self._engine, self._gathering, self._writes, self._phases = engine, gathering, writes, phases
         self._num_ranks, self._tensor = num_ranks, tensor
-        self._looked_at: Unit | None = None  # gathered for a look from outside, until another or a pass takes its place
+        self._looked_at: Unit | None = None  # gathered for a look from outside, until another look or a pass
 
     def borrow(self, unit: Unit, index: int, *, from_all: bool = False) -> torch.Tensor:
         """The value of one parameter for a computation outside its module's forward.
 
         Inside the model's own code, and in a loss, every rank does the same; `from_all` says so of a copy of the model.
-        A look from outside may be one rank's, which must not wait for others. Outside a pass the value is a copy,
-        unless the unit is resident: nothing that lasts may alias bytes that go.
+        A look from outside may be on one rank only, which must not wait for others. Outside a pass the value is a copy,
+        unless the unit is resident: nothing that lasts may alias bytes that are freed.
         """
-        self._engine.check_process()
+        self._engine.check_weights(unit)
         in_pass = self._engine.is_in_pass()
         wants_graph = torch.is_grad_enabled() and unit.trainable and unit.views.parameters[index].requires_grad
         if not (in_pass or wants_graph or from_all):
             self._refuse_partitioned(unit, index)
         self._gather(unit, until_settled=in_pass or wants_graph, is_agreed=from_all)
-        # Not a tensor of inference mode, whose writes nobody counts.
+        # Not a tensor of inference mode, whose writes are not counted.
         with torch.inference_mode(False), torch.set_grad_enabled(wants_graph):
             value = unit.views.lend()[unit.picks[index]]
             if wants_graph:
@@ -71,13 +71,13 @@ class Lending:
             value = self.borrow(unit, index, from_all=True)
             self._engine.raise_failures()
             cut = unit.layout.slots[index].cut
-            if cut is not None:  # a copy of the whole, which no write goes back from
+            if cut is not None:  # a copy of the whole, from which no write goes back
                 return join_cut(cut, value, self._tensor).cpu()
         return self.snapshots.take(unit, index, value)
 
     def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
         """Brings a new value of a parameter to its tier."""
-        self._engine.check_process()
+        self._engine.check_weights(unit)
         value = value.data
         if not (from_all or self._engine.is_in_pass()):
             self._refuse_partitioned(unit, index)
@@ -86,7 +86,7 @@ class Lending:
             unit.slot_views(unit.buffer)[index].copy_(value)
 
     def forget_look(self) -> None:
-        """What was gathered for a look is released by whoever calls this."""
+        """Forgets what was gathered for a look; the caller releases it."""
         self._looked_at = None
 
     def _refuse_partitioned(self, unit: Unit, index: int) -> None:
@@ -99,7 +99,7 @@ class Lending:
             )
 
     def _gather(self, unit: Unit, *, until_settled: bool, is_agreed: bool) -> None:
-        """A loop over all parameters looks at one unit after the other: the one before goes."""
+        """Gathers a unit for a look and releases the last one: a loop over all parameters takes unit after unit."""
         if until_settled or unit is not self._looked_at:
             before = self._looked_at
             (self._gathering.claim if is_agreed else self._gathering.claim_alone)([unit])
@@ -111,5 +111,5 @@ class Lending:
 
 
 def _refusing_writes(value: torch.Tensor) -> torch.Tensor:
-    """The same tensor as one of several views, which autograd lets nobody write to in place: it stands for a leaf."""
+    """The same tensor as one of several views, which autograd lets nobody write to in place, as with a leaf."""
     return value.unsqueeze(0).unbind(0)[0]

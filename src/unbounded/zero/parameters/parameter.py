@@ -3,16 +3,18 @@
 A managed parameter keeps its identity, name, shape, dtype and place in the optimizer. While its unit is
 partitioned or offloaded its data is one element of NaN spread over the true shape, so no tensor over freed
 memory exists; every computation on it comes through `__torch_function__`, which puts the gathered value in its
-place where that is safe and refuses with a remedy where it is not. Whether a computation has written to the value is
-read off its version counter, whatever the operation is called; what was written goes to the tier that keeps the
-parameter. Inside forwards the modules hold plain tensors instead, so none of this is on the hot path.
+place if that is safe, and otherwise refuses with a remedy. The value's version counter shows whether a computation has
+written to it, whatever the operation is called; what was written goes to the tier that keeps the parameter. Inside
+forwards the modules hold plain tensors instead, so none of this is on the hot path.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {"__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "resize_as_", "retain_grad", "backward"}
 _ADDRESSES = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}  # what tells which tensors share memory
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
+_is_there = partial(operator.is_not, None)
 _GET_GRAD, _SET_GRAD = _Tensor.grad.__get__, _Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
@@ -63,7 +66,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
             if name == "detach" and called_from(nn.Module.state_dict):
                 return owner._unit.engine.lending.snapshot(owner._unit, owner._index)
             if name in _ADDRESSES and not owner._unit.engine.is_in_pass():
-                with torch._C.DisableTorchFunctionSubclass():  # every parameter has one of its own, which lasts
+                with torch._C.DisableTorchFunctionSubclass():  # every parameter has its own, which lasts
                     return func(*args, **kwargs)
             if name == "detach" and called_from(nn.Parameter.__new__):
                 raise StateError(
@@ -89,7 +92,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
         return unit
 
     def _train(self, is_trained: bool) -> ManagedParameter:
-        """Takes the parameter's gradient in from the next backward on, or leaves it out."""
+        """From the next backward on, takes or ignores the parameter's gradient."""
         unit = self._unit
         unit.engine.train(unit, self._index, is_trained=is_trained)
         set_requires_grad(self, is_trained)
@@ -112,7 +115,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
         return self._unit.layout.slots[self._index].name
 
     def changes(self) -> int | None:
-        """How often the weights have changed; None where the model is gone."""
+        """How often the weights have changed; None if the model is gone."""
         unit = self._unit_ref()
         return None if unit is None else unit.generation
 
@@ -126,7 +129,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient; None before there is one. Where this rank does not hold it whole, it can be measured alone."""
+        """The gradient; None before there is one. If this rank does not hold it whole, it can only be measured."""
         return grad_of(self._unit, self._index)
 
     @grad.setter
@@ -135,7 +138,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The value; what is written to it is kept."""
+        """The value; writes to it are kept."""
         with torch.no_grad():
             return self.detach()
 
@@ -153,7 +156,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
             self.copy_(value)
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
-        """`hook` is called with this rank's gradient of a backward, before ranks add theirs up, and may replace it."""
+        """`hook` is called with this rank's gradient of a backward, before ranks add up theirs, and may replace it."""
         hooks = self._unit.views.hooks.setdefault(self._index, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -167,7 +170,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
         return f"Parameter({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {self._unit.describe()})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """All ranks of the axis must call this where the parameter is partitioned. A plain one with the value."""
+        """All ranks of the axis must call this if the parameter is partitioned. Returns a plain one with the value."""
         if id(self) not in memo:
             value = self._unit.engine.lending.borrow(self._unit, self._index, from_all=True)
             memo[id(self)] = nn.Parameter(value.detach().clone(), requires_grad=self.requires_grad)
@@ -215,7 +218,7 @@ def manage(parameter: nn.Parameter, unit: Unit, index: int) -> ManagedParameter:
 
 
 def take_hooks(parameter: nn.Parameter) -> OrderedDict[int, Callable[..., Any]] | None:
-    """The hooks that users have registered, away from autograd, which no longer sees the parameter's gradient."""
+    """Takes the users' hooks from autograd, which no longer sees the parameter's gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         hooks, parameter._backward_hooks = parameter._backward_hooks, None
     return hooks  # type: ignore[return-value]
@@ -238,13 +241,13 @@ def unmanage(parameter: ManagedParameter | ShownParameter, value: torch.Tensor) 
 
 
 def show(parameter: ManagedParameter, value: torch.Tensor) -> None:
-    """Lets the parameter's own data be `value`, without any of this module in the way."""
+    """Makes `value` the parameter's own data, without anything of this module in between."""
     set_data(parameter, value)
     parameter.__class__ = ShownParameter  # type: ignore[assignment]
 
 
 def hide(parameter: ManagedParameter | ShownParameter) -> None:
-    """Puts the engine in the way again."""
+    """Puts the engine in between again."""
     parameter.__class__ = ManagedParameter
 
 
@@ -254,8 +257,10 @@ def set_requires_grad(parameter: nn.Parameter, is_trained: bool) -> None:
 
 
 def take_stray_gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """The parameters to which autograd has given gradients directly, past the engine; they go."""
+    """The parameters to which autograd has given gradients directly, bypassing the engine; these are removed."""
     with torch._C.DisableTorchFunctionSubclass():
+        if not any(map(_is_there, map(_GET_GRAD, parameters))):  # a loop in C: this runs in every backward
+            return []
         found = [index for index, parameter in enumerate(parameters) if _GET_GRAD(parameter) is not None]
         for index in found:
             _SET_GRAD(parameters[index], None)
@@ -311,7 +316,7 @@ def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         result = func(*args, **kwargs)
     except RuntimeError as error:
-        if lent and "modified inplace" in str(error):  # of what the engine has lent: plain PyTorch's own words for it
+        if lent and "modified inplace" in str(error):  # for what the engine has lent, in plain PyTorch's own words
             message = "a leaf Variable that requires grad is being used in an in-place operation."
             raise RuntimeError(message) from error
         raise

@@ -1,7 +1,7 @@
 """What `state_dict()` hands out: copies in host memory, which the engine still knows.
 
-A plain model's state dict aliases its weights, so that writing to it changes the model. A copy cannot; what is written
-to one is therefore noticed before the model is next used, and kept where the weights are still those that it shows.
+A plain model's state dict aliases its weights, so writing to it changes the model. A copy cannot do that. Writes to a
+copy are therefore noticed before the model is next used, and kept if the weights are still those that it shows.
 """
 
 from __future__ import annotations

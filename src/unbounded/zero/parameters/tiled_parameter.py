@@ -1,7 +1,7 @@
 """The weight of a tiled layer as the user knows it: one parameter with its name, shape and place in the optimizer.
 
-Its values are its tiles'. Reading gives them joined; what is written to it goes to the tiles, which keep it as any
-sharded parameter does; its gradient is the tiles' gradients. What tiles refuse, it refuses.
+Its values are those of its tiles. Reading joins them; writes go to the tiles, which keep them as any sharded parameter
+does; its gradient is made of the tiles' gradients. It refuses what tiles refuse.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TiledParameter(Placeholder, nn.Parameter):
 
     @staticmethod
     def adopt(parameter: nn.Parameter, tiled: Rows, dtype: torch.dtype, device: torch.device) -> None:
-        """Lets `parameter`, which keeps its identity, stand for its tiles."""
+        """Makes `parameter`, which stays the same object, stand for its tiles."""
         parameter.grad = None
         stand_in = torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
         if parameter.is_meta:  # a tensor cannot take data of a real device while it is on meta
@@ -59,7 +59,7 @@ class TiledParameter(Placeholder, nn.Parameter):
         if owner is not None and getattr(func, "__name__", "") == "detach":
             values = [part.detach() for part in owner._parts()]
             whole = torch.cat(values)
-            # A state dict is given plain tensors, which are its own.
+            # A state dict gets plain tensors of its own.
             is_followed = any(isinstance(value, FollowedView) for value in values)
             is_shown = any(isinstance(part, ShownParameter) for part in owner._parts())
             return follow(whole, [(owner, whole)]) if is_followed or is_shown else whole
@@ -109,7 +109,7 @@ class TiledParameter(Placeholder, nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradients of the tiles as one; None where none has one."""
+        """The gradients of the tiles as one; None if none has one."""
         grads = [part.grad for part in self._parts()]
         if any(grad is None for grad in grads):  # a pass uses all tiles of a layer
             return None
@@ -122,7 +122,7 @@ class TiledParameter(Placeholder, nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The same tiles, without gradients: what is written to it reaches them."""
+        """The same tiles without gradients; writes reach them."""
         view = nn.Parameter(torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape), False)
         view.__class__ = TiledParameter
         view._tiled = self._tiled  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ class TiledParameter(Placeholder, nn.Parameter):
 
 
 def parts_of(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What a parameter is made of where it is tiled, otherwise itself."""
+    """The tiles of a tiled parameter, otherwise the parameter itself."""
     return parameter._parts() if isinstance(parameter, TiledParameter) else [parameter]
 
 
@@ -175,7 +175,7 @@ def refuse_hooks(name: str) -> None:
 
 
 class TiledGrad(ManagedGrad):
-    """The gradient of a tiled weight: measured and scaled part by part, joined where somebody reads it."""
+    """The gradient of a tiled weight: measured and scaled part by part, joined when somebody reads it."""
 
     _parts: list[torch.Tensor]
 
@@ -228,7 +228,7 @@ class TiledGrad(ManagedGrad):
         return None
 
     def changes(self) -> None:
-        """A copy of a gradient stays as it was."""
+        """A copy of a gradient does not change."""
 
     def current(self) -> torch.Tensor:
         return self.open()

@@ -1,12 +1,12 @@
 """Memory-centric tiling: a linear layer or embedding too large for its room runs as a sequence of tiles of its rows.
 
-A tile is a module of its own that holds some rows of the weight, so that `sites` makes it a site and the engine fetches
-and releases it in turn, in the forward and in the backward. The layer keeps its place, name and parameters: its weight
-is a `TiledParameter`, which has the shape of the whole and is read and written through its tiles. Bias and whatever
-else the layer has stay with it. Layers that share a weight share its tiles.
+A tile is its own module that holds some rows of the weight, so that `sites` makes it a site and the engine fetches and
+releases it in turn, in the forward and in the backward. The layer keeps its place, name and parameters: its weight is a
+`TiledParameter`, which has the shape of the whole and is read and written through its tiles. Bias and whatever else the
+layer has stay with it. Layers that share a weight share its tiles.
 
     tile(model, max_bytes)      marks layers, which compute by rows from then on
-    find_sites(with_tiles=True) makes the tiles: parameters of their own over the rows
+    find_sites(with_tiles=True) makes the tiles: separate parameters over the rows
     hide_wholes(model, ...)     the tiles are the weight now
 """
 
@@ -61,7 +61,7 @@ class Tiled:
         return self.tiles
 
     def __deepcopy__(self, memo: Any) -> Tiled:
-        """A copy of a sharded model is a plain one, which computes from its whole weight."""
+        """A copy of a sharded model is plain, and computes from its whole weight."""
         return Tiled(list(self.bounds))
 
     def run(self, weight: torch.Tensor, compute: Callable[..., torch.Tensor], start: int, stop: int) -> torch.Tensor:
@@ -73,10 +73,10 @@ class Tiled:
 
 
 def tile(model: nn.Module, max_bytes: int | str) -> dict[str, int]:
-    """Has linear layers and embeddings whose weight takes more than `max_bytes` run as tiles; how many of each.
+    """Runs linear layers and embeddings whose weight takes more than `max_bytes` as tiles; returns how many of each.
 
-    Call it before `shard`. Results are those of the whole layers: values exactly, gradients of inputs to the dtype's
-    rounding, since parts are added up. Names, `state_dict()` and checkpoints are as without it.
+    Call it before `shard`. Results are those of the whole layers: values exactly, gradients of inputs up to the dtype's
+    rounding, since parts are added up. Names, `state_dict()` and checkpoints do not change.
     """
     limit = parse_bytes(max_bytes, "max_bytes")
     holders = _holders(model)
@@ -93,10 +93,10 @@ def tile(model: nn.Module, max_bytes: int | str) -> dict[str, int]:
 
 
 def tile_to_fit(model: nn.Module, device_bytes: int | None) -> None:
-    """Tiles layers that a device with so little memory cannot hold while the next ones are on their way.
+    """Tiles layers that a device with so little memory cannot hold while the next ones are being fetched.
 
-    A layer of more than a quarter of the budget becomes tiles of a sixteenth. What cannot be tiled is left to whoever
-    checks that units fit.
+    A layer of more than a quarter of the budget becomes tiles of a sixteenth. What cannot be tiled is left to the check
+    that units fit.
     """
     for module in model.modules():  # for another budget, with which `shard` has failed
         tiled = tiled_of(module)
@@ -125,7 +125,7 @@ def hide_wholes(
 ) -> None:
     """From now on the tiles are the weights; optimizer `states` of wholes become those of their tiles.
 
-    What the user sees of a whole is on `device` and, where the plan has lowered the precision, in its dtype.
+    What the user sees of a whole is on `device` and, if the plan has lowered the precision, in its dtype.
     """
     for tiled, parameter in _tiled_parameters(model):
         if parameter._backward_hooks:
@@ -179,7 +179,7 @@ def _large_weights(
 
 
 def _why_not(module: nn.Module, key: str) -> str | None:
-    """Why the rows of a parameter cannot be used one after another; None where they can."""
+    """Why the rows of a parameter cannot be used one after another; None if they can."""
     parameter = module._parameters[key]
     if parameter is not None and parameter._backward_hooks:
         return "a gradient hook of it expects the whole gradient"
@@ -234,7 +234,7 @@ def _run_linear(module: nn.Linear, tiled: Tiled, inputs: torch.Tensor) -> torch.
 
 
 def _run_embedding(module: nn.Embedding, tiled: Tiled, indices: torch.Tensor) -> torch.Tensor:
-    """Every tile gives its rows and zeros for the others: adding those changes nothing."""
+    """Every tile gives its rows, and zeros for the others, which can be added without changing anything."""
     _check_indices(indices, module.num_embeddings)
     total: torch.Tensor | None = None
     for start, stop in tiled.bounds:

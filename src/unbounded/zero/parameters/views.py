@@ -1,9 +1,9 @@
 """What modules hold: views of the gathered buffer inside a forward, the user's own Parameter objects outside.
 
-The views of one forward come out of one autograd node a unit (`_Views`), whose inputs are the parameters themselves.
+The views of one forward come from one autograd node per unit (`_Views`), whose inputs are the parameters themselves.
 Its backward gets every gradient of the unit in one call. In `backward()` the engine takes them; `torch.autograd.grad`
-and `backward(inputs=...)` get from it exactly what they ask for, since autograd sees the parameters as the leaves of
-the graph that they are. The first parameter's accumulator says when the last use of the unit in a backward is over.
+and `backward(inputs=...)` get exactly what they ask for, since autograd sees the parameters as leaves of the graph. The
+first parameter's accumulator says when the last use of the unit in a backward is over.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _is_there = partial(operator.is_not, None)
 
 
 class ModuleViews:
-    """The places of one unit's parameters in the modules, and what stands there."""
+    """The places of one unit's parameters in the modules, and what is in them."""
 
     def __init__(self, unit: Unit, members: Sequence[Member]) -> None:
         self._unit_ref = weakref.ref(unit)  # which has this
@@ -63,7 +63,7 @@ class ModuleViews:
         self.hooks = {index: hooks for index, hooks in found.items() if hooks}  # what users have registered
         self.frozen: set[int] = set()  # parameters that were frozen after `shard`: their gradients are left out
         self.is_swapped = False  # the modules hold views now
-        self._held: Sequence[torch.Tensor] = ()  # what they hold in the forward under way
+        self._held: Sequence[torch.Tensor] = ()  # what they hold in the running forward
         self._shown_trained: list[bool] = []  # which were trained when they were last shown
         self._lent: list[Sequence[torch.Tensor]] = []  # views that a graph outside the forwards may hold
         self.accumulator: Any = None  # of the first parameter that is trained
@@ -76,7 +76,7 @@ class ModuleViews:
         return unit
 
     def make(self) -> Sequence[torch.Tensor]:
-        """Views of the gathered buffer: in the graph where gradients are wanted, otherwise plain ones."""
+        """Views of the gathered buffer: in the graph if gradients are needed, otherwise plain ones."""
         if self.unit.trainable and torch.is_grad_enabled():
             if torch._C._are_functorch_transforms_active():
                 raise StateError(
@@ -89,14 +89,14 @@ class ModuleViews:
         return self.unit.lasting_views()
 
     def lend(self) -> Sequence[torch.Tensor]:
-        """The same for a computation outside the unit's site, whose graph may hold them as they are."""
+        """The same for a computation outside the unit's site, whose graph may hold the views themselves."""
         views = self.make()
         if self.unit.resident and views[0].requires_grad:
             self._lent.append(views)
         return views
 
     def note_change(self) -> None:
-        """The weights change: a graph that holds views of them is refused, as plain PyTorch does."""
+        """The weights change, so a graph that holds views of them is refused, as in plain PyTorch."""
         for views in self._lent:
             torch.autograd.graph.increment_version(list(views))
         self._lent.clear()
@@ -118,7 +118,7 @@ class ModuleViews:
             _put(self._dicts, self._attributes, self._placeholders)
 
     def end_forward(self, *, check: bool) -> list[int]:
-        """The parameters that the forward has written to in place, or, where asked, has given other data."""
+        """The parameters that the forward has written to in place or, if asked, has given other data."""
         views, self._held = self._held, ()
         rebound = self._take_rebound(views) if check and views else []
         if torch.is_inference_mode_enabled() or not any(map(_version, views)):
@@ -127,7 +127,7 @@ class ModuleViews:
         return rebound + [index for index, place in enumerate(self.unit.picks) if views[place]._version]
 
     def _take_rebound(self, views: Sequence[torch.Tensor]) -> list[int]:
-        """The parameters whose view has other data now, which the buffer takes."""
+        """The parameters whose view has other data now; the buffer takes that data."""
         parts, rebound = self.unit.slot_views(self.unit.buffer), []
         for index, (place, part) in enumerate(zip(self.unit.picks, parts, strict=True)):
             if views[place].data_ptr() != part.data_ptr() and views[place].shape == part.shape:
@@ -136,7 +136,7 @@ class ModuleViews:
         return rebound
 
     def show(self) -> None:
-        """Lets every parameter be a plain one whose data is its part of the gathered buffer."""
+        """Makes every parameter a plain one whose data is its part of the gathered buffer."""
         self._shown_trained = [parameter.requires_grad for parameter in self.parameters]
         for parameter, view in zip(self.parameters, self.unit.slot_views(self.unit.buffer), strict=True):
             show(parameter, view)
@@ -163,7 +163,7 @@ class ModuleViews:
                 parameter.requires_grad_(is_trained)
 
     def place_data(self) -> None:
-        """The own data of hidden parameters: their part of a resident buffer, otherwise a stand-in."""
+        """Sets the data of hidden parameters: their part of a resident buffer, otherwise a stand-in."""
         unit = self.unit
         values = unit.slot_views(unit.buffer) if unit.resident else None
         for index, (parameter, slot) in enumerate(zip(self.parameters, unit.layout.slots, strict=True)):
@@ -171,7 +171,7 @@ class ModuleViews:
         self.watch()
 
     def watch(self) -> None:
-        """Hears of the end of the unit's part in a backward from the first parameter that is trained."""
+        """Learns from the first trained parameter when the unit's part in a backward is over."""
         first = next((parameter for parameter in self.parameters if parameter.requires_grad), None)
         held, handle = self._watched or (None, None)
         if first is held or in_backward():
@@ -249,7 +249,7 @@ class _Views(torch.autograd.Function):
 
 
 def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-    """The gradients that leaves accumulate in this backward; None where the caller of `torch.autograd.grad` gets them.
+    """The gradients that leaves accumulate in this backward; None if the caller of `torch.autograd.grad` gets them.
 
     All of them in `backward()`, and those asked for in `backward(inputs=...)`.
     """
@@ -264,7 +264,7 @@ def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.T
 
 
 def _accumulator(parameter: ManagedParameter) -> Any:
-    """The parameter's node of the graph; it runs once a backward, when every use of its unit has."""
+    """The parameter's node of the graph; it runs once per backward, after every use of its unit."""
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
@@ -276,5 +276,5 @@ def _complete(reference: weakref.ref[Unit], *_: Any) -> None:
 
 
 def _put(dicts: list[dict[str, Any]], names: list[str], values: Any) -> None:
-    # A loop in C: this runs twice a unit and pass, with as many places as the unit has parameters.
+    # A loop in C: this runs twice per unit and pass, with as many places as the unit has parameters.
     deque(map(operator.setitem, dicts, names, values), maxlen=0)

@@ -1,10 +1,10 @@
-"""Values that users write to weights, kept: brought to the tier of a unit and to whatever completes its weights.
+"""Keeps values that users write to weights: brings them to the unit's tier and to whatever completes its weights.
 
-Between passes a write is seen by the version counter of what was written to (`parameter`). Inside a forward modules
-hold plain tensors: an operation in place is seen by their version counters, but one on `weight.data`, or new `.data`,
-is not. So the first training forwards of a unit are checked against a fingerprint of its bytes, and a unit that was
-written to in that way once is checked in every forward from then on. Later the units take turns, one every few
-forwards: a write that begins then is found late, and an error, since those before it were lost.
+Between passes, version counters show a write (`parameter`). Inside a forward modules hold plain tensors: version
+counters show operations in place, but not those on `weight.data`, nor a new `.data`. So the first training forwards of
+a unit are checked against a fingerprint of its bytes, and a unit that was once written to in that way is checked in
+every forward from then on. Later the units take turns, one every few forwards. A write that begins then is found late
+and is an error, since earlier ones were lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Writes:
     def __init__(self) -> None:
         self._checks_left: dict[Unit, int] = {}
         self._before: dict[Unit, torch.Tensor] = {}
-        self._forwards: dict[Unit, int] = {}  # of each unit, with gradients, so far; it begins where its turn is
+        self._forwards: dict[Unit, int] = {}  # of each unit, with gradients, so far; it starts at the unit's turn
         self._late: set[Unit] = set()  # checked in its turn
 
     def watch(self, unit: Unit) -> None:
@@ -48,7 +48,7 @@ class Writes:
         return True
 
     def find(self, unit: Unit) -> list[int]:
-        """The parameters that the forward that is over may have written to; new data is in the buffer already."""
+        """The parameters that the finished forward may have written to; new data is already in the buffer."""
         before = self._before.pop(unit, None)
         slots = unit.views.end_forward(check=before is not None)
         if before is None:
@@ -72,7 +72,7 @@ class Writes:
         if not unit.is_whole:
             raise StateError(
                 f"the forward has changed the parameter {unit.layout.slots[slots[0]].name!r} in place, which cannot be "
-                f"kept: it is partitioned over ranks and gathered anew for every pass. Change it between steps, "
+                f"kept: it is partitioned over ranks and gathered again for every pass. Change it between steps, "
                 "inside `with unbounded.full_params(model):`."
             )
         self.store(unit, now, before)
@@ -84,7 +84,7 @@ class Writes:
             )
 
     def keep(self, unit: Unit, index: int, value: torch.Tensor) -> None:
-        """Keeps a new value of one parameter, outside a forward: what this rank owns of it goes to its tier."""
+        """Keeps a new value of one parameter outside a forward: this rank's part goes to its tier."""
         for handle in (unit.weights_ready, unit.states_written):
             if handle is not None:
                 handle.wait()
@@ -103,7 +103,7 @@ class Writes:
         unit.note_change()
 
     def store(self, unit: Unit, now: torch.Tensor, before: torch.Tensor, start: int = 0) -> None:
-        """Brings what changed of a stretch to the unit's owned weights and whatever completes them."""
+        """Brings the changes of a stretch to the unit's owned weights and whatever completes them."""
         changed = (_bits(now) != _bits(before)).view(now.numel(), -1).any(dim=1)
         if not bool(changed.any()):
             return
@@ -140,7 +140,7 @@ def fetch_owned(unit: Unit, start: int = 0, stop: int | None = None) -> torch.Te
 
 
 def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:
-    """One number that another content almost surely does not have."""
+    """A number that almost surely differs for other contents."""
     return buffer.view(torch.int32).sum(dtype=torch.int64).reshape(1)  # layouts are padded to whole words
 
 

@@ -52,8 +52,8 @@ class SavedWeight(NamedTuple):
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 f"weights of unit {unit.name!r} were updated {unit.generation - self.generation} times since this "
-                "graph was built, by optimizer.step() or by a write. Run the backward before the step, or the forward "
-                "again after it."
+                "graph was built, by optimizer.step(), inside a backward, or by a write. Run the backward before the "
+                "step, or the forward again after it."
             )
         return unit.part(self.shape, self.stride, self.offset)
 

@@ -34,7 +34,7 @@ from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Installer, Places
 from unbounded.zero.setup.thawing import Thawing, make_gradient
 from unbounded.zero.sites import Member, Site
-from unbounded.zero.step.drafts import Draft
+from unbounded.zero.step.early.drafts import Draft
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
@@ -151,6 +151,7 @@ class Assembly:
     def _engine(self, units: Sequence[Unit], thawing: Thawing, cast_inputs: torch.dtype | None) -> Engine:
         ranks, phases = self.ranks, Phases(self.ranks)
         reduction = Reduction(ranks.lane("reduce"), phases, self._lane("reduce"), replicate=self.plan.stage == 0)
+        reduction.at_once = not self.plan.keeps_gradients
         for unit in units:
             thawing.connect(unit.gradient)
         by_site: dict[str, list[Unit]] = {site.name: [] for site in self.sites}
@@ -172,7 +173,7 @@ class Assembly:
             ),
             reduction=reduction,
             prefetch_units=self.plan.prefetch_units,
-            defer_reduction=self.plan.stage == 1 and ranks.size > 1,
+            defer_reduction=self.plan.stage == 1 and ranks.size > 1 and self.plan.keeps_gradients,
             inputs=Inputs(self.device, cast_inputs),
             failures=failures,
             writes=Writes(),

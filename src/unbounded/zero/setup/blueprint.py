@@ -205,6 +205,18 @@ def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
             f"stage {plan.stage} keeps whole weights on every device, but the plan puts them on {plan.weights!r}. "
             "Use stage 3 to keep weights elsewhere."
         )
+    if not plan.keeps_gradients:
+        if any(spec.trainable and spec.rule is None for spec in specs):
+            raise PlanError(
+                'the plan says gradients="none", so units are updated inside the backward, but `shard` was given no '
+                'optimizer. Give it one, or use gradients="host" or "device".'
+            )
+        for member in (member for spec in specs for member in spec.members):
+            if member.parameter.grad is not None:
+                raise PlanError(
+                    f'the parameter {member.names[0]!r} has a gradient already, but the plan says gradients="none". '
+                    "Call optimizer.zero_grad() before `shard`."
+                )
     names = [spec.name for spec in specs]
     for kind in ("weights", "gradients", "optimizer"):
         check_patterns(getattr(plan, kind), kind, names)

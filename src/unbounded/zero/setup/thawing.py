@@ -19,7 +19,7 @@ from unbounded.optim import formats
 from unbounded.optim.formats import DTYPES
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import NativeRule, UpdateRule
-from unbounded.planner.plan import Plan
+from unbounded.planner.plan import NOWHERE, Plan
 from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.step.streaming import carries_weights
 from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, use_of
@@ -139,7 +139,9 @@ def _complete(unit: Unit, owned: tuple[int, int], rule: UpdateRule) -> dict[str,
 def make_gradient(unit: Unit, owned: tuple[int, int], tier: str, plan: Plan) -> Gradient:
     """The gradient of `unit`, of which this rank keeps the `owned` part; it has no memory yet."""
     sum_dtype = DTYPES[plan.accumulate_dtype]
-    store = GradientArray(tier, owned[1] - owned[0], wire=unit.dtype, sum_dtype=sum_dtype)
+    is_kept = tier != NOWHERE  # otherwise it is on the device, where it was made, until the update takes it
+    store = GradientArray(tier if is_kept else "device", owned[1] - owned[0], wire=unit.dtype, sum_dtype=sum_dtype)
     gradient = Gradient(unit.layout, owned, store, unit.device)
+    gradient.is_kept = is_kept
     gradient.counted = counted_ranges(unit.layout, owned)
     return gradient

@@ -1,8 +1,8 @@
 """Shares the device between states and activations while a model trains: reads clock and memory, and moves states.
 
-What is decided is in `planner.balance`, how states move in `relocation`. Moves are made as a forward begins, where no
-gradient is held. A rank decides alone where it has states of its own (a partitioned model, or one rank): the order of
-collectives does not depend on where states are. Plans that say where optimizer states live are left as they are.
+`planner.balance` decides, and `relocation` moves states. Moves happen when a forward begins and no gradient is held. A
+rank decides alone if it has its own states (a partitioned model, or one rank), because the order of collectives does
+not depend on where states are. Plans that say where optimizer states live are left as they are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from unbounded.zero.step.relocation import Relocation, states_bytes
 
 
 class Balancer:
-    """One model's. `free_bytes` says what of the device was not used since `forget` was called, `kept_bytes` what
-    blocks kept in the last forward.
+    """For one model. `free_bytes` is what was unused of the device since `forget` was called, `kept_bytes` what blocks
+    kept in the last forward.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Balancer:
         return end
 
     def make_room(self, num_bytes: int) -> None:
-        """Moves states of so many bytes to the host, as far as it has room: a batch needs what they take."""
+        """Moves so many bytes of states to the host, as far as it has room, because a batch needs the memory."""
         self.balance.stop()
         with suppress(BudgetError):
             for unit in reversed(self._relocation.units_on("device")):
@@ -99,7 +99,7 @@ class Balancer:
                 if unit.name in names:
                     self._relocation.move(unit, tier)
                     self._note_place(unit.name, tier)
-        except (BudgetError, torch.OutOfMemoryError):  # less room than was read: what has moved stays
+        except (BudgetError, torch.OutOfMemoryError):  # less room than was read; what has moved stays
             self.balance.stop()
         self._forget()
 

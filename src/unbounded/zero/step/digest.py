@@ -1,8 +1,7 @@
-"""What is small of an optimizer, as a state dict that frameworks save and give back: groups, counters, loss scale.
+"""The small part of an optimizer as a state dict that frameworks save and load: groups, counters, loss scale.
 
-The states themselves (moments, masters) stay on their tiers and go through `unbounded.save` and `unbounded.load`. So
-that nobody takes one for the other, the state dict says so, and carries the step count that the states were at: given
-back to an optimizer whose states are of another moment, it is refused.
+The states themselves (moments, masters) stay on their tiers and go through `unbounded.save` and `unbounded.load`. The
+state dict says so, and has the step count of the states: an optimizer whose states are of another step refuses it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _WHERE = "moments and masters are not in here: unbounded.save(folder, model, opt
 
 
 class Counters(Protocol):
-    """What is small of a sharded optimizer."""
+    """The small part of a sharded optimizer."""
 
     kind: str
     param_groups: list[dict[str, Any]]
@@ -41,7 +40,7 @@ def describe(optimizer: Counters, units: Sequence[Unit]) -> dict[str, Any]:
 
 
 def restore(optimizer: Counters, units: Sequence[Unit], state_dict: dict[str, Any]) -> None:
-    """Takes groups, counters and scale from `state_dict`; raises before anything is changed where they do not fit."""
+    """Takes groups, counters and scale from `state_dict`; raises before anything is changed if they do not fit."""
     groups, ours = state_dict.get("param_groups"), state_dict.get(KEY)
     if not isinstance(groups, list):
         raise StateError("this is not an optimizer's state_dict: it has no param_groups.")
@@ -69,5 +68,5 @@ def restore(optimizer: Counters, units: Sequence[Unit], state_dict: dict[str, An
 
 
 def _steps(units: Sequence[Unit]) -> int:
-    """How often the parameter that was updated most was."""
+    """The step count of the parameter that was updated most often."""
     return max((int(unit.steps.max()) for unit in units if len(unit.steps)), default=0)

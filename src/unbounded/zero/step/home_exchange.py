@@ -1,7 +1,7 @@
-"""Parts of parameters brought together where their update runs, and back: two exchanges among the ranks a piece.
+"""Brings the parts of parameters to where their update runs, and back: two exchanges among the ranks per piece.
 
 Every rank has a stretch of each parameter. Its *home* gets all of them, updates the whole, and gives every rank its
-stretch back. Which bytes go where follows from the layout alone, so nobody is asked.
+stretch back. Which bytes go where follows from the layout, so ranks need not ask.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HomeExchange:
         *,
         is_back: bool,
     ) -> None:
-        """As bytes: arrays of all dtypes go in one exchange."""
+        """Moves them as bytes, so that arrays of all dtypes go in one exchange."""
         width, rank = sum(buffer.element_size() for buffer in buffers.values()), self._ranks.rank
         out = [width * sum(r.stop - r.start for r in routes[rank, h]) for h in self._all]
         into = [width * sum(r.stop - r.start for r in routes[owner, rank]) for owner in self._all]

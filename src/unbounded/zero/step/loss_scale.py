@@ -25,7 +25,7 @@ class LossScale:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> LossScale | None:
-        """The scale that training begins with; None where the precision needs none."""
+        """The scale that training begins with; None if the precision needs none."""
         if plan.precision != "fp16":
             return None
         return cls(

@@ -1,7 +1,7 @@
 """The optimizer that `shard` returns: a torch.optim.Optimizer whose states live with the engine.
 
-Its param groups are the user's own, so schedulers and changes of the learning rate work as ever. `step` is
-exact and returns early: what it started is waited for by whoever needs it.
+Its param groups are the user's own, so schedulers and changes of the learning rate work as usual. `step` is exact and
+returns early: whoever needs its results waits for them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from unbounded.planner.plan import Plan
 from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.tiers import Tiers, TierUse
 from unbounded.zero.engine import Engine
+from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.managed_grad import keep_alive
 from unbounded.zero.parameters.parameter import ManagedParameter
 from unbounded.zero.parameters.tiled_parameter import parts_of
 from unbounded.zero.parameters.views import refuse_stray_gradients
 from unbounded.zero.step import digest
+from unbounded.zero.step.early.at_once import AtOnce
 from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.step.step_progress import StepProgress
 from unbounded.zero.step.updates import Updates
@@ -40,12 +42,19 @@ class _NoStates(defaultdict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         raise StateError(
-            "optimizer.state is empty: the states of a sharded optimizer are arrays of whole units, where the plan put "
-            "them. unbounded.save writes them, and a new `shard` of the model begins with new ones."
+            "optimizer.state is empty: the states of a sharded optimizer are arrays of whole units, kept where the "
+            "plan put them. unbounded.save writes them, and a new `shard` of the model begins with new ones."
         )
 
     def clear(self) -> None:
         self.__missing__(None)
+
+
+class _Retired:
+    """What an optimizer holds instead of an engine once its model is plain again."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise StateError("the model of this optimizer is no longer sharded. Make a new optimizer of its parameters.")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -65,9 +74,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         self._scaled = False
         self._members = self._membership()
-        self._updated: set[Unit] = set()  # inside last_backward
-        self._is_last_backward = self._updates_at_once = False
+        self._at_once = AtOnce(engine, updates, self.kind)
+        self._is_last_backward = False
+        self._updates_at_once = not plan.keeps_gradients
         engine.reduction.on_final = weakref.WeakMethod(self._gradient_landed)
+        engine.reduction.on_end = weakref.WeakMethod(self._backward_over)
 
     # -- the training loop -----------------------------------------------------------------------------------------
 
@@ -80,10 +91,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.refuse_inside_full_params("optimizer.step")
+        self.engine.recover()
+        self.engine.pending.refuse_broken()
         refuse_stray_gradients(self.engine.units)
         self.engine.lending.snapshots.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)
+        self._at_once.finish(self.param_groups)
         self.step_was_skipped = False
         if self.loss_scale is not None:
             overflow = not math.isfinite(float(self._total_norm(units)))
@@ -96,9 +110,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             units = [] if overflow else units
         else:
             self.engine.failures.meet()
-        self.updates.run([unit for unit in units if unit not in self._updated], self.param_groups)
+        self.updates.run(units, self.param_groups)
         self._scaled = False
-        self._updated.clear()
         self.updates.drafts.outlook.num_backwards, self.engine.num_backwards = self.engine.num_backwards, 0
         for unit in self.engine.units:
             unit.gradient.is_new = False
@@ -106,12 +119,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, or makes them zeros. An update under way keeps what it reads."""
+        """Forgets all gradients, or makes them zeros. A running update keeps what it reads."""
         self.engine.check_process()
+        self.engine.refuse_pending("optimizer.zero_grad()")
+        self._clear_gradients(set_to_none=set_to_none)
+
+    def forget_gradients(self) -> None:
+        """All states are replaced: gradients go, also those that have updated units for a step that never comes."""
+        self._at_once.clear()
+        for unit in self.engine.units:
+            unit.gradient.is_new = False
+        self._clear_gradients(set_to_none=True)
+
+    def _clear_gradients(self, *, set_to_none: bool) -> None:
         for unit in self.engine.units:
             if not unit.trainable:
                 continue
-            if 0 in unit.is_grouped:  # what the optimizer does not have keeps its gradient
+            if 0 in unit.is_grouped:  # parameters that the optimizer does not have keep their gradient
                 for index in map(int, np.flatnonzero(unit.is_grouped)):
                     if set_to_none:
                         keep_alive(unit.gradient, [index])
@@ -123,7 +147,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 unit.gradient.zero()
         self.engine.reduction.forget()
-        self._updated.clear()
         self.engine.num_backwards = 0
 
     @torch.no_grad()
@@ -134,10 +157,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if norm_type != 2.0:
             raise PlanError(f"norm_type is {norm_type}, but only the 2-norm is supported. Leave it at 2.0.")
-        if self._updated:
+        self._refuse_norm(f"optimizer.clip_grad_norm_({max_norm})")
+        if self.engine.pending.units:
             raise StateError(
-                f"{len(self._updated)} units were updated inside last_backward(), before anything could be clipped. "
-                f"Announce the clipping there: `with optimizer.last_backward(max_norm={max_norm}):`."
+                f"{len(self.engine.pending.units)} units were updated inside last_backward(), before anything could be "
+                f"clipped. Announce the clipping there: `with optimizer.last_backward(max_norm={max_norm}):`."
             )
         units = self._collect("optimizer.clip_grad_norm_()")
         norm = self._total_norm(units)
@@ -155,15 +179,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         `max_norm` says that `clip_grad_norm_` will follow: its norm is only known at the end, so updates wait for it.
         """
+        if max_norm is not None:
+            self._refuse_norm(f"last_backward(max_norm={max_norm})")
+        is_alone = self.loss_scale is None and self.engine.ranks.size == 1
         self._is_last_backward = True
-        self._updates_at_once = max_norm is None and self.loss_scale is None and self.engine.ranks.size == 1
+        self._updates_at_once = not self.plan.keeps_gradients or (max_norm is None and is_alone)
         try:
             yield
         finally:
-            self._is_last_backward = self._updates_at_once = False
+            self._is_last_backward = False
+            self._updates_at_once = not self.plan.keeps_gradients
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are added up on each rank and reduced by the first backward outside: less traffic."""
+        if not self.plan.keeps_gradients:
+            spent.refuse_sums("optimizer.no_sync()")
         return self.engine.no_sync()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -181,6 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def nonfinite_units(self) -> list[str]:
         """The units whose gradient has an infinity or a NaN on any rank."""
+        self._refuse_norm("optimizer.nonfinite_units()")
         units = self._collect("optimizer.nonfinite_units()")
         flags = [not math.isfinite(float(part)) for part in self._squares(units)]
         votes = self.engine.ranks.max(torch.tensor(flags, dtype=torch.int32, device=self.engine.device))
@@ -189,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def wait(self) -> None:
         """Returns when every update of the last step has been applied; raises what went wrong in one.
 
-        After it weights that stages 1 and 2 keep whole are so again, and a rank may evaluate by itself.
+        After it, the weights of stages 1 and 2 are whole again, and a rank may evaluate by itself.
         """
         self.engine.check_process()
         for unit in self.engine.units:
@@ -204,13 +235,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Param groups and counters, in torch's form. The states are where the plan put them: `unbounded.save`."""
+        self.engine.refuse_pending("optimizer.state_dict()")
         return {**super().state_dict(), digest.KEY: digest.describe(self, self.engine.units)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave; nothing is changed where it does not fit.
+        """Loads what `state_dict` gave; nothing is changed if it does not fit.
 
-        The states must already be those of that moment: `unbounded.load` brings them.
+        The states must already be those of the same step: `unbounded.load` loads them.
         """
+        self.engine.refuse_pending("optimizer.load_state_dict()")
         digest.restore(self, self.engine.units, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -218,6 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         What a frozen one needs for training is allocated when it is unfrozen: by `requires_grad_()`.
         """
+        if hasattr(self, "engine"):
+            self.engine.refuse_pending("optimizer.add_param_group()")
         super().add_param_group(param_group)  # checks it, and fills in the defaults
         if not hasattr(self, "engine"):
             return
@@ -232,7 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._members = self._membership()
 
     def _find_places(self, group: dict[str, Any]) -> dict[Unit, list[int]]:
-        """All ranks must call this. Where the parameters of a new group lie, the same on every rank."""
+        """All ranks must call this. Where the parameters of a new group are, the same on every rank."""
         if self.engine.axes.pipeline.size > 1:
             raise StateError("a group cannot be added to an optimizer over pipeline stages. Add it before `shard`.")
         places: dict[Unit, list[int]] = {}
@@ -252,10 +287,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return places
 
     def _check_states(self, units: Iterable[Unit]) -> None:
-        """Raises where the options of the groups need states that the units do not keep."""
+        """Raises if the options of the groups need states that the units do not keep."""
         if isinstance(self._given, JoinedOptimizer):
             raise StateError(
-                f"a group cannot be added to {self.kind}: which of them trains it is not known. Add it before `shard`."
+                f"a group cannot be added to {self.kind}: which of them trains it is unknown. Add it before `shard`."
             )
         book = RuleBook(self._given, self.plan.optimizer_format)
         for unit in units:
@@ -269,9 +304,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Lightning and Fabric wrap an optimizer in a subclass of its class: what is set there is meant for it."""
+        """Lightning and Fabric wrap an optimizer in a subclass of its class; attributes set there are meant for it."""
         if name == "state" and isinstance(self.__dict__.get("state"), _NoStates):
-            self.state.clear()  # `optimizer.state = defaultdict(dict)` is meant to begin anew
+            self.state.clear()  # `optimizer.state = defaultdict(dict)` is meant to reset the states
         inner = self.__dict__.get("_optimizer")
         if isinstance(inner, ShardedOptimizer) and name in vars(inner):
             setattr(inner, name, value)
@@ -285,10 +320,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return StepProgress(self.loss_scale, self.skipped_steps, self._scaled)
 
     def resume(self, progress: StepProgress) -> None:
-        """Goes on from there, on all ranks. A loss scale is taken where this precision has one."""
+        """Continues from there, on all ranks. The loss scale is taken if this precision has one."""
         if self.loss_scale is not None and progress.loss_scale is not None:
             self.loss_scale = progress.loss_scale
         self.skipped_steps, self._scaled = progress.skipped_steps, progress.scaled
+
+    def retire(self) -> None:
+        """Lets go of everything that runs the model, which is plain again: whatever is asked of it now is refused."""
+        self.engine = self.updates = self.tiers = self._at_once = _Retired()  # type: ignore[assignment]
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -305,15 +344,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for unit in self.engine.units:
             with self.engine.failures.noting():
                 if unit.states_written is not None and unit.states_written.launched():
-                    unit.states_written.order_stream()  # raises where the last step's states could not be written
+                    unit.states_written.order_stream()  # raises if the last step's states could not be written
         units = [unit for unit in self.engine.forward_order() if unit.trainable]
-        return [unit for unit in units if unit.gradient.is_present or unit in self._updated]
+        return [unit for unit in units if unit.gradient.is_present]
+
+    def _refuse_norm(self, what: str) -> None:
+        """Raises where no gradient is stored: `what` needs those of all units together."""
+        if not self.plan.keeps_gradients:
+            spent.refuse_norm(what)
 
     def _refuse_unscaled(self, units: list[Unit]) -> None:
         if units and not self._scaled and self.loss_scale is not None and not self.loss_scale.is_plain:
             raise StateError(
                 "the gradients in fp16 come from a loss that was not scaled, so small ones were lost. Call "
-                "`optimizer.scale(loss).backward()`; where the loss needs no scaling, say so in the plan: "
+                "`optimizer.scale(loss).backward()`; if the loss needs no scaling, say so in the plan: "
                 "loss_scale=1, loss_scale_window=0."
             )
 
@@ -356,13 +400,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return float(factor.clamp(max=1.0))
 
     def _gradient_landed(self, unit: Unit) -> None:
-        """A backward has added all that it will to the gradient of `unit`, which is on its way to its tier."""
+        """A backward has finished the gradient of `unit`, which is being brought to its tier."""
         if self._updates_at_once:
-            self._update_early(unit)
+            self._at_once.add(unit, self.param_groups)
         elif self._is_last_backward or self.engine.num_backwards == self.updates.drafts.outlook.num_backwards:
             self.updates.drafts.ask(unit, self.param_groups)
 
-    def _update_early(self, unit: Unit) -> None:
-        self._updated.add(unit)
-        self.updates.run([unit], self.param_groups)
-        unit.gradient.spend()
+    def _backward_over(self) -> None:
+        self._at_once.end(self.param_groups)

@@ -1,8 +1,8 @@
 """Moves optimizer states between device and host while a model trains, exactly: bytes are copied, nothing else changes.
 
 A unit moves with all of its states and its gradient, between an update and the next use of them. Its weights stay
-where they are. States on the device whose weights are on the host are updated by a stream lane, which carries the
-weights alone.
+where they are. States on the device whose weights are on the host are updated by a stream lane, which carries only the
+weights.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from unbounded.zero.unit import Unit
 
 
 class Relocation:
-    """Moves the states of one model's units. `bounce` are the buffers of arrays that the host cannot address."""
+    """Moves the states of one model's units. `bounce` are buffers for arrays that the host cannot address."""
 
     def __init__(self, engine: Engine, tiers: Tiers, bounce: BufferPool) -> None:
         self._engine, self._tiers, self._bounce = engine, tiers, bounce
 
     def units_on(self, tier: str) -> list[Unit]:
-        """Those whose states are all on `tier` and may move now, in the order of a forward."""
+        """The units whose states are all on `tier` and may move now, in the order of a forward."""
         return [unit for unit in self._engine.forward_order() if _may_move(unit, tier)]
 
     def move(self, unit: Unit, tier: str) -> None:
-        """To "device" or "host". Where that has no room an error is raised, and the unit stays where it was."""
+        """Moves to "device" or "host". If there is no room, raises, and the unit stays where it was."""
         for handle in (unit.weights_ready, unit.states_written):
             if handle is not None:
                 handle.wait()

@@ -1,4 +1,4 @@
-"""Where between two steps an optimizer is: what a checkpoint must keep of it beside states and param groups."""
+"""Where between two steps an optimizer is: what a checkpoint must keep of it besides states and param groups."""
 
 from __future__ import annotations
 

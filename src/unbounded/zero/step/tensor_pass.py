@@ -6,8 +6,8 @@
     exchange              | p0 | p1 |          back
     write                    | p0 | p1 |       to their tiers
 
-One rank has everything whole and exchanges nothing. Ranks meet by the order of pieces alone, so one that cannot read
-its part goes on exchanging zeros, and raises when it is through: its peers hear of it where all ranks meet next.
+One rank has everything whole and exchanges nothing. Ranks match only by the order of pieces, so one that cannot read
+its part goes on exchanging zeros, and raises when it is done: its peers hear of it where all ranks meet next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEPTH = 2
 def cut_wholes(unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
     """Pieces of neighbouring parameters that have a gradient, each about as large as every rank's largest one.
 
-    All ranks have the same ones, also where nothing of a piece is theirs.
+    All ranks have the same pieces, even if nothing of a piece is theirs.
     """
     layout, steps, (low, high) = unit.layout, steps_after(unit), unit.owned
     assert unit.rule is not None
@@ -64,7 +64,7 @@ def cut_wholes(unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Piece]:
 
 
 class TensorPass(UpdatePass):
-    """Carries pieces of whole parameters through. `exchange` is None where every unit is whole on its rank."""
+    """Carries pieces of whole parameters through. `exchange` is None if every unit is whole on its rank."""
 
     def __init__(
         self, rule: UpdateRule, pool: kernels.Pool | None, bounce: BufferPool, exchange: HomeExchange | None
@@ -81,7 +81,7 @@ class TensorPass(UpdatePass):
             raise error
 
     def _unless_failed(self, notify: Notify) -> Notify:
-        """After an error nothing is announced: whoever waits for the update is told of that."""
+        """After an error nothing is announced; whoever waits for the update gets the error."""
         return lambda unit: notify(unit) if self._error is None else None
 
     def _device(self, unit: Unit) -> torch.device:
@@ -90,7 +90,7 @@ class TensorPass(UpdatePass):
     def _read(self, piece: Piece) -> None:
         if self._error is None:
             try:
-                piece.unit.make_way(self.pool)  # factors are updated also where nothing else is this rank's
+                piece.unit.make_way(self.pool)  # factors are updated even if nothing else belongs to this rank
                 if piece.start < piece.stop:
                     super()._read(piece)
             except Exception as error:
@@ -139,7 +139,7 @@ class TensorPass(UpdatePass):
         exchange.give_back(unit, slots, wholes, changed, first)
 
     def _stand_ins(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """What a rank exchanges that has nothing of a piece, or could not read it."""
+        """What a rank exchanges if it has nothing of a piece, or could not read it."""
         return {
             name: torch.zeros(piece.stop - piece.start, dtype=array.dtype, device=piece.unit.device)
             for name, (array, _, _) in self._arrays(piece).items()
@@ -175,14 +175,14 @@ class TensorPass(UpdatePass):
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        """Remembers the first error; where there are no peers to meet, it is raised at once."""
+        """Remembers the first error; without peers, it is raised at once."""
         if self._exchange is None:
             raise error
         self._error = self._error or error
 
 
 class _Mark:
-    """The end of what the current stream was given: waited for before buffers go back."""
+    """The end of the current stream's work, which is waited for before buffers are returned."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()

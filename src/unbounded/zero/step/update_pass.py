@@ -4,8 +4,8 @@
     update       | u0 | u1 | u2 |            the fused kernel
     write             | u0 | u1 | u2 |       states back to their tier, weights to theirs
 
-Units are cut into pieces of bounded size, so that buffers are bounded whatever the size of a unit. What a
-piece needs and memory already holds is updated in place; only the rest passes through leased buffers.
+Units are cut into pieces of bounded size, so buffers are bounded whatever the size of a unit. What is already in memory
+is updated in place; only the rest passes through leased buffers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Job:
 
 @dataclass(eq=False)
 class Piece:
-    """A stretch of one unit's owned part on its way through the pass."""
+    """A stretch of one unit's owned part in the pass."""
 
     unit: Unit
-    gradient: Array  # as it was at the step: the unit may drop or replace its own while this is under way
+    gradient: Array  # as it was at the step: the unit may drop or replace its own meanwhile
     factor: Factor  # what it is multiplied by
     start: int
     stop: int
@@ -74,7 +74,7 @@ def steps_after(unit: Unit) -> np.ndarray:
 
 
 def _runs(unit: Unit, steps: np.ndarray) -> list[Run]:
-    """The runs of a unit to update: by group alone where all parameters are used and have stepped alike."""
+    """The runs of a unit to update: by group alone if all parameters are used and have stepped alike."""
     slots = unit.layout.slots
     if 0 not in unit.gradient.used and steps.min() == steps.max() and not any(unit.scalars):
         return unit.group_runs
@@ -111,9 +111,9 @@ class UpdatePass:
         self._every = {spec.name: spec.every for spec in rule.specs}
 
     def run(self, pieces: Iterable[Piece], *, on_home: Notify, on_written: Notify) -> None:
-        """Updates the pieces in order. Tells when each unit's new weights are home, and when all its states are.
+        """Updates the pieces in order. Reports when each unit's new weights are in place, and when all its states are.
 
-        Reads of the next unit and writes of the last go on meanwhile: the disk never waits for a unit to be over.
+        Reads of the next unit and writes of the last continue meanwhile, so the disk never waits for a unit to be done.
         """
         stages = _PassStages(self, on_home, on_written)
         ItemPipeline(stages, num_ahead=self.depth, num_unfinished=self.depth - 1).run(pieces)
@@ -128,7 +128,7 @@ class UpdatePass:
         return arrays
 
     def _read(self, piece: Piece) -> None:
-        """Addresses what the kernel can reach; starts bringing the rest into buffers."""
+        """Uses what the kernel can address; starts bringing the rest into buffers."""
         piece.unit.make_way(self.pool)
         device = self._device(piece.unit)
         for name, (array, start, stop) in self._arrays(piece).items():
@@ -185,7 +185,7 @@ class UpdatePass:
             piece.waits.append(array.evict(piece.buffers[name], start))
 
     def _finish(self, piece: Piece) -> None:
-        """Gives the buffers back once nothing moves into or out of them any more, also where a transfer fails."""
+        """Returns the buffers once nothing moves into or out of them, even if a transfer fails."""
         if piece.waits:
             try:
                 piece.waits.pop().wait()
@@ -200,7 +200,7 @@ class UpdatePass:
 
 @dataclass(frozen=True)
 class _PassStages:
-    """What the pipeline does with a piece, and who is told of it."""
+    """What the pipeline does with a piece, and who is notified."""
 
     steps: UpdatePass
     on_home: Notify
@@ -242,7 +242,7 @@ def touches_disk(unit: Unit) -> bool:
 
 
 def kernel_device(unit: Unit) -> torch.device:
-    """Where a unit is updated: on the GPU where its states live there or are streamed to it, otherwise on the host."""
+    """Where a unit is updated: on the GPU if its states live there or are streamed to it, otherwise on the host."""
     if unit.streamed:
         return unit.device
     directs = [array.direct for array in (unit.states or {"weight": unit.weights}).values()]

@@ -2,17 +2,17 @@
 
 States on the GPU are updated on the compute stream at once. Everything else goes through lanes during the next
 forward, each in the order in which that forward needs its units: the update lane runs the host's kernel over states
-in host memory; the buffered lane brings those on disk through buffers, beside it, so that the disk does not wait for
-the host; two stream lanes carry host states through the GPU and back, one's way up beside the other's way down. Rules
-that see whole parameters have a lane of their own (`tensor_pass`). Each unit carries a handle that whoever needs its
-new weights waits on.
+in host memory; at the same time the buffered lane brings those on disk through buffers, so that the disk does not wait
+for the host; two stream lanes carry host states through the GPU and back, one going up while the other comes down.
+Rules that see whole parameters have their own lane (`tensor_pass`). Each unit has a handle that whoever needs its new
+weights waits for.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient import GradientState
 from unbounded.zero.gradients.gradient_array import Factor
-from unbounded.zero.step.drafts import Basis, Draft, Drafts, basis_of
+from unbounded.zero.step.early.drafts import Basis, Draft, Drafts, basis_of
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.tensor_pass import TensorPass, cut_wholes
 from unbounded.zero.step.update_pass import (
@@ -48,12 +48,12 @@ STREAMED_TIMES, STREAMED_DEPTH = 2, 2
 
 @dataclass(eq=False)
 class UnitUpdate:
-    """One unit's part of a step in a lane, and what waits for it."""
+    """One unit's part of a step in a lane, and the handles that others wait for."""
 
     unit: Unit
     pieces: list[Piece]
-    home: Handle  # the new weights are where they live
-    written: Handle  # the new states are
+    home: Handle  # done when the new weights are in their place
+    written: Handle  # done when the new states are
     before: Handle | None  # `states_written` of the step before: states that were not written must not be read
     basis: Basis  # what it is updated from, but for the factor, which the device may still be computing
 
@@ -82,9 +82,9 @@ class Lanes:
         return [self.whole, self.buffered, *self.streams, self.direct]
 
     def lane_for(self, unit: Unit, num_streamed: int) -> Lane:
-        """Everything that takes buffers is in one lane: two that waited for each other's buffers would deadlock.
+        """Everything that takes buffers is in one lane: two lanes waiting for each other's buffers would deadlock.
 
-        So is everything for which ranks exchange whole parameters: they meet by the order alone.
+        So is everything for which ranks exchange whole parameters, because they match only by order.
         """
         if unit.needs_wholes:
             return self.whole
@@ -94,7 +94,7 @@ class Lanes:
 
 
 class Updates:
-    """Runs the rule over units; one pass a step, or one a unit inside `last_backward`."""
+    """Runs the rule over units; one pass per step, or one per unit inside the backward (`at_once`)."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Updates:
     ) -> None:
         self.engine, self.lanes = engine, lanes
         self._piece_numel = buffers.buffer_bytes // 4
-        # A disk is far slower than the kernel: a few threads keep up with it, beside all of them on host memory.
+        # A disk is far slower than the kernel: a few threads keep up with it, while all of them work on host memory.
         few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
         self.drafts = Drafts(drafts, lanes.direct, many)
         kinds = {"disk": (few, depth), "host": (many, depth), "device": (many, STREAMED_DEPTH)}
@@ -123,13 +123,20 @@ class Updates:
             if rule.granularity is Granularity.TENSOR:
                 self._passes["whole", rule] = TensorPass(rule, many, buffers, exchange)
 
-    def run(self, units: Sequence[Unit], groups: Sequence[dict[str, Any]]) -> None:
-        """Updates `units` in order; returns before the lanes have done their part."""
+    def run(
+        self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], outdate: Callable[[Unit], None] | None = None
+    ) -> None:
+        """Updates `units` in order; returns before the lanes have done their part.
+
+        `outdate` is told of units whose gathered weights are those from before, and must let what is being gathered
+        end first; unless said, `Gathering.invalidate`.
+        """
+        outdate = outdate or self.engine.gathering.invalidate
         self.drafts.cancel()
-        planned = [(unit, *self._plan(unit, groups)) for unit in units]  # what fails here has changed nothing
+        planned = [(unit, *self._plan(unit, groups)) for unit in units]  # a failure here has changed nothing
         queued: dict[Lane, list[UnitUpdate]] = {lane: [] for lane in self.lanes.all}
         try:
-            self._begin(planned, queued)
+            self._begin(planned, queued, outdate)
         except BaseException as error:
             for part in itertools.chain(*queued.values()):
                 part.fail(error)
@@ -156,7 +163,10 @@ class Updates:
         return jobs, cut_pieces(unit, jobs, piece_numel)
 
     def _begin(
-        self, planned: Sequence[tuple[Unit, list[Job], list[Piece]]], queued: dict[Lane, list[UnitUpdate]]
+        self,
+        planned: Sequence[tuple[Unit, list[Job], list[Piece]]],
+        queued: dict[Lane, list[UnitUpdate]],
+        outdate: Callable[[Unit], None],
     ) -> None:
         """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
         num_streamed = 0
@@ -165,6 +175,8 @@ class Updates:
             unit.note_change()
             if pieces and kernel_device(unit).type == "cuda" and not unit.streamed and not unit.needs_wholes:
                 self._run_now(unit, pieces)
+                if not unit.is_whole or not unit.resident:
+                    outdate(unit)
             elif pieces:
                 lane = self.lanes.lane_for(unit, num_streamed)
                 num_streamed += unit.streamed
@@ -173,15 +185,13 @@ class Updates:
                 queued[lane].append(work)
                 unit.weights_ready, unit.states_written = work.home, work.written
                 unit.gradient.reading = work.written
-                self.engine.gathering.invalidate(unit)
-            elif not unit.is_whole:  # all that is used of it is a peer's, and will be gathered again
-                self.engine.gathering.invalidate(unit)
+                outdate(unit)
+            elif not unit.is_whole:  # only peers use it, and it will be gathered again
+                outdate(unit)
 
     def _run_now(self, unit: Unit, pieces: list[Piece]) -> None:
         assert unit.rule is not None
         self._passes["device", unit.rule].run(pieces, on_home=_ignore, on_written=_ignore)
-        if not unit.is_whole or not unit.resident:
-            self.engine.gathering.invalidate(unit)
 
     def _run_in(self, lane: Lane, work: list[UnitUpdate], ready: torch.cuda.Event | None) -> None:
         """Runs in `lane`."""
@@ -208,7 +218,7 @@ class Updates:
             raise
 
     def _take_drafts(self, lane: Lane, work: list[UnitUpdate]) -> list[UnitUpdate]:
-        """Exchanges old states for those that were written already; what is left is to be updated."""
+        """Exchanges old states for finished drafts; returns what is left to update."""
         left, num_written = [], 0
         for part in work:
             draft = self.drafts.of.get(part.unit)
@@ -244,4 +254,4 @@ def _pieces(work: Iterable[UnitUpdate]) -> Iterator[Piece]:
 
 
 def _ignore(unit: Unit) -> None:
-    """The compute stream orders what follows."""
+    """Does nothing, because the compute stream orders what follows."""

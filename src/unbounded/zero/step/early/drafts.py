@@ -1,18 +1,18 @@
-"""Updates inside the backward that can be taken back: a unit's new states written beside its old ones.
+"""Updates inside the backward that can be discarded: a unit's new states are written to a second set of arrays.
 
     backward   | u3 |    | u2 |    | u1 |
     gradient        | u3 |    | u2 |    | u1 |
     draft                | u3 |    | u2 |                u1 is cancelled: its update begins with the step
     step                                      | take u2, u3 | update u1 ... |
 
-Clipping needs a norm that is known when the backward ends, so an update before that is a guess: that the step will use
-the gradient as it landed, a factor and hyper-parameters that are known already. A draft notes what it was made from
-(`Basis`). The step works out what it would update from; where that is the same, old and new arrays change places, and
-where it is not, the unit is updated from its old states as ever. So results never depend on whether a guess was good:
-`Outlook` only keeps bad ones from being made.
+Clipping needs a norm that is known only when the backward ends, so an update before that is a guess: that the step will
+use the gradient as it landed, and a factor and hyper-parameters that are already known. A draft notes what it was made
+from (`Basis`). The step works out what it would update from. If that is the same, old and new arrays are exchanged;
+otherwise the unit is updated from its old states as usual. So results never depend on whether a guess was good:
+`Outlook` only avoids bad ones.
 
 What a draft reads may change under it: another backward adds to the gradient, somebody writes to a weight. Nobody waits
-for a draft. The arrays count their changes, before and after each, so that a draft which saw one has another basis.
+for a draft. The arrays count their changes, before and after each, so a draft that saw one has a different basis.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AllocateLike(Protocol):
 
 @dataclass(frozen=True)
 class Basis:
-    """All that an update follows from: equal ones give the same bits."""
+    """Everything that determines an update: equal ones give the same bits."""
 
     jobs: tuple[Job, ...]
     factor: float
@@ -53,7 +53,7 @@ class Basis:
 
 
 def basis_of(unit: Unit, jobs: Sequence[Job], factor: float) -> Basis:
-    """What an update of `unit` now would follow from."""
+    """What would determine an update of `unit` now."""
     return Basis(tuple(jobs), factor, unit.gradient.store.num_changes, unit.num_writes)
 
 
@@ -63,23 +63,23 @@ class Draft:
     def __init__(self, unit: Unit, rule: NativeRule, allocate: AllocateLike) -> None:
         self.unit, self._rule, self._allocate = unit, rule, allocate
         self._arrays: dict[str, Array] = {}
-        self._reader: Reader | None = None  # a save that still reads what is spare by now
+        self._reader: Reader | None = None  # a save that still reads the arrays that are spare now
         self._asked: tuple[Job, ...] | None = None  # not begun yet
         self._basis: Basis | None = None  # of what is written
 
     def ask(self, groups: Sequence[dict[str, Any]]) -> tuple[Job, ...] | None:
-        """What shall be written, from hyper-parameters as they are now; None where the update would leave some out."""
+        """What to write, from the present hyper-parameters; None if the update would leave something out."""
         self._basis = self._asked = None
         if 0 not in self.unit.gradient.used and 0 not in self.unit.is_grouped:
             self._asked = tuple(plan_jobs(self.unit, groups))
         return self._asked
 
     def cancel(self) -> None:
-        """What has not begun need not."""
+        """Cancels the draft if it has not begun."""
         self._asked = None
 
     def write(self, jobs: tuple[Job, ...], factor: float, pool: kernels.Pool) -> bool:
-        """Runs in the update lane, after the gradient has landed. Whether it was still asked for."""
+        """Runs in the update lane, after the gradient has landed. Returns whether it was still wanted."""
         if self._asked is not jobs:
             return False
         self._asked = None
@@ -87,7 +87,7 @@ class Draft:
         gradient = self.unit.gradient.store.array
         old = self.unit.arrays()
         if not self._arrays:
-            self._arrays = {  # weights go to the device from where they are
+            self._arrays = {  # weights go to the device from their place
                 name: self._allocate(array, pin=name == "weight") for name, array in old.items()
             }
         if self._reader is not None:
@@ -125,7 +125,7 @@ class Draft:
         )
 
     def take(self, basis: Basis) -> bool:
-        """Exchanges old and new states where these are what an update from `basis` gives. Runs in the update lane."""
+        """Exchanges old and new states if an update from `basis` gives the new ones. Runs in the update lane."""
         written, self._basis = self._basis, None
         if written != basis:
             return False
@@ -143,10 +143,10 @@ class Draft:
 
 
 class Outlook:
-    """What the next step is expected to be like: like the last one, if that used a factor which has come up before.
+    """What the next step is expected to be like: like the last one, if that used a factor that has occurred before.
 
-    A factor of 1 is that of every step that does not clip; fp16 has the same one until its scale changes; one that
-    clips is another in every step.
+    The factor is 1 in every step that does not clip; in fp16 it is the same until the scale changes; with clipping it
+    differs in every step.
     """
 
     def __init__(self) -> None:
@@ -158,12 +158,12 @@ class Outlook:
 
     @property
     def factor(self) -> float | None:
-        """What gradients will be multiplied by; None where a guess would be too bold."""
+        """What gradients will be multiplied by; None if that cannot be guessed."""
         is_known = self._factor == 1.0 or (self._factor is not None and self._factor == self._before)
         return self._factor if is_known and not self._pause else None
 
     def note(self, factors: set[float], *, num_taken: int, num_refused: int) -> None:
-        """A step has used these factors, and so many drafts were of use and not."""
+        """A step has used these factors, and so many drafts were used and not used."""
         self._before, self._factor = self._factor, factors.pop() if len(factors) == 1 else None
         self.num_taken += num_taken
         self.num_refused += num_refused
@@ -182,7 +182,7 @@ class Drafts:
         self._lane, self._pool = lane, pool
 
     def ask(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> None:
-        """The gradient of `unit` is on its way to its tier, for the last time before the step as far as is known."""
+        """The gradient of `unit` is being brought to its tier, probably for the last time before the step."""
         draft, factor = self.of.get(unit), self.outlook.factor
         if draft is None or factor is None or (jobs := draft.ask(groups)) is None:
             return
@@ -199,6 +199,6 @@ class Drafts:
         return sum(draft.num_bytes for draft in self.of.values())
 
     def cancel(self) -> None:
-        """The step begins: units whose drafts have not are updated in its order."""
+        """The step begins: units whose drafts have not begun are updated in its order."""
         for draft in self.of.values():
             draft.cancel()
