@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -133,7 +134,11 @@ def test_unshard_gives_a_plain_model_back(ranks: Any, world: tuple[int, str, int
 def unsharded(model: nn.Module, optimizer: Any) -> Any:
     step(model, optimizer)
     if hasattr(optimizer, "engine"):
+        tiers = weakref.ref(optimizer.tiers)
         model = unbounded.unshard(model)
+        assert tiers() is None  # although the optimizer is still held
+        with pytest.raises(StateError, match=r"no longer sharded.*new optimizer"):
+            optimizer.step()
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = [step(model, plain, number) for number in range(2)]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
+from unbounded.deepspeed.ds_config import read_config
+
 _offload = False
 
 
@@ -16,8 +18,6 @@ def configure(
     """Chooses whether inputs of checkpointed functions wait in host memory; the rest has no meaning here."""
     global _offload
     if deepspeed_config is not None:
-        from unbounded.deepspeed.ds_config import read_config
-
         _offload = read_config(deepspeed_config).offloads_checkpoints
     if checkpoint_in_cpu is not None:
         _offload = checkpoint_in_cpu

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from unbounded.launcher import read_numbers
+from unbounded.ranks.launch import join, local_device
 
 
 def init_distributed(dist_backend: str | None = None, **unused: Any) -> None:
     """All ranks must call this. Makes the process group if a launcher started several ranks and there is none."""
-    from unbounded.ranks.launch import join, local_device
-
     is_gpu = torch.cuda.is_available() and dist_backend != "gloo"
     join(local_device("cuda") if is_gpu else torch.device("cpu"))
 

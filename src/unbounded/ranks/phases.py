@@ -40,11 +40,10 @@ class Said(NamedTuple):
 
 
 class Ticket:
-    """What one phase waits for before its first collective."""
+    """What one phase waits for before its first collective. It does not hold its `Phases`, which hold it."""
 
-    def __init__(self, phases: Phases, number: int, said: Said, before: Ticket | None) -> None:
-        self.said, self.number = said, number
-        self._phases, self._before = phases, before
+    def __init__(self, axis: Axis, number: int, said: Said, before: Ticket | None) -> None:
+        self._axis, self._number, self._said, self._before = axis, number, said, before
         marks = [zlib.crc32(said.text.encode()), zlib.crc32(said.detail.encode()), said.issued]
         with torch.inference_mode(False):  # another thread writes to it, in any grad mode
             self._votes = torch.tensor([*marks, *(-mark for mark in marks)])
@@ -52,8 +51,13 @@ class Ticket:
         self._lock = threading.Lock()
         self._error: PeerError | None = None
 
-    def launch(self, axis: Axis) -> None:
-        self._pending = axis.launch_max(self._votes, f"the comparison of what ranks do next ({self.said.text})")
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def launch(self) -> None:
+        what = f"the comparison of what ranks do next ({self._said.text})"
+        self._pending = self._axis.launch_max(self._votes, what)
 
     def wait(self) -> None:
         """Returns when every rank has reached the same phase; raises if one has reached another."""
@@ -72,7 +76,17 @@ class Ticket:
             self._before.wait()
         pending.finish()
         if self._votes[:3].add(self._votes[3:]).any():  # the greatest and the least differ
-            self._error = self._phases.describe_difference(self)
+            self._error = PeerError(describe_difference(self._hear()))
+
+    def _hear(self) -> dict[int, Said]:
+        """All ranks of the axis call this if one differs. What each of them is about to do."""
+        axis, ranks = self._axis, self._axis.members()
+        if axis.watch is None or axis.group is None:
+            return {ranks[axis.rank]: self._said}
+        key = f"phase/{axis.group.group_name}/{self._number}"
+        heard = axis.watch.exchange(key, json.dumps(self._said), ranks, _HEAR_SECONDS)
+        said = {rank: Said(*json.loads(text)) for rank, text in sorted(heard.items())}
+        return said or {ranks[axis.rank]: self._said}
 
 
 class Phases:
@@ -135,20 +149,11 @@ class Phases:
 
     def _announce(self, text: str, detail: str) -> Ticket:
         self._number += 1
-        before = self._last if self._last is not None and self._last._pending is not None else None
+        before = self._last if self._last is not None and self._last.is_pending else None
         detail = "; ".join(filter(None, (detail, self.standing())))
-        ticket = self._last = Ticket(self, self._number, Said(text, detail, self._issued), before)
-        ticket.launch(self._axis)
+        ticket = self._last = Ticket(self._axis, self._number, Said(text, detail, self._issued), before)
+        ticket.launch()
         return ticket
-
-    def describe_difference(self, ticket: Ticket) -> PeerError:
-        """All ranks of the axis call this if one differs. What each of them is about to do."""
-        ranks, said = self._axis.members(), {}
-        if self._axis.watch is not None and self._axis.group is not None:
-            key, own = f"phase/{self._axis.group.group_name}/{ticket.number}", json.dumps(ticket.said)
-            heard = self._axis.watch.exchange(key, own, ranks, _HEAR_SECONDS)
-            said = {rank: Said(*json.loads(text)) for rank, text in sorted(heard.items())}
-        return PeerError(describe_difference(said or {ranks[self._axis.rank]: ticket.said}))
 
 
 def describe_difference(said: Mapping[int, Said]) -> str:

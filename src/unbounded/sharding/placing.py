@@ -176,8 +176,8 @@ def _choose_fill(
 def unshard(model: nn.Module) -> nn.Module:
     """All ranks must call this. Makes it a plain model with whole parameters again, and frees everything that ran it.
 
-    The values come to the device that the model ran on. The sharded optimizer cannot be used afterwards, so save its
-    states first.
+    The values come to the device that the model ran on. The sharded optimizer cannot be used afterwards, and its states
+    are gone, so save them first.
     """
     state = sharded(model)
     engine = state.engine
@@ -206,4 +206,6 @@ def unshard(model: nn.Module) -> nn.Module:
         unmanage(parameter, value)  # type: ignore[arg-type]
     running.strike_off(model)
     device_room.strike_off(model)
+    if state.optimizer is not None:
+        state.optimizer.retire()
     return model

@@ -20,6 +20,7 @@ from unbounded.optim.formats import DTYPES
 from unbounded.planner.sizes import format_bytes
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
 from unbounded.train.gpt import GPT, GPTShape
+from unbounded.train.huggingface import build_pretrained
 from unbounded.train.options.settings import Settings
 
 
@@ -53,8 +54,6 @@ def build(settings: Settings) -> Subject:
     """The model and tokenizer that the settings name."""
     if settings.model is None and settings.from_config is None:
         return _build_gpt(settings)
-    from unbounded.train.huggingface import build_pretrained
-
     model, tokenizer, weights, shape = build_pretrained(settings, DTYPES[settings.precision])
     return Subject(model, tokenizer, weights, *shape)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+
+from unbounded.checkpoint.conversion import export_checkpoint
+from unbounded.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
+from unbounded.deepspeed.checkpoints import find_tag
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None, **unused: Any
 ) -> dict[str, torch.Tensor]:
     """The weights by name, in fp32 on the host, of the checkpoint under `tag` or of the latest."""
-    from unbounded.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
-
     folder = Path(checkpoint_dir)
     given = folder / tag if tag is not None else folder
     if is_deepspeed(given):
@@ -27,13 +31,6 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def _read_ours(folder: Path, tag: str | None) -> dict[str, torch.Tensor]:
-    import tempfile
-
-    from safetensors.torch import load_file
-
-    from unbounded.checkpoint.conversion import export_checkpoint
-    from unbounded.deepspeed.checkpoints import find_tag
-
     with tempfile.TemporaryDirectory(dir=folder) as place:
         exported = export_checkpoint(find_tag(folder, tag), place)
         found: dict[str, torch.Tensor] = {}
@@ -55,8 +52,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     target = Path(output_dir)
     target.mkdir(parents=True, exist_ok=True)
     if safe_serialization:
-        from safetensors.torch import save_file
-
         save_file({name: value.contiguous().clone() for name, value in state.items()}, target / "model.safetensors")
     else:
         torch.save(state, target / "pytorch_model.bin")

@@ -50,6 +50,13 @@ class _NoStates(defaultdict[Any, Any]):
         self.__missing__(None)
 
 
+class _Retired:
+    """What an optimizer holds instead of an engine once its model is plain again."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise StateError("the model of this optimizer is no longer sharded. Make a new optimizer of its parameters.")
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Drives the updates of one sharded model. All methods but `scale` and `memory` must be called on all ranks."""
 
@@ -317,6 +324,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.loss_scale is not None and progress.loss_scale is not None:
             self.loss_scale = progress.loss_scale
         self.skipped_steps, self._scaled = progress.skipped_steps, progress.scaled
+
+    def retire(self) -> None:
+        """Lets go of everything that runs the model, which is plain again: whatever is asked of it now is refused."""
+        self.engine = self.updates = self.tiers = self._at_once = _Retired()  # type: ignore[assignment]
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
