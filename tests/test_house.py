@@ -47,8 +47,8 @@ def test_no_two_classes_of_the_package_have_the_same_name() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
-# Who may set an attribute of a unit, beside the unit itself: one place each.
-OWNERS = {
+# Who may set an attribute of a unit, of its gradient and of the engine, beside these themselves: one place each.
+OWNERS_OF_A_UNIT = {
     "zero/passes/gathering.py": {"state", "fetching", "claims"},
     "zero/step/updates.py": {"weights_ready", "states_written", "steps"},
     "zero/parameters/writes.py": {"num_writes"},
@@ -60,14 +60,27 @@ OWNERS = {
 }
 
 
-def test_every_attribute_of_a_unit_has_one_owner() -> None:
+OWNERS_OF_A_GRADIENT = {
+    "zero/gradients/reduction.py": {"adding"},
+    "zero/step/updates.py": {"reading"},
+    "zero/unit.py": {"layout"},
+    "zero/setup/thawing.py": {"is_kept", "counted"},
+}
+OWNERS_OF_THE_ENGINE = {"deepspeed/initialization.py": {"training_dataloader"}}  # of another engine
+
+
+@pytest.mark.parametrize(
+    ("name", "owners"),
+    [("unit", OWNERS_OF_A_UNIT), ("gradient", OWNERS_OF_A_GRADIENT), ("engine", OWNERS_OF_THE_ENGINE)],
+)
+def test_every_attribute_has_one_owner(name: str, owners: dict[str, set[str]]) -> None:
     found = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-            if is_set and ast.unparse(node.value).split(".")[-1] in ("unit", "_unit"):
+            if is_set and ast.unparse(node.value).split(".")[-1] in (name, f"_{name}"):
                 found[str(path.relative_to(PACKAGE))].add(node.attr)
-    assert found == OWNERS
+    assert found == owners
 
 
 def test_no_part_of_the_package_reaches_into_privates_of_another() -> None:

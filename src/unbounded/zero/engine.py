@@ -375,6 +375,15 @@ class Engine:
             self._thawing.thaw(unit, self.units)
         self._thawing.note(unit, index, is_trained=is_trained)
 
+    def take_num_backwards(self) -> int:
+        """How many backwards there were since the last step; the next step begins to count."""
+        number, self.num_backwards = self.num_backwards, 0
+        return number
+
+    def set_shown(self, is_shown: bool) -> None:
+        """Every parameter holds its full value from now on, and nothing is released; or no longer."""
+        self.is_shown = self.gathering.holding = is_shown
+
     def is_in_pass(self) -> bool:
         """Whether the model's own code, its loss or a backward is running."""
         self._drop_broken_backward()

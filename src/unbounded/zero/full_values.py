@@ -33,13 +33,13 @@ def full_values(engine: Engine) -> Iterator[None]:
                 unit.states_written.wait()
     engine.raise_failures()
     before: dict[Unit, torch.Tensor] = {}
-    engine.is_shown = engine.gathering.holding = True
+    engine.set_shown(True)
     try:
         for unit in engine.units:
             _open(unit, engine.axes.tensor, before)
         yield
     finally:
-        engine.is_shown = engine.gathering.holding = False
+        engine.set_shown(False)
         for unit, values in before.items():
             with engine.failures.noting():
                 _close(engine, unit, values)

@@ -98,7 +98,7 @@ class GradientAgreement:
         votes = torch.tensor([*used, *held, *marks, *(-mark for mark in marks)], dtype=torch.int64)
         agreed = iter(self._ranks.max(votes.to(self._device)).tolist())
         for unit in units:
-            unit.gradient.used = bytearray(itertools.islice(agreed, len(unit.gradient.used)))
+            unit.gradient.mark_used(itertools.islice(agreed, len(unit.gradient.used)))
         held = list(itertools.islice(agreed, len(units)))
         greatest = list(itertools.islice(agreed, len(marks)))
         if greatest == [-least for least in agreed]:

@@ -25,7 +25,8 @@ def sum_copies(parameters: Sequence[torch.nn.Parameter], add_up: Callable[[torch
     for parameter, view, is_used in zip(held, views, used, strict=True):
         if is_used:
             view.copy_(total[position : position + view.numel()].view(view.shape))
-            parameter._unit.gradient.used[parameter._index] = True
+            gradient = parameter._unit.gradient
+            gradient.mark_used(is_there or i == parameter._index for i, is_there in enumerate(gradient.used))
         position += view.numel()
 
 
@@ -41,7 +42,5 @@ def leave_to_first(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 def _local(parameter: ManagedParameter) -> torch.Tensor:
     """This rank's gradient of a parameter that waits for its reduction, to be written to."""
-    unit, gradient = parameter._unit, parameter._unit.gradient
-    if gradient.local is None:
-        gradient.local = torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device)
-    return unit.slot_views(gradient.local)[parameter._index]
+    unit = parameter._unit
+    return unit.slot_views(unit.gradient.open_local(unit.dtype))[parameter._index]

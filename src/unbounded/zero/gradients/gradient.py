@@ -17,6 +17,7 @@ the array itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import torch
@@ -105,6 +106,36 @@ class Gradient:
         """Keeps this rank's own gradient until it is reduced."""
         self._touch()
         self.local, self.is_new = full, True
+
+    def open_local(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's own, to be written to: zeros where there is none yet."""
+        if self.local is None:
+            self.local = torch.zeros(self.layout.numel, dtype=dtype, device=self._device)
+        return self.local
+
+    def take_local(self) -> torch.Tensor | None:
+        """This rank's own, for its reduction."""
+        local, self.local = self.local, None
+        return local
+
+    def mark_used(self, flags: Iterable[int]) -> None:
+        """Which parameters have a gradient, one flag each."""
+        self.used = bytearray(flags)
+
+    def restore(self, used: Sequence[bool], local: torch.Tensor | None) -> None:
+        """What a checkpoint has of it besides the reduced part, which is added."""
+        self.used, self.is_new = bytearray(used), True
+        if local is not None:
+            self.local = local.to(self._device)
+
+    def end_step(self) -> None:
+        """A step has used it: what users hold of it may be written to."""
+        self.expect_no_step()
+        self.settle_lent()
+
+    def expect_no_step(self) -> None:
+        """No step will use what backwards have added so far."""
+        self.is_new = False
 
     # -- all of it -------------------------------------------------------------------------------------------------
 

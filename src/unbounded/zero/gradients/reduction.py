@@ -102,7 +102,7 @@ class Reduction:
     def _take(self, unit: Unit, full: torch.Tensor, *, defer: bool) -> None:
         full = _add(unit.gradient.local, full)
         if self.ranks.size == 1 and not defer and not self.at_once:
-            unit.gradient.local = None
+            unit.gradient.take_local()
             self._submit(unit, full)
         else:
             unit.gradient.hold_local(full)
@@ -135,7 +135,7 @@ class Reduction:
         `wide` says whether any rank may have a sum of several backwards; uses in one are rounded once, like one.
         """
         dtype = torch.promote_types(unit.dtype, torch.float32) if wide else unit.dtype
-        full, unit.gradient.local = unit.gradient.local, None
+        full = unit.gradient.take_local()
         if full is None:
             full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
         self._submit(unit, full.to(dtype))
@@ -153,9 +153,7 @@ class Reduction:
         """
         if reduced is not None:
             unit.gradient.add(reduced.to(unit.device), measure=self.measure)
-        if unreduced is not None:
-            unit.gradient.local = unreduced.to(unit.device)
-        unit.gradient.used, unit.gradient.is_new = bytearray(used), True
+        unit.gradient.restore(used, unreduced)
 
     def _launch(self) -> None:
         while self._waiting and self._waiting[0] in self._ready:
@@ -213,7 +211,7 @@ class Reduction:
         """Which parameters have a gradient on any rank: where gradients are stored, ranks agree before the step."""
         used = torch.frombuffer(unit.gradient.used, dtype=torch.uint8).to(unit.device, copy=True)
         voted = self.ranks.max(used, "the vote on who has a gradient")
-        unit.gradient.used = bytearray(voted.cpu().numpy().tobytes())
+        unit.gradient.mark_used(voted.cpu().numpy().tobytes())
 
     def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         whole = all(map(_is_there, gradients))
@@ -221,13 +219,13 @@ class Reduction:
         full = make(unit.layout.numel, dtype=unit.dtype, device=unit.device)
         views, used = unit.slot_views(full), unit.gradient.used
         if whole:
-            unit.gradient.used = bytearray(b"\x01") * len(used)
+            unit.gradient.mark_used(b"\x01" * len(used))
             torch._foreach_copy_(views, list(gradients))  # type: ignore[arg-type]
             return full
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                used[index] = True
                 views[index].copy_(gradient)
+        unit.gradient.mark_used(map(operator.or_, used, map(_is_there, gradients)))
         return full
 
 

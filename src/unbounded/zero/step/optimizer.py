@@ -112,10 +112,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.failures.meet()
         self.updates.run(units, self.param_groups)
         self._scaled = False
-        self.updates.drafts.outlook.num_backwards, self.engine.num_backwards = self.engine.num_backwards, 0
+        self.updates.drafts.outlook.num_backwards = self.engine.take_num_backwards()
         for unit in self.engine.units:
-            unit.gradient.is_new = False
-            unit.gradient.settle_lent()
+            unit.gradient.end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -128,7 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """All states are replaced: gradients go, also those that have updated units for a step that never comes."""
         self._at_once.clear()
         for unit in self.engine.units:
-            unit.gradient.is_new = False
+            unit.gradient.expect_no_step()
         self._clear_gradients(set_to_none=True)
 
     def _clear_gradients(self, *, set_to_none: bool) -> None:
@@ -147,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 unit.gradient.zero()
         self.engine.reduction.forget()
-        self.engine.num_backwards = 0
+        self.engine.take_num_backwards()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
