@@ -128,7 +128,8 @@ def test_too_little_of_everything_says_which_tier_by_how_much_and_what_would_fit
     assert str(caught.value) == (
         "the states take 56.0 MiB on this rank and do not fit: disk is short by 3.0 MiB of its 61.0 MiB. "
         "Raise a budget by 3.0 MiB (disk_bytes with disk_path on a larger disk is the cheapest), use more ranks, or "
-        'optimizer_format="compact". Without clipping and with one backward per step, gradients="none" takes 8.0 MiB less.'
+        'optimizer_format="compact". Without clipping and with one backward per step, '
+        'gradients="none" takes 8.0 MiB less.'
     )
     assert place(UNITS, budget(0, 0, need), Plan()) == (DISK,) * 4  # with what it asked for it does fit
 
