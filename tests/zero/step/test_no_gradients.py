@@ -35,6 +35,7 @@ from tests.zero.training import (
     train_plain,
 )
 from unbounded.zero.gradients.gradient_array import GradientArray
+from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.step.update_pass import UpdatePass
 
 NONE = {"gradients": "none"}
@@ -106,6 +107,25 @@ def test_training_without_stored_gradients_is_that_of_torch(ranks: Any, world_si
     for _, pairs in results:
         for stored, at_once_ in pairs:
             assert_identical(stored, at_once_)
+
+
+def train_with_late_fetches(rank: int, world_size: int) -> tuple[Run, Run]:
+    """A unit is updated while a fetch of it has not begun yet."""
+    fetch = Gathering._fetch
+
+    def late(self: Gathering, *arguments: Any) -> None:
+        time.sleep(0.02)
+        fetch(self, *arguments)
+
+    Gathering._fetch = late  # type: ignore[method-assign]
+    try:
+        return train_both(rank, world_size, SharedAcrossBlocks(), {**HOST, **NONE})
+    finally:
+        Gathering._fetch = fetch  # type: ignore[method-assign]
+
+
+def test_an_update_and_a_fetch_of_its_unit_do_not_wait_for_each_other(ranks: Any) -> None:
+    assert_parity(ranks(1, train_with_late_fetches))
 
 
 def stack(depth: int = 8) -> nn.Module:
