@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import unbounded
+from tests import process
 from tests.checkpoint.marks import mark, marked, read_mark
 from tests.faults.shim import Fault, armed, failed_call, seen
 from unbounded.errors import CheckpointError, DiskError, StateError
@@ -71,9 +72,7 @@ def _wrong_error(error: Exception | None, fault: Fault | None) -> str:
 
 
 def _open_files(root: Path) -> str:
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    held = [os.readlink(link) for link in links if os.path.lexists(link)]
-    left = [path for path in held if path.startswith((f"{root}/c", f"{root}/e"))]
+    left = [path for path in process.open_files() if path.startswith((f"{root}/c", f"{root}/e"))]
     return f"still open: {left}" if left else ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import unbounded
+from tests import process
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of, train_parallel, train_plain, worst_error
 
@@ -195,7 +195,7 @@ def make_and_forget(rank: int, size: int, plans: list[dict[str, Any]]) -> tuple[
     from unbounded.zero.engine import Engine
 
     gc.collect()
-    num_threads = len(os.listdir("/proc/self/task"))
+    num_threads, _ = process.settled()
     for plan in plans:
         model = models.build("llama", num_hidden_layers=2)
         unbounded.shard(model, optimizer_of(model), plan)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from collections import OrderedDict, namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
+from tests import process
 from tests.semantics.programs import PLANS, WORLDS, Net, adamw, compare, data, make, step
 from unbounded.ranks import groups
 
@@ -151,14 +150,14 @@ def what_is_left(rank: int, world_size: int) -> tuple[list[tuple[int, int]], lis
         deadline = time.monotonic() + 8  # a lane may still be giving a reference back, and threads take time to end
         while time.monotonic() < deadline:
             gc.collect()
-            held = (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+            held = (len(process.threads()), len(process.open_files()))
             # Of threads no more than ever, since torch's own come and go; of descriptors no more than with this plan.
             is_less = len(left) < 4 or (held[0] <= max(threads for threads, _ in left) and held[1] <= left[-2][1])
             if reference() is None and groups_are_back() and is_less:
                 break
             time.sleep(0.05)
         left.append(held)
-    return left, sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return left, sorted(process.threads().values())
 
 
 def test_models_that_come_and_go_leave_no_threads_and_no_descriptors(ranks: Any) -> None:

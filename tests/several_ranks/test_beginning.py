@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import unbounded
+from tests import process
 from unbounded.ranks.watchdog import watch
 
 
@@ -92,12 +93,7 @@ def train_on_own_disks(rank: int, world_size: int, folder: str, name: str) -> tu
     loss.backward()
     optimizer.step()
     optimizer.wait()
-    open_files = [os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()]
-    return float(loss.detach()), [name for name in open_files if f"/disk{rank}/" in name]
-
-
-def _descriptors() -> list[str]:
-    return [number for number in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{number}").is_symlink()]
+    return float(loss.detach()), [name for name in process.open_files() if f"/disk{rank}/" in name]
 
 
 @pytest.mark.parametrize("name", ["", "{rank}", "{local_rank}"])
@@ -119,7 +115,7 @@ def held_after_models(rank: int, world_size: int, num_models: int) -> list[tuple
         optimizer.wait()
         del model, optimizer
         gc.collect()
-        held.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        held.append(process.settled())
     return held
 
 

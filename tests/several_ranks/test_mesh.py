@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import unbounded
+from tests import process
 from unbounded.errors import PlanError
 from unbounded.ranks.mesh import lay_out, make_axes
 
@@ -119,7 +119,7 @@ def test_a_mesh_of_the_users_trains_as_the_world_does(ranks: Any) -> None:
 def count_descriptors(rank: int, size: int) -> int:
     make_axes(None, CPU, tensor=size)
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    return process.settled()[1]
 
 
 def test_a_job_after_the_other_leaves_no_meshes(ranks: Any) -> None:

@@ -76,7 +76,7 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
 
 CHILD = """
 import sys, torch
-from tests.resident import Peak
+from tests.process import Peak
 from tests.tiers import test_budget as case
 
 torch.set_num_threads(1)

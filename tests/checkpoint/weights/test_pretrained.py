@@ -15,7 +15,7 @@ from torch import nn
 
 import unbounded
 from tests.checkpoint.jobs import assert_same
-from tests.resident import Peak
+from tests.process import Peak
 
 PRELOAD_IN_RANKS = ["transformers", "transformers.models.llama.modeling_llama", "unbounded.weights.pretrained"]
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -2,11 +2,11 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import process
 from unbounded.errors import DiskError, PlanError
 from unbounded.native.disk import Checksums, DiskEngine, crc32c
 from unbounded.native.host_memory import host_buffer
@@ -59,16 +59,16 @@ def test_what_cannot_be_checksummed_on_the_way_is_refused(engine, tmp_path):
             file.write(0, host_buffer(2 * MIB), Checksums.empty(MIB, MIB))
 
 
-def niceness_of_lanes() -> dict[str, int]:
+def niceness_of_lanes() -> dict[int, int]:
     """The priority of every thread of a disk engine in this process."""
-    lanes = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("disk-")]
-    return {task.name: os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in lanes}
+    lanes = [number for number, name in process.threads().items() if name.startswith("disk-")]
+    return {number: os.getpriority(os.PRIO_PROCESS, number) for number in lanes}
 
 
 def test_the_threads_of_a_nice_engine_give_way_and_the_callers_does_not(tmp_path):
     own, others = os.getpriority(os.PRIO_PROCESS, 0), niceness_of_lanes()
     with DiskEngine(niceness=7) as engine, engine.open(tmp_path / "f", create=True) as file:
         file.write(0, host_buffer(32 * MIB)).wait()
-        lanes = {name: niceness for name, niceness in niceness_of_lanes().items() if name not in others}
+        lanes = {number: niceness for number, niceness in niceness_of_lanes().items() if number not in others}
         assert set(lanes.values()) == {min(own + 7, 19)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == own

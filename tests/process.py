@@ -1,8 +1,9 @@
-"""How much memory a piece of code takes, as the system sees it, whatever allocator torch is built with.
+"""What this process holds, as the system sees it: memory, files, threads.
 
-glibc gives large blocks back when they are freed, so the growth of the resident set is what is held. mimalloc, which
-torch uses on aarch64, keeps them for the next allocation unless memory is short: there the code runs inside a cgroup
-with the limit that the test promises, and must not be killed in it.
+Memory is counted whatever allocator torch is built with. glibc gives large blocks back when they are freed, so the
+growth of the resident set is what is held. mimalloc, which torch uses on aarch64, keeps them for the next allocation
+unless memory is short: there the code runs inside a cgroup with the limit that the test promises, and must not be
+killed in it. Files and threads are read while other threads open, close and end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,3 +91,30 @@ def limited(limit_bytes: int) -> Iterator[None]:
         (back if back.is_dir() else root).joinpath("cgroup.procs").write_text(str(os.getpid()))
         with contextlib.suppress(OSError):
             own.rmdir()
+
+
+def open_files() -> list[str]:
+    """What every descriptor is open on. One that closed since it was listed is left out."""
+    held = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            held.append(os.readlink(f"/proc/self/fd/{number}"))
+    return held
+
+
+def threads() -> dict[int, str]:
+    """The name of every thread, Python's or not, by its number. One that ended since it was listed is left out."""
+    names = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names[int(task.name)] = (task / "comm").read_text().strip()
+    return names
+
+
+def settled(count: int = 20, seconds: float = 0.2) -> tuple[int, int]:
+    """The least number of threads and of descriptors over a while: some come for a moment and are not kept."""
+    seen = []
+    for _ in range(count):
+        seen.append((len(threads()), len(open_files())))
+        time.sleep(seconds / count)
+    return min(number for number, _ in seen), min(number for _, number in seen)
