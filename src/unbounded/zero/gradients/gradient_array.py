@@ -16,8 +16,7 @@ import torch
 from unbounded.native import kernels
 from unbounded.tiers.array import PAGE, Array, MemoryArray, Waitable, stream_mark
 from unbounded.tiers.pool import BufferPool
-
-Factor = float | torch.Tensor
+from unbounded.zero.gradients.scale_factor import ScaleFactor
 
 
 class Allocate(Protocol):
@@ -129,7 +128,7 @@ class GradientArray:
             return sum_squares(self.array.direct[start:stop])
         return sum(float(sum_squares(part)) for _, part in self._parts(start, stop))
 
-    def multiply(self, start: int, stop: int, factor: Factor) -> None:
+    def multiply(self, start: int, stop: int, factor: ScaleFactor) -> None:
         """Multiplies by a factor; a zero is written, so that it also clears what is not finite."""
         for part in self._within(start, stop):
             if isinstance(factor, float) and factor == 0.0:
