@@ -1,4 +1,4 @@
-"""The training job over tensor, pipeline and context axes: the losses of one rank, on whatever mesh it goes on."""
+"""The training job over tensor, pipeline and context axes: the losses of one rank, whatever mesh it resumes on."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sample_on_rank(rank: int, world_size: int, config: Any) -> str:
 
 
 def losses_of_transformers(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """Loss and norm of a model with a head that ranks share; BERT's runs on the hidden tokens alone."""
+    """Loss and norm of a model whose head ranks share; BERT's head runs only on the hidden tokens."""
     found = []
     for family in ("llama", "bert"):
         model = without_dropout(models.build(family))

@@ -1,4 +1,4 @@
-"""Settings: defaults, file, flags, in that order; what cannot be meant is refused in one line."""
+"""Settings: defaults, file, flags, in that order. What makes no sense is refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers to choose from, sharded over tiers, against themselves on a plain model."""
+"""The optimizers to choose from, sharded over tiers, compared with themselves on a plain model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unbounded train --objective masked`: what is hidden, the loss of it, and the recipe for BERT-Large made tiny."""
+"""`unbounded train --objective masked`: what is hidden, its loss, and a tiny version of the BERT-Large recipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
-    """As the example makes it, with little of everything."""
+    """The folder that the example makes, but tiny."""
     made = tmp_path_factory.mktemp("bert")
     arguments, sys.argv = sys.argv, ["bert_folder.py", str(made), str(texts), *SMALL]
     try:

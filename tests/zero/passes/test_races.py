@@ -1,4 +1,4 @@
-"""Random delays in every lane, other ones on each rank, change no result: nothing depends on who comes first."""
+"""Random delays in every lane, different on each rank, change no result: nothing depends on who comes first."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Clock:
 
 
 def gather_after_updates(rank: int, world_size: int, stage: int) -> tuple[int, list[str]]:
-    """Updates take the way of states on a GPU, on its stream; which units are gathered without waiting for theirs."""
+    """Updates run on the stream, as for states on a GPU; which units are gathered without waiting for theirs."""
     torch.manual_seed(3)
     model = TinyGPT()
     model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": stage})

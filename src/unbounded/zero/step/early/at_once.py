@@ -2,16 +2,16 @@
 
     backward   | u3 |    | u2 |    | u1 |    | u0 |
     reduce          | u3 |    | u2 |    | u1 |    | u0 |
-    update                    | u3 |    | u2 |    | u1 | u0 |       a few units behind on several ranks
+    update                    | u3 |    | u2 |    | u1 | u0 |       a few units later on several ranks
     step                                                     |      counts, and compares what they were updated with
 
 This is for loops that say so: `gradients="none"` in the plan, or `last_backward()` around one backward. Nothing is
 guessed and nothing can be taken back, so whatever would make the step another one is refused (`PendingStep`).
 
-Note: who waits for whom. Ranks do not come to the same place of a backward at the same time, and one may skip what the
+Note: who waits for whom. Ranks do not come to the same place in a backward at the same time, and one may skip what the
 others run. So inside the backward no rank waits here for a reduction, which others may join only at their end: the
 update of a unit begins when the next unit's gradient is final and its own has arrived, or at the end. The backward
-waits for updates of its own rank alone, as soon as `IN_FLIGHT` of them hold a gradient. And weights that are gathered
+waits only for updates of its own rank, as soon as `IN_FLIGHT` of them hold a gradient. And weights that are gathered
 stay so until it ends: to gather them again is an order of collectives, which must not follow from who was faster.
 """
 
