@@ -15,7 +15,7 @@ from unbounded.zero.unit import Unit
 Number = float | torch.Tensor  # a tensor if the device has it, so that the host does not wait
 
 
-def sum_squares(units: Sequence[Unit], failures: Failures) -> list[Number]:
+def unit_squares(units: Sequence[Unit], failures: Failures) -> list[Number]:
     """The sum of squares of every unit's gradient on this rank. Gradients on disk are read for it."""
     squares: list[Number] = []
     with failures.noting():

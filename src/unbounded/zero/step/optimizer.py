@@ -209,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The units whose gradient has an infinity or a NaN on any rank."""
         self._refuse_norm("optimizer.nonfinite_units()")
         units = self._collect("optimizer.nonfinite_units()")
-        flags = [not math.isfinite(float(part)) for part in global_norm.sum_squares(units, self.engine.failures)]
+        flags = [not math.isfinite(float(part)) for part in global_norm.unit_squares(units, self.engine.failures)]
         votes = self.engine.ranks.max(torch.tensor(flags, dtype=torch.int32, device=self.engine.device))
         return [unit.name for unit, flag in zip(units, votes.tolist(), strict=True) if flag]
 
@@ -327,7 +327,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _total_norm(self, units: list[Unit]) -> float | torch.Tensor:
         axes = self.engine.axes
         self.engine.reduction.measure = True
-        squares = global_norm.sum_squares(units, self.engine.failures)
+        squares = global_norm.unit_squares(units, self.engine.failures)
         over = (axes.data, *axes.model) if self.plan.stage > 0 else axes.model
         return global_norm.total_norm(squares, over, self.engine.device)
 
