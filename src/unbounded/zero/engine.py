@@ -325,7 +325,7 @@ class Engine:
     def check_weights(self, unit: Unit) -> None:
         """Raises where weights of `unit` are read or written while they are those of a step that was not called yet.
 
-        Inside the backward that updates units, what it has not come to is as it was.
+        Inside the backward that updates units, those that it has not reached are as they were.
         """
         self.check_process()
         if self.pending.units and (not self.is_in_pass() or unit in self.pending.units):

@@ -57,6 +57,8 @@ class _Retired:
 class ShardedOptimizer(torch.optim.Optimizer):
     """Drives the updates of one sharded model. All methods but `scale` and `memory` must be called on all ranks."""
 
+    _is_made = False  # while torch's own constructor adds the groups that `shard` was given
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Engine, updates: Updates, tiers: Tiers, plan: Plan
     ) -> None:
@@ -76,6 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updates_at_once = not plan.keeps_gradients
         engine.reduction.on_final = weakref.WeakMethod(self._gradient_landed)
         engine.reduction.on_end = weakref.WeakMethod(self._backward_over)
+        self._is_made = True
 
     # -- the training loop -----------------------------------------------------------------------------------------
 
@@ -121,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clear_gradients(set_to_none=set_to_none)
 
     def forget_gradients(self) -> None:
-        """All states are replaced: gradients go, also those that have updated units for a step that never comes."""
+        """All states are replaced: drops gradients, even of units that were updated for a step that never comes."""
         self._at_once.clear()
         for unit in self.engine.units:
             unit.gradient.expect_no_step()
@@ -247,11 +250,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         What a frozen one needs for training is allocated when it is unfrozen: by `requires_grad_()`.
         """
-        if hasattr(self, "engine"):
-            self.engine.refuse_pending("optimizer.add_param_group()")
-        super().add_param_group(param_group)  # checks it, and fills in the defaults
-        if not hasattr(self, "engine"):
+        if not self._is_made:
+            super().add_param_group(param_group)
             return
+        self.engine.refuse_pending("optimizer.add_param_group()")
+        super().add_param_group(param_group)  # checks it, and fills in the defaults
         try:
             places = new_group.find_places(self.param_groups[-1], self.engine)
             new_group.check_states(self._given, self.plan.optimizer_format, places)
