@@ -25,7 +25,7 @@ import torch
 from unbounded.errors import StateError
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradients import spent
-from unbounded.zero.gradients.gradient_array import Factor, GradientArray
+from unbounded.zero.gradients.gradient_array import Factor, GradientArray, scale_part
 from unbounded.zero.gradients.lent import Lent, is_held
 from unbounded.zero.layout import Layout, clip_range
 
@@ -167,8 +167,13 @@ class Gradient:
             value.zero_()
 
     def spend(self) -> None:
-        """Frees the gradient's memory on the device after an update that is final, before `drop` is called."""
+        """Frees the gradient's memory on the device after an update that is final, before `drop` is called.
+
+        An update in the background keeps it until it has read it. One on this stream may not have run yet.
+        """
         self.state = GradientState.SPENT
+        if self.reading is None:
+            self.store.outlast_stream()
         self.store.free()
 
     def scale(self, factor: Factor) -> None:
@@ -224,7 +229,7 @@ class Gradient:
             slot = self.layout.slots[index]
             self.local[slot.start : slot.stop].mul_(factor)
         if index in self._lent:
-            self._lent.get(index).mul_(factor)
+            scale_part(self._lent.get(index), factor)
         elif self.state is GradientState.HELD:
             self._slot_factors[index] = _times(self._slot_factors.get(index, 1.0), factor)
         if self.is_lent:
@@ -355,7 +360,7 @@ class Gradient:
             self.store.multiply(0, self.store.numel, factor)
             self._squares = None
             for _, value in self._lent:
-                value.mul_(factor)
+                scale_part(value, factor)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,11 @@ class GradientArray:
         if self.tier == "device":
             self.array = None
 
+    def outlast_stream(self) -> None:
+        """Lets no other stream have the array's memory, once it is freed, before this stream has done its work."""
+        if self.array is not None and self.array.direct is not None and self.array.direct.is_cuda:
+            self.array.direct.record_stream(torch.cuda.current_stream(self.array.direct.device))
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
         self.num_changes += 1
@@ -135,7 +140,7 @@ class GradientArray:
             if isinstance(factor, float) and factor == 0.0:
                 part.zero_()
             else:
-                part.mul_(factor if part.device.type == "cuda" else float(factor))
+                scale_part(part, factor)
 
     def write(self, start: int, values: torch.Tensor) -> None:
         position = 0
@@ -198,6 +203,11 @@ class GradientArray:
     def _allocate(self, dtype: torch.dtype) -> Array:
         """Placements count a gradient as it comes from the reduction; adding up takes more."""
         return self._allocate_on(dtype, self.numel, unplanned_bytes=self.numel * (dtype.itemsize - self.wire.itemsize))
+
+
+def scale_part(part: torch.Tensor, factor: Factor) -> None:
+    """Multiplies in place. A factor that the device has computed is read for what is on the host."""
+    part.mul_(factor if part.device.type == "cuda" else float(factor))
 
 
 def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
