@@ -16,8 +16,7 @@ import torch
 from unbounded.native import kernels
 from unbounded.tiers.array import PAGE, Array, MemoryArray, Waitable, stream_mark
 from unbounded.tiers.pool import BufferPool
-
-Factor = float | torch.Tensor
+from unbounded.zero.gradients.scale_factor import ScaleFactor, scale_tensor
 
 
 class Allocate(Protocol):
@@ -134,13 +133,13 @@ class GradientArray:
             return sum_squares(self.array.direct[start:stop])
         return sum(float(sum_squares(part)) for _, part in self._parts(start, stop))
 
-    def multiply(self, start: int, stop: int, factor: Factor) -> None:
+    def multiply(self, start: int, stop: int, factor: ScaleFactor) -> None:
         """Multiplies by a factor; a zero is written, so that it also clears what is not finite."""
         for part in self._within(start, stop):
             if isinstance(factor, float) and factor == 0.0:
                 part.zero_()
             else:
-                scale_part(part, factor)
+                scale_tensor(part, factor)
 
     def write(self, start: int, values: torch.Tensor) -> None:
         position = 0
@@ -203,11 +202,6 @@ class GradientArray:
     def _allocate(self, dtype: torch.dtype) -> Array:
         """Placements count a gradient as it comes from the reduction; adding up takes more."""
         return self._allocate_on(dtype, self.numel, unplanned_bytes=self.numel * (dtype.itemsize - self.wire.itemsize))
-
-
-def scale_part(part: torch.Tensor, factor: Factor) -> None:
-    """Multiplies in place. A factor that the device has computed is read for what is on the host."""
-    part.mul_(factor if part.device.type == "cuda" else float(factor))
 
 
 def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
