@@ -27,7 +27,7 @@ from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.gradients.lent import Lent
 from unbounded.zero.gradients.noted import Noted
-from unbounded.zero.gradients.scale_factor import ScaleFactor, is_one, times
+from unbounded.zero.gradients.scale_factor import ScaleFactor, is_one, scale_tensor, times
 from unbounded.zero.layout import Layout, clip_range
 
 
@@ -166,8 +166,13 @@ class Gradient:
             value.zero_()
 
     def spend(self) -> None:
-        """Frees the gradient's memory on the device after an update that is final, before `drop` is called."""
+        """Frees the gradient's memory on the device after an update that is final, before `drop` is called.
+
+        An update in the background keeps it until it has read it. One on this stream may not have run yet.
+        """
         self.state = GradientState.SPENT
+        if self.reading is None:
+            self.store.outlast_stream()
         self.store.free()
 
     def scale(self, factor: ScaleFactor) -> None:
@@ -222,7 +227,7 @@ class Gradient:
             slot = self.layout.slots[index]
             self.local[slot.start : slot.stop].mul_(factor)
         if index in self._lent:
-            self._lent.get(index).mul_(factor)
+            scale_tensor(self._lent.get(index), factor)
         elif self.state is GradientState.HELD:
             self._noted.scale(index, factor)
         if self.is_lent:
@@ -351,7 +356,7 @@ class Gradient:
             self.store.multiply(0, self.store.numel, factor)
             self._squares = None
             for _, value in self._lent:
-                value.mul_(factor)
+                scale_tensor(value, factor)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -174,6 +174,7 @@ class Updates:
             unit.steps = steps_after(unit)
             unit.note_change()
             if pieces and kernel_device(unit).type == "cuda" and not unit.streamed and not unit.needs_wholes:
+                self.engine.gathering.order_stream(unit)  # a running gather still reads what this writes
                 self._run_now(unit, pieces)
                 if not unit.is_whole or not unit.resident:
                     outdate(unit)
