@@ -23,7 +23,7 @@ from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError
 from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
-from unbounded.hf.checkpoints import LAST_FILE, check_whole, find_whole
+from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_whole
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.sharding.placing import shard
 from unbounded.sharding.running import is_sharded, sharded
