@@ -8,6 +8,7 @@ and so is whatever follows from `p.grad is None`: clearing, scaling, norms over 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -25,15 +26,17 @@ class Vote:
             self._votes = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
         self._pending = axis.launch_max(self._votes, "the vote on who has a gradient")
         self._result: bytes | None = None
+        self._lock = threading.Lock()  # the reduce lane may ask too
 
     def result(self) -> bytes:
         """Returns when all ranks have voted."""
-        if self._result is None:
-            if self._ticket is not None:
-                self._ticket.wait()
-            self._pending.finish()
-            self._result = self._votes.numpy().tobytes()
-        return self._result
+        with self._lock:
+            if self._result is None:
+                if self._ticket is not None:
+                    self._ticket.wait()
+                self._pending.finish()
+                self._result = self._votes.numpy().tobytes()
+            return self._result
 
 
 class Use:
@@ -46,8 +49,8 @@ class Use:
     @property
     def flags(self) -> bytearray:
         """Which parameters have a gradient, to read and to change. Returns when a vote on them is over."""
-        if self._vote is not None:
-            vote, start = self._vote
+        if (asked := self._vote) is not None:
+            vote, start = asked
             self._flags[:] = vote.result()[start : start + len(self._flags)]
             self._vote = None
         return self._flags
