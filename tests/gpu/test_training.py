@@ -1,4 +1,4 @@
-"""Training on a GPU with states on every tier against plain PyTorch and against each other."""
+"""Training on a GPU with states on every tier, compared with plain PyTorch and with each other."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_training_is_the_same_wherever_states_are_when_they_share_the_budget() -
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
         others, given, kept = train_tower({"device_bytes": budget, "move_states": True, **tiers})
         assert given.optimizer == kept.optimizer
-        # The device's kernel and the host's round differently, and Adam makes steps of differences near zero.
+        # The device's kernel and the host's round differently, and Adam turns differences near zero into steps.
         assert losses[:8] == pytest.approx(others[:8], rel=1e-5)
         assert losses == pytest.approx(others, rel=1e-2)
 

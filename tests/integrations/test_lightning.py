@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric with strategy="unbounded" beside their own strategies."""
+"""Lightning's Trainer and Fabric with strategy="unbounded", compared with their own strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRELOAD_IN_RANKS = ["lightning", "unbounded.lightning"]
 
 
 class Net(lightning.LightningModule):
-    """Blocks and layers outside of them; a step that calls its parts, or itself."""
+    """Blocks, and layers outside of them; its step calls its parts, or itself."""
 
     def __init__(self, calls_itself: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Net(lightning.LightningModule):
 
 
 def loader(rank: int = 0) -> Any:
-    """Other rows on every rank; four batches make an epoch."""
+    """Different rows on every rank; four batches make an epoch."""
     generator = torch.Generator().manual_seed(7 + rank)
     rows = torch.randn(8, 5, generator=generator), torch.randint(0, 3, (8,), generator=generator)
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows), batch_size=2)
@@ -97,7 +97,7 @@ def make_trainer(folder: str, world_size: int, strategy: Any, save_last: bool | 
 
 
 def compare(rank: int, world_size: int, tiers: list[tuple[str, bool]], folder: str) -> Any:
-    """Of each tier (with steps that call the module or its parts): plain, ours, ours resumed, and both fitted again."""
+    """For each tier, with steps that call the module or its parts: plain, ours, ours resumed, both fitted again."""
     import unbounded.lightning
 
     warnings.simplefilter("ignore")
@@ -198,7 +198,7 @@ def test_precision_flags_become_the_plans(tmp_path: Path, flag: str) -> None:
 
 
 def loop(rank: int, world_size: int, strategy: Any, folder: str, precision: Any = None) -> Any:
-    """Fabric's loop, a save, and the rest of it in new objects."""
+    """Fabric's loop, a save, and the rest of the loop in new objects."""
     import unbounded.lightning  # noqa: F401
 
     warnings.simplefilter("ignore")

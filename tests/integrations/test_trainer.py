@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with a plan: the plain Trainer's losses, norms, evaluations, checkpoints and exports."""
+"""Hugging Face's Trainer with a plan has the plain Trainer's losses, norms, evaluations, checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def make_data(number: int = 24) -> list[dict[str, torch.Tensor]]:
-    """Rows with labels to leave out, so that the number of items differs from micro-batch to micro-batch."""
+    """Rows with some labels to ignore, so that the number of items differs from micro-batch to micro-batch."""
     generator, rows = torch.Generator().manual_seed(1), []
     for index in range(number):
         tokens = torch.randint(0, 48, (10,), generator=generator)
@@ -89,7 +89,7 @@ def assert_close(ours: list[tuple[str, float]], plain: list[tuple[str, float]], 
 
 
 def compare(rank: int, world_size: int, folder: str, tiers: list[str]) -> Any:
-    """Plain, and of each tier ours, ours resumed from the middle in new objects, and the exported model."""
+    """The plain run, and for each tier ours, ours resumed half way in new objects, and the exported model."""
     with launched(rank, world_size):
         plain = build(transformers.Trainer, f"{folder}/plain")
         plain.train()

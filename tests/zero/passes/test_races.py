@@ -1,4 +1,4 @@
-"""Random delays in every lane, other ones on each rank, change no result: nothing depends on who comes first."""
+"""Random delays in every lane, different on each rank, change no result: nothing depends on who comes first."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Clock:
 
 
 def gather_after_updates(rank: int, world_size: int, stage: int) -> tuple[int, list[str]]:
-    """Updates take the way of states on a GPU, on its stream; which of them a gather of the unit does not wait for, or
+    """Updates run on the stream, as for states on a GPU. Which updates a gather of their unit does not wait for, or
     do not wait for it."""
     torch.manual_seed(3)
     task = LastSkipped()  # what one rank does not come to is still being gathered in the step

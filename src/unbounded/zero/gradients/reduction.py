@@ -104,7 +104,7 @@ class Reduction:
             self._tell_final(unit)
 
     def _flush_own(self, unit: Unit) -> None:
-        """Of one rank: what all uses of `unit` have come to, in fp32 where there were several, as it were stored."""
+        """On one rank: the sum of all uses of `unit`, in fp32 if there were several, as a stored sum would be."""
         local = unit.gradient.local
         if local is not None:
             self.flush(unit, wide=local.dtype != unit.dtype)

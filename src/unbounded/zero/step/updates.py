@@ -128,8 +128,8 @@ class Updates:
     ) -> None:
         """Updates `units` in order; returns before the lanes have done their part.
 
-        `outdate` is told of units whose gathered weights are those from before, and must let what is being gathered
-        end first; unless said, `Gathering.invalidate`.
+        `outdate` is told of units whose gathered weights are now old, and must let running gathers end first. By
+        default it is `Gathering.invalidate`.
         """
         outdate = outdate or self.engine.gathering.invalidate
         self.drafts.cancel()
