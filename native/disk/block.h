@@ -1,12 +1,14 @@
-// A transfer is carried out in blocks. Splitting is pure; a block is a small state machine that both
-// backends drive: prepare, then request/advance until it is finished, then finish.
+// A transfer is carried out in blocks. Splitting is pure; a block is a small state machine that a lane drives: prepare,
+// then request/advance until it is moved, then finish. Its checksums are taken apart from it (see check.h).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <vector>
 
+#include "disk/check.h"
 #include "disk/transfer.h"
 
 namespace unbounded::disk {
@@ -57,12 +59,20 @@ class Block {
 
   Operation operation() const { return transfer_->operation(); }
   std::size_t length() const { return piece_.length; }
+  // How many parts of the transfer it is: itself, and its slices of checksums.
+  std::size_t num_parts() const;
+  // Its checksums, if it has any, until they are taken out: a write's at any time, a read's once it `is_moved`.
+  std::list<Check>& check() { return check_; }
 
-  // Checksums what is to be written and fills the bounce buffer. False: failed, go to finish().
+  // Fills the bounce buffer of a write. False: failed, go to finish().
   bool prepare(Bounce& bounce);
   Request request() const;
-  // Takes the result of the request (bytes, or -errno). True: request() again; false: go to finish().
+  // Takes the result of the request (bytes, or -errno). True: request() again; false: it is moved, or has failed.
   bool advance(std::int64_t result);
+  bool is_moved() const { return code_ == 0; }
+  // Empties the bounce buffer of a read.
+  void land();
+  // Completes it, and the checksums that were not taken out.
   void finish();
   // Ends a block that was never begun.
   void abandon(int code);
@@ -71,16 +81,13 @@ class Block {
   bool through_direct() const;
   bool fail(int code);
   bool retry(int code);
-  bool verify(const char* data);
-  void record(const char* data);
-  std::uint32_t checksum(const char* data, std::uint64_t at) const;
-  std::uint32_t* sums() const;
   const Run& run() const { return transfer_->runs()[run_]; }
   char* memory() const { return run().data + piece_.start; }
 
   std::shared_ptr<Transfer> transfer_;
   std::size_t run_;
   Piece piece_;
+  std::list<Check> check_;  // one or none: a list's element changes hands without being allocated again
   char* bounce_ = nullptr;
   std::uint64_t moved_ = 0;
   int code_ = 0;
