@@ -259,6 +259,7 @@ def _say_farewell() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for watch in list(_watches.values()):
         watch.close(error)
+    Heartbeat.end_all(FAREWELL_SECONDS)
 
 
 atexit.register(_say_farewell)
