@@ -88,7 +88,7 @@ def test_a_device_with_room_keeps_all_and_from_the_start_what_an_eighth_of_it_ta
 
 
 def test_a_tight_budget_is_kept_from_the_first_step_on() -> None:
-    """Inputs and the tail take nearly all that the states leave: what one block keeps would not fit beside."""
+    """Inputs and the tail take nearly all that the states leave, so there is no room for what one block keeps."""
     run = Training(states=5 * GIB, limit=14 * GIB, num_blocks=26, kept=14 * 2**20, tail=60 * 2**20)
     for _ in range(4):
         assert run.step(100)["recompute"] == 26
@@ -152,7 +152,7 @@ def test_what_caution_had_on_the_host_is_given_back_when_the_tail_is_known() -> 
     run = Training(states=GIB, limit=3 * GIB, num_blocks=10, kept=40 * 2**20, tail=100 * 2**20, host=2**40)
     for _ in range(3):
         assert run.step(1)["host"] == 0
-    assert run.step(8)["host"] == 10  # it might be 64 times as much
+    assert run.step(8)["host"] == 10  # its tail might be 64 times as large
     assert run.num_trimmed == 0
     for size in (8, 8, 1, 8):
         assert run.step(size)["host"] == 0
@@ -176,8 +176,8 @@ def test_a_batch_of_another_size_is_foreseen_by_those_that_were_seen() -> None:
 
 
 def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
-    """Where it can be: the limit is what recomputing takes, or more. A first step may go beyond by a few percent, for
-    which a tenth of the budget is left: what it needs after its blocks nobody has seen."""
+    """This holds where it can: the limit is what recomputing takes, or more. A first step may go beyond it by a few
+    percent, because nobody has seen yet what it needs after its blocks. A tenth of the budget is left for that."""
     for seed in range(300):
         random = Random(seed)
         num_blocks, kept = random.choice([2, 8, 26, 48, 80]), int(random.uniform(4, 60) * 2**20)
@@ -194,7 +194,7 @@ def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
 
 
 def test_states_give_way_to_a_pass_that_would_not_fit() -> None:
-    """By what a pass is likely to take before one was seen, then by its tail; after a shortage by an eighth more."""
+    """At first by what a pass is likely to take, then by its measured tail, and after a shortage by an eighth more."""
     asked: list[int] = []
     run = Training(states=100 * 2**20, limit=120 * 2**20, num_blocks=2, kept=4 * 2**20, tail=30 * 2**20)
 
@@ -233,7 +233,7 @@ def test_gradients_on_the_device_say_what_adding_up_will_take() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert found[:2] == [0, 2 * sum(unit.layout.numel for unit in engine.units)]
-    assert found[2:] == [0] * 6  # from the first sum on the store is as wide as a sum
+    assert found[2:] == [0] * 6  # from the first sum on, the store is as wide as a sum
 
 
 def test_tails_bound_each_other() -> None:
@@ -294,7 +294,7 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_auto(rank: int, world_size: int, kind: Any, plan: dict[str, Any]) -> list[Run]:
-    """The model as it is; then under "auto", where every rank has another amount of room."""
+    """The model as it is; then under "auto", where each rank has a different amount of room."""
     before = block_policies.make_headroom, block_policies.close_policy
     plain = train_ours(rank, world_size, Zoo(kind), plan)
     try:

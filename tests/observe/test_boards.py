@@ -52,7 +52,7 @@ def test_an_offline_run_of_wandb_holds_the_losses(tmp_path: Path, monkeypatch: p
     (path,) = (tmp_path / "out").rglob("*.wandb")
     wanted, deadline = [*enumerate(losses(tmp_path / "out"), start=1)], time.monotonic() + 60
     while (found := read_losses(path)) != wanted and time.monotonic() < deadline:
-        time.sleep(0.1)  # a process of wandb's own writes it
+        time.sleep(0.1)  # wandb writes it in another process
     assert found == wanted
 
 
@@ -86,7 +86,7 @@ def read_log(content: bytes) -> Iterator[bytes]:
 
 
 class FakeRun:
-    """What `wandb.init` gives, recorded."""
+    """Stands for what `wandb.init` returns, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

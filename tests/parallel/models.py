@@ -53,7 +53,7 @@ def build(family: str, **changes: Any) -> nn.Module:
     name, config, options = FAMILIES[family]
     torch.manual_seed(3)
     model = getattr(transformers, name)(getattr(transformers, config)(**(options | changes)))
-    for parameter in model.parameters():  # biases start at zero, where many mistakes would not show
+    for parameter in model.parameters():  # biases start at zero, which would hide many mistakes
         if parameter.dim() == 1:
             parameter.data.add_(torch.randn(parameter.shape) * 0.05)
     return model
@@ -62,7 +62,7 @@ def build(family: str, **changes: Any) -> nn.Module:
 def batch(
     family: str, step: int, rank: int = 0, rows: int = 4, length: int = 8, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """A batch that follows from its place alone."""
+    """A batch that depends only on its place."""
     generator = torch.Generator().manual_seed(1 + 100 * step + rank)
     tokens = torch.randint(2, VOCABULARY, (rows, length), generator=generator)
     labels = tokens.clone()

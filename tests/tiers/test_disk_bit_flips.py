@@ -38,7 +38,7 @@ def attempt(act: Any) -> dict[str, Any]:
 
 
 def flip_in_a_step(rank: int, world_size: int, folder: str, kind: str) -> dict[str, Any]:
-    """Flips a bit on the last rank, goes on, tries to save, and goes back to the checkpoint before."""
+    """Flips a bit on the last rank, goes on, tries to save, and goes back to the last checkpoint."""
     model, optimizer = make(folder)
     train(model, optimizer, rank, 0, 1)
     unbounded.save(f"{folder}/good", model, optimizer)

@@ -1,4 +1,4 @@
-"""Counting what the engine does: bytes that are alive, bytes that cross between ranks, lines of Python it runs."""
+"""Counts what the engine does: bytes that are alive, bytes that go between ranks, lines of Python that run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def live_bytes() -> int:
 
 
 def settled_bytes() -> int:
-    """`live_bytes` once work in flight on other threads has landed and they have let go of it."""
+    """`live_bytes` once work in flight on other threads is done and they hold nothing of it."""
     gc.collect()
     seen = [live_bytes()]
     while len(seen) < 6 or (len(seen) < 400 and len(set(seen[-6:])) > 1):
@@ -115,7 +115,7 @@ def counted_traffic() -> Iterator[Traffic]:
 
 
 class Lines:
-    """Lines of the package's own Python that ran, on every thread started inside `watched`."""
+    """Lines of the package's own Python that ran, on every thread started inside `watched_lines`."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()

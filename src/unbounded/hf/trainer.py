@@ -23,6 +23,7 @@ from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError
 from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
+from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_whole
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.sharding.placing import shard
 from unbounded.sharding.running import is_sharded, sharded
@@ -132,12 +133,22 @@ class ShardingTrainer:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """All ranks must call this. True resumes from the newest checkpoint that is whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = find_whole(self.args.output_dir) or True
+        if isinstance(resume_from_checkpoint, (str, Path)):
+            check_whole(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """All ranks must call this. Writes a folder for `from_pretrained`; for a peft model, the adapters."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
+        if self.args.should_save and _internal_call:
+            (Path(folder) / LAST_FILE).unlink(missing_ok=True)  # a checkpoint that is written again is not whole
         with self._cache_as_given():
             export(folder, self.model)
         if self.args.should_save:
@@ -164,6 +175,10 @@ class ShardingTrainer:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / STATES, self.model, sharded(self.model).optimizer)
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        self.accelerator.wait_for_everyone()  # the last file makes the checkpoint whole, so all others come before it
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

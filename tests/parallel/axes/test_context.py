@@ -1,4 +1,4 @@
-"""Context parallelism: what is saved of it, and the attention that it refuses."""
+"""Context parallelism: checkpoints, padded batches, and the attention that it refuses."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 @pytest.mark.parametrize(("num_ranks", "num_micros"), [(2, 4), (4, 8), (8, 16)])
 def test_bubbles_are_those_of_the_paper(num_ranks: int, num_micros: int) -> None:
     def bubble(schedule: str, chunks: int = 1) -> float:
-        """Idle time as a part of the time that computing takes."""
+        """Idle time, relative to the time that computing takes."""
         seconds = {
             PassKind.FORWARD: 1 / chunks,
             PassKind.BACKWARD: 2 / chunks,
@@ -62,7 +62,7 @@ def test_stages_cost_alike_with_embedding_and_head_counted() -> None:
 
 
 class Costly(nn.Module):
-    """A block whose computing is simulated: a virtual clock goes on."""
+    """A block whose computation is simulated by moving a virtual clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Cost(torch.autograd.Function):
 
 
 class Clock(StageExchange):
-    """Time as far as computing costs it: whoever receives is there no earlier than the one who sent."""
+    """Virtual time, in which only computing takes any. A receiver is never earlier than its sender."""
 
     now = 0.0
     backward = 2.0
@@ -109,7 +109,7 @@ class CostlyModel(nn.Module):
         self.blocks = nn.ModuleList(Costly() for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone().requires_grad_()  # so that the first block's backward costs what the others' do
+        x = x.clone().requires_grad_()  # so that the first block's backward costs as much as the others'
         for block in self.blocks:
             x = block(x)
         return x
@@ -119,7 +119,7 @@ NUM_MICROS, NUM_BLOCKS = 8, 8
 
 
 def measure(rank: int, size: int) -> dict[str, Any]:
-    """Of every schedule: the time of a batch, the bytes that this rank sent, and the micro-batches it kept at most."""
+    """For every schedule: the time of a batch, the bytes that this rank sent, and the most micro-batches it kept."""
     found = {}
     plain = runner.StageExchange, WeightWork.run, Pipeline._do
     kept = 0

@@ -66,7 +66,7 @@ class SkippedTogether(Ordered):
 
 
 class SkippedApart(Ordered):
-    """Blocks skipped at random, other ones on each rank."""
+    """Blocks skipped at random, different ones on each rank."""
 
     def order(self, batch: Batch) -> list[int]:
         draw = random.Random(batch.step * 31 + batch.rank)
@@ -86,7 +86,7 @@ class TimesByRank(Ordered):
 
 
 class LastSkipped(Ordered):
-    """One rank ends before the blocks that are fetched ahead for it; later it runs none at all."""
+    """One rank ends before the blocks that are fetched ahead for it; later it runs no block at all."""
 
     def order(self, batch: Batch) -> list[int]:
         return list(range(5)) if batch.rank == 0 else [0, 1, 2] if batch.step < 3 else []
@@ -98,7 +98,7 @@ class UnusedOnOneRank(Ordered):
 
 
 class UnusedHead(Ordered):
-    """A part of the model that never runs: its parameters keep their values under weight decay too."""
+    """A part of the model never runs: its parameters keep their values, even under weight decay."""
 
     def model(self) -> nn.Module:
         model = InOrder(depth=5)
@@ -121,7 +121,7 @@ class Half(nn.Module):
 
 
 class HalfUsed(Task):
-    """What a rank owns of a unit may have no gradient at all, while its peer's part has one."""
+    """A rank's part of a unit may have no gradient at all, while its peer's part has one."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(Half(), Half(), Half())
@@ -231,7 +231,7 @@ class Penalized(Ordered):
 
 
 class Forces(nn.Module):
-    """Returns its energy and, as force fields do, the energy's slope, taken inside its own forward."""
+    """Returns its energy and, as force fields do, the energy's gradient, taken inside its own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Auxiliary(Task):
 
 
 class Box:
-    """Nothing sees what is in it."""
+    """Hides what is in it."""
 
     __slots__ = ("value",)
 
@@ -395,7 +395,7 @@ def test_an_unused_parameter_keeps_its_value(ranks: Any) -> None:
 
 
 def skip_a_microbatch(rank: int, world_size: int, plan: dict[str, Any], without_sync: bool) -> list[float]:
-    """Norms of steps of two microbatches; the last rank leaves out a block in the second."""
+    """Norms of steps of two microbatches; the last rank skips a block in the second."""
     torch.manual_seed(3)
     model = InOrder(depth=3)
     model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
