@@ -1,5 +1,9 @@
 // A transfer is carried out in blocks. Splitting is pure; a block is a small state machine that a lane drives: prepare,
-// then request/advance until it is moved, then finish. Its checksums are taken apart from it (see check.h).
+// then request/advance until it is moved, then finish.
+//
+// Checksums are no part of moving it. They come in slices that any thread may take: what is written is summed while it is
+// on its way, and what was read while the next blocks are. So the disk never waits for a checksum, and several threads
+// share the last block of a transfer.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +12,6 @@
 #include <memory>
 #include <vector>
 
-#include "disk/check.h"
 #include "disk/transfer.h"
 
 namespace unbounded::disk {
@@ -51,6 +54,34 @@ struct Request {
   char* data;
   std::size_t length;
   std::uint64_t offset;
+};
+
+// Bytes of one run. `carry_out` records their checksums (a write) or compares them (a read), and completes the part.
+struct Slice {
+  std::shared_ptr<Transfer> transfer;
+  std::size_t run;
+  std::uint64_t start, end;  // within the run
+
+  void carry_out() const;
+
+ private:
+  std::uint32_t checksum(std::uint64_t at) const;
+};
+
+// The slices of one block.
+class Check {
+ public:
+  // [start, end) of a run that has checksums; `start` is on a grain of them.
+  Check(std::shared_ptr<Transfer> transfer, std::size_t run, std::uint64_t start, std::uint64_t end);
+
+  std::size_t num_left() const;
+  // The next slice; call it only if some are left.
+  Slice take();
+
+ private:
+  std::shared_ptr<Transfer> transfer_;
+  std::size_t run_;
+  std::uint64_t next_, end_, slice_bytes_;
 };
 
 class Block {
