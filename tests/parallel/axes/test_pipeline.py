@@ -14,6 +14,7 @@ import unbounded
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of
 from unbounded.parallel.pipeline import runner
+from unbounded.parallel.pipeline.hollow import check_inputs
 from unbounded.parallel.pipeline.runner import Pipeline
 from unbounded.parallel.pipeline.schedules import PassKind, make_schedule, simulate
 from unbounded.parallel.pipeline.split_backward import WeightWork
@@ -189,6 +190,13 @@ def test_without_gradients_the_model_itself_may_be_called(ranks: Any) -> None:
         assert found[0] == found[1]
         assert found[0][0]
         assert "Train with pipeline = unbounded.pipeline(model)" in found[0][2]
+
+
+def test_values_that_only_an_earlier_stage_can_make_are_refused() -> None:
+    block, nothing = nn.Identity(), torch.full((), float("nan")).expand(4, 4)
+    check_inputs(block)
+    with pytest.raises(unbounded.errors.PlanError, match="Identity is given 'table', which is NaN here"):
+        block(torch.ones(2, 4), table=(None, nothing))
 
 
 def release(rank: int, size: int) -> list[bool]:

@@ -206,11 +206,11 @@ class GradientArray:
 
 def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
     """The sum of squares in float64; on CUDA from a float32 norm and as a tensor, so that nothing waits for it."""
-    if part.dtype == torch.float64:
-        return torch.linalg.vector_norm(part).square_()
-    if part.device.type == "cpu":
+    if part.device.type == "cpu" and part.dtype != torch.float64:
         return kernels.sum_squares(part)
-    return torch.linalg.vector_norm(part, dtype=torch.float32).double().square_()
+    wide = torch.float64 if part.dtype == torch.float64 else torch.float32
+    square = torch.linalg.vector_norm(part, dtype=wide).double().square_()
+    return square if part.is_cuda else float(square)
 
 
 def _add_arrived(held: torch.Tensor, start: int, fresh: torch.Tensor, arrival: Waitable) -> None:

@@ -74,6 +74,7 @@ class Lent:
     def lend_array(self) -> torch.Tensor:
         """The array, which is on the device, for users to hold parts of."""
         self._is_array_lent = True
+        self._store.outlast_stream()  # users free it whenever they like
         return self._store.array.direct  # type: ignore[union-attr,return-value]
 
     def has_array(self) -> bool:
