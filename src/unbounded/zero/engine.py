@@ -277,6 +277,8 @@ class Engine:
             self.backward.end()
             if self._is_reducing:
                 self.reduction.end(defer=self._is_deferring)
+                if not self._no_sync:
+                    self.gradients.vote()
                 for unit in self.units:
                     unit.gradient.settle_lent()
         finally:

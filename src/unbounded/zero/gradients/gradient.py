@@ -28,6 +28,7 @@ from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.gradients.lent import Lent
 from unbounded.zero.gradients.noted import Noted
 from unbounded.zero.gradients.scale_factor import ScaleFactor, is_one, scale_tensor, times
+from unbounded.zero.gradients.use import Use, Vote
 from unbounded.zero.layout import Layout, clip_range
 
 
@@ -45,7 +46,7 @@ class Gradient:
         self.layout, self.owned, self.store = layout, owned, store
         self._device = device
         self.state = GradientState.EMPTY
-        self.used = bytearray(len(layout.slots))  # which parameters have a gradient
+        self._use = Use(len(layout.slots))
         self.local: torch.Tensor | None = None  # this rank's own, whole, waiting for a reduction
         self.factor: ScaleFactor = 1.0
         self.adding: Handle | None = None  # the last addition in flight
@@ -61,6 +62,11 @@ class Gradient:
     @property
     def tier(self) -> str:
         return self.store.tier
+
+    @property
+    def used(self) -> bytearray:
+        """Which parameters have a gradient, one flag each."""
+        return self._use.flags
 
     @property
     def is_present(self) -> bool:
@@ -119,11 +125,16 @@ class Gradient:
 
     def mark_used(self, flags: Iterable[int]) -> None:
         """Which parameters have a gradient, one flag each."""
-        self.used = bytearray(flags)
+        self._use.put(flags)
+
+    def expect_vote(self, vote: Vote, start: int) -> None:
+        """The ranks vote on which parameters have a gradient; the flags of this one are at `start`."""
+        self._use.expect(vote, start)
 
     def restore(self, used: Sequence[bool], local: torch.Tensor | None) -> None:
         """What a checkpoint has of it besides the reduced part, which is added."""
-        self.used, self.is_new = bytearray(used), True
+        self._use.put(used)
+        self.is_new = True
         if local is not None:
             self.local = local.to(self._device)
 
@@ -143,7 +154,7 @@ class Gradient:
         self._refuse_unstepped()
         self._settle_adding()
         self.state, self.adding, self.local, self.is_new = GradientState.EMPTY, None, None, False
-        self.used = bytearray(len(self.used))
+        self._use.clear()
         self._forget_changes()
         self.store.free()
 
@@ -151,12 +162,13 @@ class Gradient:
         """Makes zeros the gradient of the parameters that have one."""
         if not self.is_kept:
             self.refuse_spent()
-        used, lent, array = self.used, self._lent, self.store.array if self._lent.has_array() else None
+        used, lent, array = bytes(self.used), self._lent, self.store.array if self._lent.has_array() else None
         self._lent = Lent(self.store)
         self.drop()
         lent.drop_unheld()
         if any(used):
-            self.used, self.state = used, GradientState.ZERO
+            self._use.put(used)
+            self.state = GradientState.ZERO
         if array is not None:
             self._finish_reading()
             self.store.array, self.state = array, GradientState.HELD
@@ -164,6 +176,11 @@ class Gradient:
         self._lent = lent
         for _, value in lent:
             value.zero_()
+
+    def join_zeros(self) -> None:
+        """No rank has more than zeros: if some parameter has them on any rank, it has them here too."""
+        if self.state is GradientState.EMPTY and any(self.used):
+            self.state = GradientState.ZERO
 
     def spend(self) -> None:
         """Frees the gradient's memory on the device after an update that is final, before `drop` is called.
