@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import unbounded
 from tests import process
 from unbounded.ranks.watchdog import watch
+from unbounded.ranks.watchdog.heartbeat import Heartbeat
+from unbounded.ranks.watchdog.notices import Notices
 
 
 class Counted(nn.Module):
@@ -185,3 +187,18 @@ def test_ranks_that_wait_for_anothers_first_call_say_so(ranks: Any) -> None:
     (name, _), (other, told) = ranks(2, come_late)
     assert name == other
     assert "rank 1 has waited" in told
+
+
+class Lasting(Heartbeat):
+    """One whose group is gone from torch, as after `destroy_process_group`, while it is still in the store."""
+
+    def _is_current(self) -> bool:
+        return True
+
+
+def test_a_program_ends_the_heartbeats_of_groups_that_it_destroyed() -> None:
+    group: set[int] = set()  # anything: no watch knows of it
+    heartbeat = Lasting(group, Notices(dist.HashStore(), "run", 0, 1))  # type: ignore[arg-type]
+    watch._say_farewell()  # at exit: a thread inside torch would then abort the process
+    heartbeat._thread.join(60)
+    assert not heartbeat.is_alive()

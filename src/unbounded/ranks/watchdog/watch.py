@@ -271,6 +271,7 @@ def _say_farewell() -> None:
         watch.close(error)
     for end in _endings:
         end()
+    Heartbeat.end_all(FAREWELL_SECONDS)
 
 
 atexit.register(_say_farewell)
