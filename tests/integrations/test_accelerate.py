@@ -141,6 +141,18 @@ def test_a_job_that_is_killed_while_it_saves_resumes_as_if_it_had_not_been(ranks
         assert all(torch.equal(weights[name], value) for name, value in its_weights.items())
 
 
+def prepare_over_a_tensor_axis(rank: int, world_size: int) -> str:
+    plan = {"tensor": 2, "styles": (("0", "column"), ("2", "row"))}
+    with launched(rank, world_size), pytest.raises(unbounded.PlanError) as caught:
+        Job(plan)
+    return str(caught.value)
+
+
+def test_a_loader_is_refused_whose_rows_would_differ_on_ranks_that_need_the_same(ranks: Any) -> None:
+    for message in ranks(2, prepare_over_a_tensor_axis):
+        assert "gives each of the 2 ranks other rows of a prepared loader, but only 1 of them hold" in message
+
+
 def test_fp16_is_scaled_by_the_accelerator_and_what_it_cannot_know_is_refused() -> None:
     with launched(0, 1):
         job = Job({"precision": "fp16", "loss_scale": 2.0**20})

@@ -253,6 +253,9 @@ def test_what_cannot_be_is_refused_with_what_to_do() -> None:
 
     with pytest.raises(unbounded.PlanError, match="2 optimizers, but only one is supported"):
         unbounded.lightning.precision.only_optimizer([torch.optim.SGD([nn.Parameter(torch.ones(1))])] * 2)
+    for strategy in (unbounded.lightning.UnboundedFabricStrategy, unbounded.lightning.UnboundedStrategy):
+        with pytest.raises(unbounded.PlanError, match=r"pipeline=2, but .* gives every rank other rows"):
+            strategy({"pipeline": 2})
     strategy = unbounded.lightning.UnboundedFabricStrategy()
     with pytest.raises(unbounded.PlanError, match="together"):
         strategy.setup_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]))

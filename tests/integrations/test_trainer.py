@@ -306,6 +306,8 @@ def test_a_model_is_streamed_in_and_its_blocks_are_compiled(tmp_path: Path, monk
 def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"precision='fp16' and the training arguments bf16"):
         build(unbounded.hf.Trainer, str(tmp_path), plan={"precision": "fp16"}, bf16=True)
+    with launched(0, 1), pytest.raises(unbounded.PlanError, match="tensor=2, but Trainer gives every rank other rows"):
+        build(unbounded.hf.Trainer, str(tmp_path), plan={"tensor": 2})
     for name in [name for name in sys.modules if name.startswith("unbounded.hf")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)

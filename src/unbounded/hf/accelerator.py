@@ -59,6 +59,18 @@ class AttachedAccelerator(Accelerator):
     _saves_states = False
     _plan: Plan | None = None
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As always; a loader is refused beside a model whose ranks must get the same rows."""
+        prepared = super().prepare(*args, **kwargs)
+        for model in self._models if self._dataloaders else ():
+            if is_sharded(model) and (axes := sharded(model).engine.axes).data.size != axes.world.size:
+                raise PlanError(
+                    f"Accelerate gives each of the {axes.world.size} ranks other rows of a prepared loader, but only "
+                    f"{axes.data.size} of them hold the model by themselves: the others must get the same rows. Leave "
+                    "the loader out of prepare, and divide the data by optimizer.engine.axes.data."
+                )
+        return prepared
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:

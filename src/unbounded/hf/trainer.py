@@ -25,7 +25,7 @@ from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError, StateError
 from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
 from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_whole
-from unbounded.planner.plan import Plan, read_plan
+from unbounded.planner.plan import Plan, read_data_plan
 from unbounded.sharding.block_policies import find_blocks
 from unbounded.sharding.placing import shard, unshard
 from unbounded.sharding.running import is_sharded, sharded
@@ -54,7 +54,7 @@ class ShardingTrainer:
     train_dataset: Any
 
     def __init__(self, *args: Any, plan: str | Plan | dict[str, Any] = "auto", **kwargs: Any) -> None:
-        self._open_plan = read_plan(plan)
+        self._open_plan = read_data_plan(plan, "Trainer")
         self._resumed_from: str | None = None
         self._taken: Path | None = None
         self._uses_cache = _uses_cache(args[0] if args else kwargs.get("model"))

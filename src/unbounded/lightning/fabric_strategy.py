@@ -16,7 +16,7 @@ from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError
 from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
-from unbounded.planner.plan import Plan, read_plan
+from unbounded.planner.plan import Plan, read_data_plan
 from unbounded.sharding.placing import shard
 from unbounded.sharding.running import is_sharded, sharded
 from unbounded.zero.step.optimizer import ShardedOptimizer
@@ -33,7 +33,7 @@ class UnboundedFabricStrategy(DDPStrategy):
     """`Fabric(strategy="unbounded")`, or this with a plan: "auto", a `Plan` or a dict of its fields."""
 
     def __init__(self, plan: str | Plan | dict[str, Any] = "auto", **kwargs: Any) -> None:
-        self.open_plan = read_plan(plan)
+        self.open_plan = read_data_plan(plan, "Fabric")
         self._flag: Any = "32-true"
         super().__init__(**kwargs)
         self._backward_sync_control = _EverySync()

@@ -20,7 +20,7 @@ from unbounded.checkpoint.saving import save
 from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
 from unbounded.optim.recognition import unwrap
-from unbounded.planner.plan import Plan, read_plan
+from unbounded.planner.plan import Plan, read_data_plan
 from unbounded.sharding.placing import shard, unshard
 from unbounded.sharding.running import is_sharded, sharded
 
@@ -50,7 +50,7 @@ class UnboundedStrategy(DDPStrategy):
     strategy_name = "unbounded"
 
     def __init__(self, plan: str | Plan | dict[str, Any] = "auto", **kwargs: Any) -> None:
-        self.open_plan = read_plan(plan)
+        self.open_plan = read_data_plan(plan, "Lightning")
         super().__init__(**kwargs)
         self._inside = _ForwardRedirection()
 

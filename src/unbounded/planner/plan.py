@@ -166,6 +166,18 @@ class Plan:
         return f"Plan({', '.join(shown)})"
 
 
+def read_data_plan(plan: str | Plan | Mapping[str, Any], framework: str) -> Plan:
+    """`plan` for a framework that gives every rank rows of its own."""
+    read = read_plan(plan)
+    for name in ("tensor", "pipeline", "context"):
+        if (size := getattr(read, name)) > 1:
+            raise PlanError(
+                f"the plan has {name}={size}, but {framework} gives every rank other rows, and the ranks of such an "
+                "axis must get the same ones. Use your own loop, or `unbounded train`, or leave it out of the plan."
+            )
+    return read
+
+
 def read_plan(plan: str | Plan | Mapping[str, Any]) -> Plan:
     """`plan` as a Plan: "auto", a Plan, or a dict of its fields (an unknown key is an error with a suggestion)."""
     if isinstance(plan, Plan):
