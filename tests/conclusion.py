@@ -11,7 +11,7 @@ DURATIONS = Path("build") / "test-durations.txt"
 
 
 def conclude(stats: Mapping[str, list[Any]], exit_code: int) -> str:
-    """What the outcomes of all tests come to, in one sentence."""
+    """Sums up the outcomes of all tests in one sentence."""
     passed, failed = len(stats.get("passed", ())), len(stats.get("failed", ())) + len(stats.get("error", ()))
     skipped = Counter(_reason(report) for report in stats.get("skipped", ()))
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
@@ -24,7 +24,7 @@ def conclude(stats: Mapping[str, list[Any]], exit_code: int) -> str:
 
 
 def write_durations(reports: Iterable[Any], root: Path) -> None:
-    """Every test with its seconds, setting up included, the slowest first."""
+    """Every test with its seconds, including its setup, the slowest first."""
     seconds: Counter[str] = Counter()
     for report in reports:
         if hasattr(report, "duration"):

@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests for a GPU where there is none; has the fork server import what the chosen tests ask for."""
+    """Skips tests for a GPU if there is none; makes the fork server import what the chosen tests ask for."""
     from tests import ranks
 
     for module in {getattr(item, "module", None) for item in items}:
@@ -34,13 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: collections in the tests look at what tests made, not at 100,000s of older objects."""
+    """What was imported stays, so garbage collections look at what tests made and not at 100,000s of older objects."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """After all else is printed, the one line that says whether it held."""
+    """Prints one line after everything else, which says whether all of it held."""
     if not hasattr(config, "workerinput"):
         warm.finish()
     reporter = config.pluginmanager.get_plugin("terminalreporter")

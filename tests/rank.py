@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 @dataclass
 class Case:
-    """One function to be run on all ranks of a process group of its own."""
+    """One function to be run on all ranks, in its own process group."""
 
     name: str
     world_size: int
@@ -59,7 +59,7 @@ def serve(pipe: Connection, log: str, port: int) -> None:
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",
         TORCHINDUCTOR_COMPILE_THREADS="1",
-        TORCH_DIST_INIT_BARRIER="1",  # no case ends, and closes its connections, before every rank has connected
+        TORCH_DIST_INIT_BARRIER="1",  # no case may end, and close its connections, before every rank has connected
     )
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -106,8 +106,8 @@ def _run(rank: int, case: Case, store: Any) -> Report:
         report = Report(case.function(rank, case.world_size, *case.arguments))
     except BaseException:
         report = Report(None, traceback.format_exc())
-    # Collected while the group lives: DDP's reducer, were it the last to hold the group, would wait for the group's
-    # threads with the GIL in hand, and they may wait for the GIL.
+    # Collected while the group lives: if DDP's reducer were the last to hold the group, it would wait for the group's
+    # threads while it has the GIL, for which they may wait.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,13 +1,13 @@
 """A persistent pool of ranks for the tests: a case over four ranks costs milliseconds, not seconds.
 
 The ranks are forked from a server that has torch imported already, and wait on a pipe for their next case.
-Every case gets a process group of its own (gloo on loopback, keys under a prefix of its own in one store that
-the pool hosts); world size 1 gets none at all. What a case leaves behind cannot reach the next one: after a
-failure, a death or a hang the whole pool is replaced.
+Every case gets its own process group (gloo on loopback, with its own prefix for keys in one store that the pool
+hosts); world size 1 gets none at all. What a case leaves cannot reach the next one: after a failure, a death or a
+hang the whole pool is replaced.
 
     results = run_ranks(2, function, *arguments)     # [function(0, 2, *arguments), function(1, 2, *arguments)]
 
-The function and its arguments travel by pickle, so the function stands at the top level of a module.
+The function and its arguments are pickled, so the function must be at the top level of a module.
 What the ranks do with a case is in `tests/rank.py`.
 """
 

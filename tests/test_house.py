@@ -1,4 +1,4 @@
-"""The house that newcomers walk through: folders that fit one glance, and a map whose rooms and ways exist."""
+"""What newcomers rely on: small folders, names that occur once, attributes with one owner, and a map that is right."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_every_file_that_the_map_names_exists() -> None:
         assert named, row
         for name in named:
             found = [place for place in (PACKAGE / name, REPOSITORY / name, folder / name) if place.exists()]
-            if found:  # a name alone is of the folder of the one before it
+            if found:  # a name alone is in the folder of the one before it
                 folder = found[0] if found[0].is_dir() else found[0].parent
             else:
                 missing.append(name)
@@ -127,7 +127,7 @@ def test_every_file_that_the_map_names_exists() -> None:
 
 
 def test_the_walk_of_a_parameter_goes_down_all_the_way() -> None:
-    """Every file on it is imported by the one before, directly or through others; no circle leads back up."""
+    """Every file on it is imported by the one before, directly or through others, and none leads back up."""
     walk = re.findall(r"^[0-9]+\. `([\w./]+)`", MAP.read_text(), re.MULTILINE)
     assert len(walk) >= 8
     graph = {module_of(path): imports_of(path) for path in files()}

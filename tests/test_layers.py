@@ -94,7 +94,7 @@ def test_import_arrows_point_downwards() -> None:
 
 
 def test_every_import_names_something_that_exists() -> None:
-    """Also inside functions, for annotations and on a GPU, where what was renamed would be missed until it is used."""
+    """Also inside functions, for annotations and on a GPU, where a renamed one would go unnoticed until it is used."""
     folders = [ROOT, *(ROOT.parent.parent / name for name in ("tests", "benchmarks"))]
     wrong = []
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
@@ -117,7 +117,7 @@ def _exists(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """The part of the package behind `unbounded.name`: a public function stands for the module it lives in."""
+    """The part of the package that `unbounded.name` is in: for a public function, that of its module."""
     home = unbounded._HOMES.get(name)
     return part_of(home) if home else name
 

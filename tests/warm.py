@@ -1,4 +1,4 @@
-"""A Python with torch imported already: programs that tests start begin in milliseconds and not in seconds.
+"""A Python with torch already imported: programs that tests start begin in milliseconds instead of seconds.
 
     subprocess.run([warm_python(), "script.py", ...])      # also -c CODE and -m MODULE, and torchrun's workers
 
@@ -99,7 +99,7 @@ def finish() -> None:
 
 
 def warm_python() -> str:
-    """The command to use in the place of `sys.executable`."""
+    """The command to use in place of `sys.executable`."""
     return f"{os.environ[FOLDER]}/python"
 
 
@@ -150,7 +150,7 @@ class Server:
         for number, output in enumerate(outputs):
             os.dup2(output, number)
         for one in (self.listener, link, *self.links.values()):
-            one.detach()  # or the end of these objects would close whatever the program has under their numbers by then
+            one.detach()  # otherwise their end would close whatever the program has under their numbers by then
         os.closerange(3, 4096)  # the server's own, and those of other programs
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -166,7 +166,7 @@ class Server:
             link.send(status.to_bytes(4, "little"))
 
     def _pass_on(self, link: socket.socket) -> None:
-        """A signal, or the end of the client, which is the end of the program."""
+        """Passes on a signal, or the end of the client, which also ends the program."""
         descriptor = next(key for key, value in self.links.items() if value is link)
         numbers = link.recv(16)
         for number in numbers or [signal.SIGKILL]:

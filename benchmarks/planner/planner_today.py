@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from unbounded.planner.evaluation import Request
 from unbounded.planner.models.configs import read_model
-from unbounded.planner.models.footprint import COMPILED, FORMATS, footprint_of
+from unbounded.planner.models.footprint import COMPILED, STATE_BYTES, footprint_of
 from unbounded.planner.presets import find_machine
 from unbounded.planner.search import search
 
@@ -38,7 +38,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for model, name, tokens in CASES:
         machine = find_machine(name)
-        request = Request(tokens, formats={"exact": FORMATS["bf16", "exact"]}, stages=(1, 3))
+        request = Request(tokens, formats={"exact": STATE_BYTES["bf16", "exact"]}, stages=(1, 3))
         found = search(footprint_of(read_model(model), kernels=COMPILED), machine, request)
         prediction, setup = found.prediction, found.setup
         tiers = ", ".join(

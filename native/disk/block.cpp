@@ -14,13 +14,14 @@ namespace unbounded::disk {
 
 namespace {
 
+constexpr std::uint64_t kSliceBytes = 1 << 20;  // a tenth of a millisecond
+constexpr char kZeros[kAlignment] = {};
+const std::uint32_t kSumOfZeros = crc32c(kZeros, kAlignment, 0);
+
 constexpr int kMaxRetries = 1000;  // a millisecond apart for EAGAIN: about a second
 
 std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 std::uint64_t round_down(std::uint64_t value, std::uint64_t multiple) { return value / multiple * multiple; }
-
-constexpr char kZeros[kAlignment] = {};
-const std::uint32_t kSumOfZeros = crc32c(kZeros, kAlignment, 0);
 
 void cut(std::vector<Piece>& pieces, Mode mode, std::uint64_t start, std::uint64_t end, std::size_t block_bytes) {
   for (std::uint64_t at = start; at < end; at += block_bytes) {
@@ -70,12 +71,50 @@ char* Bounce::reserve(std::size_t bytes) {
   return data_;
 }
 
-Block::Block(std::shared_ptr<Transfer> transfer, std::size_t run, const Piece& piece)
-    : transfer_(std::move(transfer)), run_(run), piece_(piece) {}
-
-std::uint32_t* Block::sums() const {
-  return run().sums == nullptr ? nullptr : run().sums + piece_.start / run().grain;
+// For the grain at `at`; see Run for padded ones, whose grain is a page.
+std::uint32_t Slice::checksum(std::uint64_t at) const {
+  const Run& target = transfer->runs()[run];
+  std::uint64_t length = std::min<std::uint64_t>(target.grain, end - at);
+  std::uint32_t sum = crc32c(target.data + at, length, 0);
+  if (!target.padded) return sum;
+  if (length < kAlignment) sum = crc32c(kZeros, kAlignment - length, sum);
+  return sum ^ kSumOfZeros;
 }
+
+void Slice::carry_out() const {
+  const Run& target = transfer->runs()[run];
+  bool is_write = transfer->operation() == Operation::write;
+  Failure failure;
+  for (std::uint64_t at = start; at < end; at += target.grain) {
+    std::uint32_t& slot = target.sums[at / target.grain];
+    std::uint32_t sum = checksum(at);
+    if (is_write) slot = sum;
+    if (slot == sum) continue;
+    failure = {kChecksumMismatch, run, target.offset + at, end - at};
+    break;
+  }
+  transfer->complete(failure);
+}
+
+Check::Check(std::shared_ptr<Transfer> transfer, std::size_t run, std::uint64_t start, std::uint64_t end)
+    : transfer_(std::move(transfer)), run_(run), next_(start), end_(end) {
+  slice_bytes_ = round_up(kSliceBytes, transfer_->runs()[run].grain);
+}
+
+std::size_t Check::num_left() const { return (end_ - next_ + slice_bytes_ - 1) / slice_bytes_; }
+
+Slice Check::take() {
+  std::uint64_t start = next_;
+  next_ = std::min(next_ + slice_bytes_, end_);
+  return {transfer_, run_, start, next_};
+}
+
+Block::Block(std::shared_ptr<Transfer> transfer, std::size_t run, const Piece& piece)
+    : transfer_(std::move(transfer)), run_(run), piece_(piece) {
+  if (this->run().sums != nullptr) check_.emplace_back(transfer_, run_, piece_.start, piece_.start + piece_.length);
+}
+
+std::size_t Block::num_parts() const { return 1 + (check_.empty() ? 0 : check_.front().num_left()); }
 
 bool Block::prepare(Bounce& bounce) {
   transfer_->start();
@@ -83,12 +122,9 @@ bool Block::prepare(Bounce& bounce) {
     bounce_ = bounce.reserve(piece_.io_length);
     if (bounce_ == nullptr) return fail(ENOMEM);
   }
-  if (operation() == Operation::write) {
-    record(memory());
-    if (bounce_ != nullptr) {
-      std::memcpy(bounce_, memory(), piece_.length);
-      std::memset(bounce_ + piece_.length, 0, piece_.io_length - piece_.length);
-    }
+  if (operation() == Operation::write && bounce_ != nullptr) {
+    std::memcpy(bounce_, memory(), piece_.length);
+    std::memset(bounce_ + piece_.length, 0, piece_.io_length - piece_.length);
   }
   return true;
 }
@@ -136,45 +172,18 @@ bool Block::fail(int code) {
   return false;
 }
 
-// For the grain at `at` of the piece; see Run for padded ones, whose grain is a page.
-std::uint32_t Block::checksum(const char* data, std::uint64_t at) const {
-  std::uint64_t length = std::min<std::uint64_t>(run().grain, piece_.length - at);
-  std::uint32_t sum = crc32c(data + at, length, 0);
-  if (!run().padded) return sum;
-  if (length < kAlignment) sum = crc32c(kZeros, kAlignment - length, sum);
-  return sum ^ kSumOfZeros;
-}
-
-void Block::record(const char* data) {
-  std::uint32_t* slot = sums();
-  if (slot == nullptr) return;
-  for (std::uint64_t at = 0; at < piece_.length; at += run().grain) *slot++ = checksum(data, at);
-}
-
-bool Block::verify(const char* data) {
-  const std::uint32_t* slot = sums();
-  if (slot == nullptr) return true;
-  for (std::uint64_t at = 0; at < piece_.length; at += run().grain) {
-    if (*slot++ == checksum(data, at)) continue;
-    code_ = kChecksumMismatch;
-    failed_at_ = at;
-    return false;
-  }
-  return true;
-}
-
 void Block::abandon(int code) {
   fail(code);
   finish();
 }
 
+void Block::land() {
+  if (is_moved() && operation() == Operation::read && bounce_ != nullptr) std::memcpy(memory(), bounce_, piece_.length);
+}
+
 void Block::finish() {
-  if (code_ == 0 && operation() == Operation::read) {
-    if (bounce_ != nullptr) std::memcpy(memory(), bounce_, piece_.length);
-    verify(memory());
-  }
   Failure failure{code_, run_, run().offset + piece_.start + failed_at_, piece_.length - std::min(failed_at_, piece_.length)};
-  transfer_->complete(failure);
+  transfer_->complete(failure, num_parts());
 }
 
 }  // namespace unbounded::disk

@@ -1,9 +1,14 @@
-// A transfer is carried out in blocks. Splitting is pure; a block is a small state machine that both
-// backends drive: prepare, then request/advance until it is finished, then finish.
+// A transfer is carried out in blocks. Splitting is pure; a block is a small state machine that a lane drives: prepare,
+// then request/advance until it is moved, then finish.
+//
+// Checksums are no part of moving it. They come in slices that any thread may take: what is written is summed while it is
+// on its way, and what was read while the next blocks are. So the disk never waits for a checksum, and several threads
+// share the last block of a transfer.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <vector>
 
@@ -51,18 +56,54 @@ struct Request {
   std::uint64_t offset;
 };
 
+// Bytes of one run. `carry_out` records their checksums (a write) or compares them (a read), and completes the part.
+struct Slice {
+  std::shared_ptr<Transfer> transfer;
+  std::size_t run;
+  std::uint64_t start, end;  // within the run
+
+  void carry_out() const;
+
+ private:
+  std::uint32_t checksum(std::uint64_t at) const;
+};
+
+// The slices of one block.
+class Check {
+ public:
+  // [start, end) of a run that has checksums; `start` is on a grain of them.
+  Check(std::shared_ptr<Transfer> transfer, std::size_t run, std::uint64_t start, std::uint64_t end);
+
+  std::size_t num_left() const;
+  // The next slice; call it only if some are left.
+  Slice take();
+
+ private:
+  std::shared_ptr<Transfer> transfer_;
+  std::size_t run_;
+  std::uint64_t next_, end_, slice_bytes_;
+};
+
 class Block {
  public:
   Block(std::shared_ptr<Transfer> transfer, std::size_t run, const Piece& piece);
 
   Operation operation() const { return transfer_->operation(); }
   std::size_t length() const { return piece_.length; }
+  // How many parts of the transfer it is: itself, and its slices of checksums.
+  std::size_t num_parts() const;
+  // Its checksums, if it has any, until they are taken out: a write's at any time, a read's once it `is_moved`.
+  std::list<Check>& check() { return check_; }
 
-  // Checksums what is to be written and fills the bounce buffer. False: failed, go to finish().
+  // Fills the bounce buffer of a write. False: failed, go to finish().
   bool prepare(Bounce& bounce);
   Request request() const;
-  // Takes the result of the request (bytes, or -errno). True: request() again; false: go to finish().
+  // Takes the result of the request (bytes, or -errno). True: request() again; false: it is moved, or has failed.
   bool advance(std::int64_t result);
+  bool is_moved() const { return code_ == 0; }
+  // Empties the bounce buffer of a read.
+  void land();
+  // Completes it, and the checksums that were not taken out.
   void finish();
   // Ends a block that was never begun.
   void abandon(int code);
@@ -71,16 +112,13 @@ class Block {
   bool through_direct() const;
   bool fail(int code);
   bool retry(int code);
-  bool verify(const char* data);
-  void record(const char* data);
-  std::uint32_t checksum(const char* data, std::uint64_t at) const;
-  std::uint32_t* sums() const;
   const Run& run() const { return transfer_->runs()[run_]; }
   char* memory() const { return run().data + piece_.start; }
 
   std::shared_ptr<Transfer> transfer_;
   std::size_t run_;
   Piece piece_;
+  std::list<Check> check_;  // one or none: a list's element changes hands without being allocated again
   char* bounce_ = nullptr;
   std::uint64_t moved_ = 0;
   int code_ = 0;

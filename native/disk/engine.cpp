@@ -36,21 +36,20 @@ Engine::Engine(const EngineOptions& options) : options_(normalised(options)) {}
 std::shared_ptr<Transfer> Engine::submit(Operation operation, std::vector<Run> runs) {
   if (!begin_all(runs)) return nullptr;
   auto transfer = std::make_shared<Transfer>(operation, std::move(runs));
-  std::map<dev_t, std::vector<Block>> blocks;
-  std::size_t num_blocks = 0;
+  std::map<dev_t, std::list<Block>> blocks;
+  std::size_t num_parts = 0;
   for (std::size_t index = 0; index < transfer->runs().size(); ++index) {
     const Run& run = transfer->runs()[index];
     for (const Piece& piece : split(run, run.file->direct(), options_.block_bytes)) {
-      blocks[run.file->device()].emplace_back(transfer, index, piece);
-      ++num_blocks;
+      num_parts += blocks[run.file->device()].emplace_back(transfer, index, piece).num_parts();
     }
   }
-  transfer->expect(num_blocks);
+  transfer->expect(num_parts);
   for (auto& [device, list] : blocks) launch(device, operation, list);
   return transfer;
 }
 
-void Engine::launch(dev_t device, Operation operation, std::vector<Block>& blocks) {
+void Engine::launch(dev_t device, Operation operation, std::list<Block>& blocks) {
   int code = EBADF;
   try {
     if (auto target = lane(device, operation)) {

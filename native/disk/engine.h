@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -32,7 +33,7 @@ class Engine {
     std::shared_ptr<Lane> lanes[2];
   };
 
-  void launch(dev_t device, Operation operation, std::vector<Block>& blocks);
+  void launch(dev_t device, Operation operation, std::list<Block>& blocks);
   // Null once closed. Whoever holds the lane keeps it alive through a close().
   std::shared_ptr<Lane> lane(dev_t device, Operation operation);
 

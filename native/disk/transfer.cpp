@@ -20,10 +20,10 @@ bool comes_first(const Failure& failure, const Failure& known) {
 
 Transfer::Transfer(Operation operation, std::vector<Run> runs) : operation_(operation), runs_(std::move(runs)) {}
 
-void Transfer::expect(std::size_t num_blocks) {
+void Transfer::expect(std::size_t num_parts) {
   std::lock_guard lock(mutex_);
-  pending_ = num_blocks;
-  if (num_blocks > 0) return;
+  pending_ = num_parts;
+  if (num_parts > 0) return;
   done_.store(true, std::memory_order_release);
   for (const Run& run : runs_) run.file->end();
 }
@@ -33,10 +33,11 @@ void Transfer::start() {
   started_ns_.compare_exchange_strong(unset, monotonic_ns(), std::memory_order_relaxed);
 }
 
-void Transfer::complete(const Failure& failure) {
+void Transfer::complete(const Failure& failure, std::size_t num_parts) {
   std::lock_guard lock(mutex_);
   if (failure.code != 0 && comes_first(failure, failure_)) failure_ = failure;
-  if (--pending_ > 0) return;
+  pending_ -= num_parts;
+  if (pending_ > 0) return;
   finished_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   done_.store(true, std::memory_order_release);
   finished_.notify_all();

@@ -49,10 +49,11 @@ class Transfer {
   Operation operation() const { return operation_; }
   const std::vector<Run>& runs() const { return runs_; }
 
-  void expect(std::size_t num_blocks);
+  // It is done after so many parts: blocks moved, and slices of checksums.
+  void expect(std::size_t num_parts);
   void start();
-  // Called once for every block; the failure nearest to the transfer's start is kept.
-  void complete(const Failure& failure);
+  // Called for every part, or for several at once; the failure nearest to the transfer's start is kept.
+  void complete(const Failure& failure, std::size_t num_parts = 1);
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   bool wait_for(std::chrono::nanoseconds timeout);

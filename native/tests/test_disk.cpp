@@ -104,6 +104,23 @@ void padded_tail_and_checksums(Engine& engine) {
   }
 }
 
+// A block of 4 MiB has four slices of checksums, which several threads take in any order.
+void the_first_damage_in_a_block_is_reported() {
+  Engine engine({4, 4 << 20});
+  auto file = open_file();
+  Memory source(kFileBytes), target(kFileBytes, 3);
+  std::vector<std::uint32_t> sums(kFileBytes / kAlignment, 1);
+  CHECK(wait(engine.submit(Operation::write, {{file, 0, source.data, kFileBytes, sums.data(), true}})).code == 0);
+  Run read{file, 0, target.data, kFileBytes, sums.data(), true};
+  CHECK(wait(engine.submit(Operation::read, {read})).code == 0);
+  CHECK(std::memcmp(source.data, target.data, kFileBytes) == 0);
+  for (std::size_t page = sums.size(); page > 0; page -= 256) {  // from the last slice to the first
+    sums[page - 1] ^= 1;
+    Failure failure = wait(engine.submit(Operation::read, {read}));
+    CHECK(failure.code == kChecksumMismatch && failure.offset == (page - 1) * kAlignment && failure.length == kAlignment);
+  }
+}
+
 void failures(Engine& engine) {
   auto file = open_file();
   Memory memory(kFileBytes);
@@ -138,6 +155,7 @@ int main() {
   round_trips(engine);
   many_in_flight(engine);
   padded_tail_and_checksums(engine);
+  the_first_damage_in_a_block_is_reported();
   failures(engine);
   closing_finishes_what_is_in_flight();
   return 0;

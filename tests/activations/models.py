@@ -134,7 +134,7 @@ class Frozen(Stack):
 
 
 class Hooked(Stack):
-    """A hook of the user's that changes inputs and one that changes outputs."""
+    """One hook of the user changes inputs, another changes outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,13 +159,13 @@ class Deep(Layer):
 
 
 class CheckpointedInside(Stack):
-    """Blocks with a checkpoint of the user's own inside."""
+    """Blocks with the user's own checkpoint inside."""
 
     block = Deep
 
 
 class CheckpointedAround(Stack):
-    """Blocks with a checkpoint of the user's own around."""
+    """Blocks with the user's own checkpoint around them."""
 
     reentrant = False
 

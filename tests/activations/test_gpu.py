@@ -1,4 +1,4 @@
-"""Policies on a GPU: equal results, less device memory, copies in their lanes beside the computation."""
+"""Policies on a GPU: equal results, less device memory, and copies that run in their lanes during the computation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def assert_equal(found: list[list[Tensor]], expected: list[list[Tensor]]) -> Non
 
 
 def peak_between(model: nn.Module) -> int:
-    """Device bytes that are allocated between a forward and its backward, the model's own left out."""
+    """Device bytes that are allocated between a forward and its backward, without the model's own."""
     inputs = batch()
     model(inputs).backward()  # buffers are made, gradients are there
     torch.cuda.synchronize()
@@ -146,7 +146,7 @@ def test_buffers_are_pinned_and_a_steady_step_allocates_none() -> None:
         model(batch(step)).backward()
         used.append(_shelves[model].buffers.room.arena.used_bytes)
     assert used == [used[0]] * 4
-    assert used[0] == DEPTH * INPUT + 2 * 4096  # and the mask, of a byte a token
+    assert used[0] == DEPTH * INPUT + 2 * 4096  # and the mask, with one byte per token
     assert all(chunk.raw.is_pinned() for chunk in _shelves[model].buffers._chunks)
 
 
@@ -252,7 +252,7 @@ def test_auto_gives_back_the_host_memory_of_a_first_larger_batch() -> None:
         used.append(optimizer.memory()["host"].activation_bytes)
     assert used[:3] == [0, 0, 0]
     assert used[3] >= DEPTH * INPUT / 2  # eight times the tail, squared, is more than there is
-    assert max(used[4:]) < used[3] / 3  # weights that are just being fetched may leave a block or two no room
+    assert max(used[4:]) < used[3] / 3  # weights being fetched may leave no room for a block or two
 
 
 def test_auto_is_not_misled_by_a_peak_that_was_there_before_training() -> None:

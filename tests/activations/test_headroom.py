@@ -1,4 +1,4 @@
-"""What blocks keep under "auto": decided from the device's memory, here one that the test counts."""
+"""What "auto" decides that blocks may keep, from the memory of a device that the test counts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import unbounded
-from tests.activations.models import Stack, WithDropout, WithMask, losses_of, make, tokens
-from tests.activations.test_sharded import Zoo, shard_stack
-from tests.zero.training import Run, assert_identical_weights, train_ours
-from unbounded.activations.checkpointed import Checkpointed, attached_to
-from unbounded.activations.headroom import FIRST_RATIO, LIMIT_PART, Headroom, Tails, choose_policy
-from unbounded.errors import PlanError
-from unbounded.sharding import block_policies, running
+from tests.activations.models import Stack, make, tokens
+from unbounded.activations.headroom import LIMIT_PART, Headroom, Tails, choose_policy
+from unbounded.sharding import running
 
 GIB = 2**30
 
@@ -88,7 +83,7 @@ def test_a_device_with_room_keeps_all_and_from_the_start_what_an_eighth_of_it_ta
 
 
 def test_a_tight_budget_is_kept_from_the_first_step_on() -> None:
-    """Inputs and the tail take nearly all that the states leave: what one block keeps would not fit beside."""
+    """Inputs and the tail take nearly all that the states leave, so there is no room for what one block keeps."""
     run = Training(states=5 * GIB, limit=14 * GIB, num_blocks=26, kept=14 * 2**20, tail=60 * 2**20)
     for _ in range(4):
         assert run.step(100)["recompute"] == 26
@@ -152,7 +147,7 @@ def test_what_caution_had_on_the_host_is_given_back_when_the_tail_is_known() -> 
     run = Training(states=GIB, limit=3 * GIB, num_blocks=10, kept=40 * 2**20, tail=100 * 2**20, host=2**40)
     for _ in range(3):
         assert run.step(1)["host"] == 0
-    assert run.step(8)["host"] == 10  # it might be 64 times as much
+    assert run.step(8)["host"] == 10  # its tail might be 64 times as large
     assert run.num_trimmed == 0
     for size in (8, 8, 1, 8):
         assert run.step(size)["host"] == 0
@@ -176,8 +171,8 @@ def test_a_batch_of_another_size_is_foreseen_by_those_that_were_seen() -> None:
 
 
 def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
-    """Where it can be: the limit is what recomputing takes, or more. A first step may go beyond by a few percent, for
-    which a tenth of the budget is left: what it needs after its blocks nobody has seen."""
+    """This holds where it can: the limit is what recomputing takes, or more. A first step may go beyond it by a few
+    percent, because nobody has seen yet what it needs after its blocks. A tenth of the budget is left for that."""
     for seed in range(300):
         random = Random(seed)
         num_blocks, kept = random.choice([2, 8, 26, 48, 80]), int(random.uniform(4, 60) * 2**20)
@@ -194,7 +189,7 @@ def test_the_budget_is_kept_by_all_kinds_of_models_and_batches() -> None:
 
 
 def test_states_give_way_to_a_pass_that_would_not_fit() -> None:
-    """By what a pass is likely to take before one was seen, then by its tail; after a shortage by an eighth more."""
+    """At first by what a pass is likely to take, then by its measured tail, and after a shortage by an eighth more."""
     asked: list[int] = []
     run = Training(states=100 * 2**20, limit=120 * 2**20, num_blocks=2, kept=4 * 2**20, tail=30 * 2**20)
 
@@ -233,7 +228,7 @@ def test_gradients_on_the_device_say_what_adding_up_will_take() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert found[:2] == [0, 2 * sum(unit.layout.numel for unit in engine.units)]
-    assert found[2:] == [0] * 6  # from the first sum on the store is as wide as a sum
+    assert found[2:] == [0] * 6  # from the first sum on, the store is as wide as a sum
 
 
 def test_tails_bound_each_other() -> None:
@@ -258,182 +253,3 @@ def test_policies_are_chosen_from_the_cheapest_on() -> None:
 
     assert [choose(free) for free in (64, 63, 55, 54)] == ["keep", "recompute", "recompute", "host"]
     assert [choose(free, None) for free in (514, 513, 53, 52)] == ["keep", "recompute", "recompute", "host"]
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
-def pretend(limit: int, host: bool = True) -> list[Headroom]:
-    """Makes "auto" of models on the CPU ask a device of `limit` bytes on which every block takes 2."""
-    made: list[Headroom] = []
-
-    class Counting(Headroom):
-        @torch.compiler.disable
-        def note(self, outputs: Any, *, kept: bool) -> None:
-            device.take(2)
-            super().note(outputs, kept=kept)
-
-        def begin(self) -> None:
-            device.now = 0
-            super().begin()
-
-    device = Device()
-
-    def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
-        made.append(Counting(device, limit, num_blocks, has_host_room=lambda _: host))
-        return made[-1]
-
-    block_policies.make_headroom, block_policies.close_policy = make_headroom, lambda policy, device: policy  # type: ignore[assignment]
-    return made
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("make_headroom", "close_policy"):
-        monkeypatch.setattr(block_policies, name, getattr(block_policies, name))
-
-
-def run_auto(rank: int, world_size: int, kind: Any, plan: dict[str, Any]) -> list[Run]:
-    """The model as it is; then under "auto", where every rank has another amount of room."""
-    before = block_policies.make_headroom, block_policies.close_policy
-    plain = train_ours(rank, world_size, Zoo(kind), plan)
-    try:
-        pretend([2**40, 0, 4000, 2**40][rank])
-        return [plain, train_ours(rank, world_size, Zoo(kind), plan)]
-    finally:
-        block_policies.make_headroom, block_policies.close_policy = before
-
-
-@pytest.mark.parametrize("kind", [Stack, WithMask, WithDropout], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 2), (2, 3), (4, 3)])
-def test_ranks_may_decide_differently(ranks: Any, kind: Any, world_size: int, stage: int) -> None:
-    for plain, auto in ranks(world_size, run_auto, kind, {"stage": stage, "weights": "device"}):
-        assert auto.losses == plain.losses
-        assert_identical_weights(auto, plain)
-
-
-@pytest.mark.parametrize("limit", [0, 2**13, 2**40])
-@pytest.mark.parametrize("host", [True, False])
-def test_losses_are_those_of_the_plain_model(limit: int, host: bool) -> None:
-    expected = losses_of(*shard_stack(make(Stack)))
-    made = pretend(limit, host)
-    model, optimizer = shard_stack(make(Stack))
-    assert losses_of(model, optimizer) == expected
-    assert made[0].num_kept == (4 if limit == 2**40 else 0)
-    assert (optimizer.memory()["host"].activation_bytes > 0) == (limit < 2**40 and host)  # this one never trims
-
-
-def test_a_model_that_is_compiled_whole_has_the_blocks_that_keep_compiled() -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, examples: Any) -> Any:
-        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
-        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
-
-    def run() -> list[Any]:
-        torch._dynamo.reset()
-        graphs.clear()
-        model, optimizer = shard_stack(make(Stack))
-        losses = losses_of(torch.compile(model, backend=backend), optimizer)
-        return [losses, [*graphs]]
-
-    plain = run()
-    assert len(plain[1]) == 1
-    made = pretend(2**40)
-    assert run() == plain
-    assert made[0].num_kept == 4
-
-
-def counts(model: nn.Module) -> Counter[str]:
-    return Counter(block.policy for block in attached_to(model))
-
-
-def test_what_a_plan_leaves_out_is_auto_on_a_gpu_and_keeps_on_a_cpu() -> None:
-    model, _ = shard_stack(make(Stack))
-    assert counts(model) == {}
-    pretend(0)
-    model, optimizer = shard_stack(make(Stack))
-    assert counts(model) == {"auto": 4}
-    assert "activations={auto: 4 blocks}" in repr(optimizer.plan)
-    model, _ = shard_stack(make(Stack), activations=(("blocks.0", "keep"), ("blocks.1", "host"), ("*", "auto")))
-    assert counts(model) == {"host": 1, "auto": 2}
-
-
-def test_a_policy_of_ones_own_replaces_auto() -> None:
-    pretend(2**40)
-    model, _ = shard_stack(make(Stack))
-    unbounded.checkpoint_activations(model, "recompute")
-    assert counts(model) == {"recompute": 4}
-    some, _ = shard_stack(make(Stack))
-    unbounded.checkpoint_activations(some, "host", blocks="blocks.1")
-    unbounded.checkpoint_activations(some, "keep", blocks="blocks.2")
-    assert counts(some) == {"auto": 2, "host": 1}
-    with pytest.raises(PlanError, match="already has the activation policy 'recompute'"):
-        unbounded.checkpoint_activations(model, "host")
-    early = make(Stack)
-    unbounded.checkpoint_activations(early, "host")
-    early, _ = shard_stack(early)
-    assert counts(early) == {"host": 4}
-
-
-def test_auto_that_was_given_before_sharding_has_the_budget_of_the_plan() -> None:
-    made = pretend(2**40)
-    model = make(Stack)
-    unbounded.checkpoint_activations(model, "auto")
-    model, optimizer = shard_stack(model)
-    assert len(made) == 2
-    assert {block.headroom for block in attached_to(model)} == {made[1]}
-    losses_of(model, optimizer)
-    assert made[1].num_kept == 4
-
-
-def test_a_model_that_checkpoints_itself_is_left_to_it() -> None:
-    pretend(2**40)
-    model = make(Stack)
-    for block in model.blocks:
-        block.gradient_checkpointing = True  # type: ignore[assignment]
-    model, _ = shard_stack(model)
-    assert counts(model) == {}
-
-
-class Normed(Stack):
-    class block(Stack.block):  # type: ignore[name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.batch = nn.BatchNorm1d(12)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.batch(self.mix(x).transpose(1, 2)).transpose(1, 2)
-
-
-def test_blocks_that_change_with_every_forward_never_run_twice() -> None:
-    pretend(0)
-    torch.manual_seed(0)
-    model, optimizer = shard_stack(Normed())
-    assert counts(model) == {}
-    losses_of(model, optimizer)
-    assert {int(block.batch.num_batches_tracked) for block in model.blocks} == {3}
-
-
-def test_caches_stay_where_activations_are_kept(recwarn: pytest.WarningsRecorder) -> None:
-    given: list[Any] = []
-
-    class Cached(nn.Module):
-        def forward(self, x: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
-            given.append(past_key_values)
-            return x * 2
-
-    block, cache = Cached(), object()
-    Checkpointed("block", block, "auto", None, Headroom(Device(), 2**40, 1)).attach()  # type: ignore[arg-type]
-    block(torch.ones(3, requires_grad=True), past_key_values=cache)
-    assert given == [cache]
-    assert not recwarn.list
-
-
-def test_a_part_of_the_model_called_by_itself_begins_a_forward() -> None:
-    headroom = Headroom(Device(), int(2**20 * (FIRST_RATIO * 2 + 2) * 8), 2)
-    for _ in range(3):
-        for _ in range(2):
-            assert headroom.choose(torch.empty(2**20, dtype=torch.uint8)) == "keep"
-            headroom.note(tokens(), kept=True)
-        assert headroom.num_kept == 2

@@ -113,7 +113,7 @@ def test_what_the_user_still_holds_is_not_fetched() -> None:
     loss = model(tokens(rows=ROWS, length=LENGTH))
     before = moved()
     loss.backward()
-    assert moved()[1] - before[1] == WIDTH + 2 * 4 * WIDTH  # the mask and the tables alone
+    assert moved()[1] - before[1] == WIDTH + 2 * 4 * WIDTH  # only the mask and the tables
 
 
 def test_blocks_without_a_backward_offload_nothing() -> None:

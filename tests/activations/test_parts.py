@@ -149,7 +149,7 @@ def test_host_buffers_are_given_back_by_dropping_them_and_used_again() -> None:
     assert room.used == room.arena.used_bytes == 3 * PAGE_BYTES
     fourth = buffers.take(PAGE_BYTES)
     assert room.used == room.arena.used_bytes == 4 * PAGE_BYTES
-    del third, second  # in any order they grow together again
+    del third, second  # they merge again, whatever the order
     assert address(buffers.take(3 * PAGE_BYTES)) == home
     del fourth
     assert address(buffers.take(PAGE_BYTES)) != home  # the smallest that fits

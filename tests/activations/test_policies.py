@@ -1,4 +1,4 @@
-"""Policies on models that are not sharded: the same bits as the plain model, and nothing left behind when removed."""
+"""Policies on models that are not sharded: the bits of the plain model, and nothing is left when they are removed."""
 
 from __future__ import annotations
 

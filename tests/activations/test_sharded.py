@@ -20,7 +20,7 @@ POLICIES = ("recompute", "host", (("blocks.0", "keep"), ("blocks.1", "recompute"
 
 
 class Zoo(Task):
-    """The models of `tests.activations.models`, two microbatches a step."""
+    """The models of `tests.activations.models`, two microbatches per step."""
 
     steps, accumulate = 2, 2
 
@@ -123,7 +123,7 @@ def test_removed_policies_leave_the_engine_at_work() -> None:
 def test_activations_count_as_memory_of_the_host() -> None:
     model, optimizer = shard_stack(make(Stack), activations="host")
     before = optimizer.memory()["host"]
-    loss = model(tokens(rows=8, length=64))  # 24 KiB: six pages a block
+    loss = model(tokens(rows=8, length=64))  # 24 KiB: six pages per block
     use = optimizer.memory()["host"]
     assert use.used_bytes - before.used_bytes == use.activation_bytes == 4 * 6 * 4096
     loss.backward()
@@ -151,7 +151,7 @@ def test_more_activations_than_the_hosts_budget_are_an_error_before_they_are_the
 
 
 def test_states_and_buffers_keep_their_part_of_the_host() -> None:
-    """What is planned for the host is kept free for it, also before it is allocated."""
+    """What is planned for the host is kept free, even before it is allocated."""
     model, optimizer = shard_stack(
         make(Stack), host_bytes="32MiB", activations="host", weights="host", optimizer="host"
     )

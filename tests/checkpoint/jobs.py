@@ -14,7 +14,7 @@ from unbounded.checkpoint.format.parsing import read_manifest
 
 
 class Centre(nn.Module):
-    """Takes a running mean away, as batch norms do, in any dtype."""
+    """Subtracts a running mean, as batch norms do, in any dtype."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Centre(nn.Module):
 
 
 class Odd(nn.Module):
-    """A tiny GPT with what else a model may hold: buffers, tied, frozen and scalar parameters."""
+    """A tiny GPT with everything else that a model may hold: buffers, tied, frozen and scalar parameters."""
 
     def __init__(self, width: int = 11) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ def mark(model: nn.Module, number: int) -> None:
 
 
 def read_mark(folder: Path) -> int:
-    """The number that everything in the checkpoint agrees on; every byte verified."""
+    """The number that everything in the checkpoint agrees on; every byte is verified."""
     manifest = read_manifest(folders.find(folder))
     values = {float(v) for tensor in whole(folders.find(folder)).values() for v in tensor.unique()}
     number = manifest.values["extra"]["0"]["number"]

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: bytes read and written once, no copy where none is needed, buffers that are bounded."""
+"""What a checkpoint costs: bytes are read and written once, nothing is copied without need, and buffers are bounded."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_states_on_disk_pass_through_a_few_buffers_that_stay(tmp_path: Path, mon
 
 @pytest.fixture
 def gate(monkeypatch: Any) -> Iterator[threading.Event]:
-    """While it is not set, a save reads nothing of what is large."""
+    """Until it is set, a save reads nothing large."""
     gate, begin = threading.Event(), writer.Writer.read
 
     def held(self: Any, chunk: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_step_beside_a_save_that_stands_still_goes_on_with_its_states_copied_a
 def test_states_are_copied_aside_before_the_step_comes_to_them(
     tmp_path: Path, monkeypatch: Any, gate: threading.Event
 ) -> None:
-    monkeypatch.setattr(save_job.SaveJob, "_copies_ahead", lambda self: self.copy)  # as beside a GPU
+    monkeypatch.setattr(save_job.SaveJob, "_copies_ahead", lambda self: self.copy)  # as with a GPU
     model, optimizer = build("host")
     arena = sharded(model).tiers.arena
     gate.set()
@@ -322,7 +322,7 @@ def test_the_padding_after_a_copy_is_read_only_into_what_follows_its_array() -> 
 
 
 def test_arrays_of_odd_sizes_are_loaded_into_place_in_few_reads(tmp_path: Path, monkeypatch: Any) -> None:
-    """An array is one read: what is over a chunk and a page does not become reads of its own."""
+    """An array is one read: what goes beyond a chunk and a page does not become further reads."""
     monkeypatch.setattr(loading, "STAGED_BYTES", 0)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1500, 1499) if i % 2 else nn.Linear(1499, 1500) for i in range(4)))

@@ -34,7 +34,7 @@ PRELOAD_IN_RANKS = ["unbounded.checkpoint.loading", "tests.checkpoint.jobs"]
 
 
 def save_for_ever(rank: int, world_size: int, folder: str, first: int, store: str, saves: int) -> None:
-    """Saves one number after another until killed; says when the first save begins, or the next after `saves`."""
+    """Saves one number after another until it is killed; says when the first save begins, or the next after `saves`."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -49,7 +49,7 @@ def save_for_ever(rank: int, world_size: int, folder: str, first: int, store: st
 
 
 def kill_at_random(folder: Path, world_size: int, times: int, seed: int, *, all_ranks: bool) -> list[int]:
-    """Kills saving jobs one after another, within about three saves; the numbers found in the folder after each.
+    """Kills jobs that save, each within about three saves; returns the number found in the folder after each.
 
     Every other one has saved once by then; all that have several ranks, whose first save makes their group.
     """
@@ -79,7 +79,7 @@ def test_a_job_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path
     unbounded.save(folder, *marked(0), number=0)
     found = kill_at_random(folder, 1, KILLS, seed=1, all_ranks=True)
     assert found == sorted(found)
-    assert len(set(found)) > 2  # saves did come to an end in between
+    assert len(set(found)) > 2  # some saves did finish in between
     unbounded.save(folder, *marked(7), number=7)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".c")] == []
 
@@ -95,7 +95,7 @@ MOMENTS = ["claimed", "data written", "manifest written", "moved aside", "in pla
 
 
 def die_at(folder: str, moment: str, exchange: bool) -> None:
-    """Saves number 1, and is killed at a moment of the commit."""
+    """Saves number 1, and is killed at a given moment of the commit."""
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

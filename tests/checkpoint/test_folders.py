@@ -1,4 +1,4 @@
-"""Whose folder it is: names of any kind, locks, two jobs, what killed saves leave, and the files of users."""
+"""Whose folder it is: names of any kind, locks, two jobs, what killed saves leave, and users' files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models on a GPU: every tier, now and in the background, and from GPU to CPU."""
+"""Checkpoints of models on a GPU: every tier, in the foreground and in the background, and from GPU to CPU."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_states_pass_from_a_gpu_to_a_machine_without_one_and_back(tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert_same(whole(tmp_path / "cpu"), whole(tmp_path / "gpu"))
     other, optimizer = build("host", 2)
-    unbounded.load(tmp_path / "gpu", other, optimizer)  # for the GPU's random state, which the other had no use for
+    unbounded.load(tmp_path / "gpu", other, optimizer)  # for the GPU's random state, which the other did not use
     unbounded.load(tmp_path / "cpu", other, optimizer)
     resumed = train(other, optimizer, 2, 4)
-    assert resumed == pytest.approx(expected, rel=1e-2)  # the host updates what the device did, in another rounding
+    assert resumed == pytest.approx(expected, rel=1e-2)  # host and device round differently
     assert torch.equal(torch.cuda.get_rng_state(), random)

@@ -81,7 +81,7 @@ def test_exact_states_become_fp32_masters_and_back_bit_for_bit(ranks: Any, tmp_p
             assert torch.equal(held["exp_avg", name], exact["exp_avg", name])
         before = target
     states = {key: value for key, value in exact.items() if key[1].split(".")[0] != "frozen"}
-    # Frozen weights have no master: what fp16 cannot hold of a bf16 value is lost on that way, and nothing else.
+    # Frozen weights have no master: only what fp16 cannot hold of a bf16 value is lost on the way.
     assert_same({key: value for key, value in held.items() if key in states}, states)
 
 
@@ -99,7 +99,7 @@ def test_compact_states_come_near_the_exact_ones(ranks: Any, tmp_path: Path) -> 
 
 
 def straight_through(rank: int, world_size: int, source: str, target: str, plan: dict[str, Any]) -> list[int]:
-    """Without staging: the way of a large checkpoint."""
+    """Without staging, as a large checkpoint is loaded."""
     from unbounded.checkpoint import loading
 
     loading.STAGED_BYTES, before = 0, loading.STAGED_BYTES

@@ -177,7 +177,7 @@ def test_the_loss_scale_and_its_count_come_back(ranks: Any, tmp_path: Path) -> N
 
 def own_things(rank: int, world_size: int, folder: str) -> tuple[Any, Any, Any, Any]:
     model, optimizer = build({})
-    train(model, optimizer, 0, 1, rank)  # every rank has batches, and so running means, of its own
+    train(model, optimizer, 0, 1, rank)  # every rank has its own batches, and so its own running means
     torch.manual_seed(100 + rank)
     unbounded.save(folder, model, optimizer, position=rank * 10, same="everywhere")
     mean, noise = model.norm.running_mean.clone(), torch.rand(3)
@@ -242,7 +242,7 @@ def test_states_that_a_device_has_room_to_copy_are_saved_from_the_copy(ranks: An
 
 
 def slowed(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]]:
-    """A save whose chunks are slow, so that the update is there before its states were read, and no room to copy."""
+    """A save whose chunks are slow, so that the update comes before its states were read, and without room to copy."""
     import time
 
     from unbounded.checkpoint.save import segments, writer

@@ -91,7 +91,7 @@ TOML_VALUES = [
 
 
 class Fuzz:
-    """Draws command lines of every verb; files and folders that they name lie in `folder`."""
+    """Draws command lines of every verb; the files and folders that they name are in `folder`."""
 
     def __init__(self, seed: int, folder: Path, base: list[str]) -> None:
         self._draw = random.Random(seed)
@@ -136,7 +136,7 @@ class Fuzz:
         return words
 
     def environment(self) -> dict[str, str]:
-        """Sometimes a launcher that makes no sense; never one of several ranks, for which the others would wait."""
+        """Sometimes a launcher that makes no sense, but never one of several ranks, which would wait for the others."""
         if self._draw.random() > 0.05:
             return {}
         name = self._draw.choice(["WORLD_SIZE", "RANK", "LOCAL_RANK"])

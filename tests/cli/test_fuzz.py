@@ -21,12 +21,12 @@ from unbounded.train.training import TrainingJob
 
 NUM_CASES = int(os.environ.get("UNBOUNDED_FUZZ_CASES", "250"))
 SEED = int(os.environ.get("UNBOUNDED_FUZZ_SEED", "1"))
-SECONDS = 300  # of one case: only what never ends takes so long, however loaded the machine
+SECONDS = 300  # of one case: only what never ends takes so long, however busy the machine is
 
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs begin and end as they would; nothing is trained, since 2**31 steps are a wish and not a mistake."""
+    """Runs begin and end as usual, but nothing is trained, since 2**31 steps are a wish and not a mistake."""
     monkeypatch.setattr(TrainingJob, "_train", lambda job, step, interrupts: (step, None))
 
 

@@ -1,4 +1,4 @@
-"""The command line's frame: verbs, exit codes, one line for what the user can put right."""
+"""The frame of the command line: verbs, exit codes, one line for what the user can fix."""
 
 from __future__ import annotations
 

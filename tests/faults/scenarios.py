@@ -1,8 +1,8 @@
-"""What is done while a call of the system fails, and what must be true afterwards.
+"""What is done while a system call fails, and what must be true afterwards.
 
-Each scenario has three parts, each run in a process of its own: `prepare` makes what is there before, `act` does its
-work with the fault and must be able to go on after an error, `check` looks at what is left, also after a kill. The
-last two say what is wrong, or nothing.
+Each scenario has three parts, and each runs in its own process. `prepare` makes what is there before. `act` does its
+work with the fault, and must be able to go on after an error. `check` looks at what is left, also after a kill. The
+last two say what is wrong, if anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ONE_FILE, MANY_FILES = 10**9, 20_000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an act came to: how many calls it made, the one that failed, what was raised, and what is wrong."""
+    """The result of an act: how many calls it made, the one that failed, what was raised, and what is wrong."""
 
     calls: int
     failed: str
@@ -45,7 +45,7 @@ class Scenario:
 def _caught(
     root: Path, fault: Fault | None, work: Callable[[], Any]
 ) -> tuple[Exception | None, Callable[..., Outcome]]:
-    """Runs `work` with the fault; its error, and what makes an outcome of it."""
+    """Runs `work` with the fault; returns its error, and a function that makes an outcome."""
     error: Exception | None = None
     with armed(root, fault):
         try:
@@ -62,7 +62,7 @@ def _caught(
 
 
 def _wrong_error(error: Exception | None, fault: Fault | None) -> str:
-    """An error of the system must come as ours, with its errno and a path."""
+    """A system error must be raised as one of ours, with its errno and a path."""
     if error is None:
         return ""
     if isinstance(error, DiskError):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which the first optimizer imports: seconds, in every fork
+import torch._dynamo  # which the first optimizer imports, and would take seconds in every fork
 
 import unbounded.checkpoint.loading
 import unbounded.checkpoint.saving  # noqa: F401
@@ -58,7 +58,7 @@ def in_fork(work: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def run_case(scenario: str, template: Path, root: Path, fault: Fault) -> dict[str, Any]:
-    """One fault at one call; what came of it."""
+    """Makes one fault at one call; returns what happened."""
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(template, root)
     parts = SCENARIOS[scenario]
@@ -74,7 +74,7 @@ def run_case(scenario: str, template: Path, root: Path, fault: Fault) -> dict[st
 
 
 def spread(calls: int, most: int) -> list[int]:
-    """The numbers of the calls to fail: all, or `most` of them evenly spread with the first and the last."""
+    """The numbers of the calls to fail: all, or `most` of them, evenly spread, including the first and the last."""
     if not most or calls <= most:
         return list(range(1, calls + 1))
     return sorted({1 + index * (calls - 1) // (most - 1) for index in range(most)})

@@ -1,4 +1,4 @@
-"""Calls of the system that fail on demand: the shim built, and armed from inside the process it is preloaded into."""
+"""System calls that fail on demand: builds the shim, and arms it from inside the process it is preloaded into."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KILL = 0
 
 
 def build(folder: Path) -> Path | None:
-    """The library to preload, or None where there is no compiler."""
+    """The library to preload, or None if there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return None

@@ -59,7 +59,7 @@ def fail(rank: int) -> None:
 def meet_fault(
     rank: int, world_size: int, plan: dict[str, Any], fault: Callable[[int], None], in_backward: bool
 ) -> str:
-    """What a rank raises whose peer meets a fault in its last block, in the second step."""
+    """What a rank raises when its peer has a fault in its last block, in the second step."""
     job = Job(plan)
     processes: list[Any] = [None, None]
     dist.all_gather_object(processes, os.getpid())

@@ -1,6 +1,6 @@
-"""A call of the system that fails, or that a process is killed at, in saves, loads and exports.
+"""System calls that fail, or at which the process is killed, in saves, loads and exports.
 
-Here some calls of each get each fault; `python -m tests.faults` has all of them.
+Here some calls of each get each fault; `python -m tests.faults` goes through all of them.
 """
 
 from __future__ import annotations

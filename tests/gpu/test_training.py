@@ -1,4 +1,4 @@
-"""Training on a GPU with states on every tier against plain PyTorch and against each other."""
+"""Training on a GPU with states on every tier, compared with plain PyTorch and with each other."""
 
 from __future__ import annotations
 
@@ -54,13 +54,17 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool, accumulate: int = 1) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool, accumulate: int = 1, lag: int = 0
+) -> list[float]:
+    """`lag`: cycles by which the stream is behind the host when a backward begins."""
     losses = []
     for step in range(6):
         generator = torch.Generator().manual_seed(step)
         for _ in range(accumulate):
             tokens = torch.randint(0, 300, (4, 32), generator=generator).cuda()
             loss = model(tokens) / accumulate
+            torch.cuda._sleep(lag)
             loss.backward()
         if clip and hasattr(optimizer, "clip_grad_norm_"):
             optimizer.clip_grad_norm_(0.5)
@@ -83,6 +87,50 @@ def test_fp32_training_equals_plain_pytorch_on_every_tier(plan: dict, accumulate
     torch.testing.assert_close(train(model, optimizer, True, accumulate), expected, rtol=2e-5, atol=0)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("on_other_stream", [False, True])
+@pytest.mark.parametrize("plan", [plan for plan in TIERS if "gradients" not in plan], ids=str)
+def test_units_that_are_updated_inside_the_backward_train_as_in_plain_pytorch(
+    plan: dict, on_other_stream: bool
+) -> None:
+    """Also on a stream that was not current in `shard`, and that is far behind the host."""
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model).cuda()
+    expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3), False)
+    options = {"gradients": "none", **plan}
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), options)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if on_other_stream else torch.cuda.current_stream()):
+        found = train(model, optimizer, False, lag=20_000_000)
+        optimizer.wait()
+        torch.cuda.synchronize()
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("gradients", ["device", "host", "disk", (("blocks.[01]", "device"), ("*", "host"))])
+def test_held_gradients_are_clipped_by_what_the_device_computes(gradients: Any) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model).cuda()
+    model, optimizer = unbounded.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), {"optimizer": "host", "gradients": gradients}
+    )
+    tokens = torch.randint(0, 300, (4, 32)).cuda()
+    held = []
+    for one in (reference, model):
+        one(tokens).backward()
+        assert all(parameter.grad.device == parameter.device for parameter in one.parameters())
+        held.append([parameter.grad.data for parameter in one.parameters()])
+        nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(list(one.parameters())[1:4], 0.01)
+    optimizer.clip_grad_norm_(0.02)
+    nn.utils.clip_grad_norm_(reference.parameters(), 0.02)
+    for expected, found in zip(*held, strict=True):
+        torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -171,7 +219,7 @@ def test_training_is_the_same_wherever_states_are_when_they_share_the_budget() -
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
         others, given, kept = train_tower({"device_bytes": budget, "move_states": True, **tiers})
         assert given.optimizer == kept.optimizer
-        # The device's kernel and the host's round differently, and Adam makes steps of differences near zero.
+        # The device's kernel and the host's round differently, and Adam turns differences near zero into steps.
         assert losses[:8] == pytest.approx(others[:8], rel=1e-5)
         assert losses == pytest.approx(others, rel=1e-2)
 

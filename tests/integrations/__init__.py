@@ -1,1 +1,1 @@
-"""Frameworks and other systems, each against its own plain run."""
+"""Frameworks and other systems, each compared with its own plain run."""

@@ -12,7 +12,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 @contextmanager
 def launched(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, the environment is torchrun's, and Accelerate's singletons are those of this job alone."""
+    """Inside, the environment is torchrun's, and Accelerate's singletons belong only to this job."""
     before = {name: os.environ.get(name) for name in NAMES}
     if world_size > 1:
         values = (rank, world_size, rank, world_size, "127.0.0.1", 1)  # the group is already there: nobody connects

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import unbounded
 from tests.integrations.launched import launched
+from tests.ranks import RankError
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -31,8 +34,8 @@ def make_loader() -> Any:
 class Job:
     """Model, optimizer, loader, scheduler and accelerator, prepared."""
 
-    def __init__(self, plan: Any) -> None:
-        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    def __init__(self, plan: Any, **options: Any) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if plan is not None:
@@ -84,7 +87,7 @@ def compare_tier(tier: str, folder: str, wanted: dict[str, torch.Tensor]) -> Any
     return found + going_on, going_on, resumed, same
 
 
-@pytest.mark.parametrize(("world_size", "tiers"), [(1, ["device", "disk"]), (2, ["device", "host", "disk"])])
+@pytest.mark.parametrize(("world_size", "tiers"), [(1, ["device", "disk"]), (2, ["device", "disk"])])
 def test_a_loop_trains_saves_and_resumes_as_the_plain_one(
     ranks: Any, tmp_path: Path, world_size: int, tiers: list[str]
 ) -> None:
@@ -93,6 +96,49 @@ def test_a_loop_trains_saves_and_resumes_as_the_plain_one(
             assert found == pytest.approx(reference, rel=1e-5)
             assert resumed == pytest.approx(going_on, rel=1e-6)
             assert same
+
+
+class Bomb:
+    """Something of the user's in a checkpoint, which Accelerate saves last: the second save kills the process."""
+
+    saves = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.saves += 1
+        if self.saves == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def train_with_saves(rank: int, world_size: int, folder: str, how: str) -> Any:
+    with launched(rank, world_size):
+        project = accelerate.utils.ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+        job = Job({"weights": "host", "optimizer": "host", "gradients": "host"}, project_config=project)
+        job.accelerator.register_for_checkpointing(Bomb())
+        if how == "resumed":
+            job.accelerator.load_state()  # the second is newer, but not whole
+            with pytest.raises(unbounded.CheckpointError, match="checkpoint_1 was cut short"):
+                job.accelerator.load_state(f"{folder}/checkpoints/checkpoint_1")
+        else:
+            job.train(4)
+            job.accelerator.save_state()
+        found = job.train(4)
+        if how == "killed":
+            job.accelerator.save_state()
+        return found, job.accelerator.get_state_dict(job.model)
+
+
+def test_a_job_that_is_killed_while_it_saves_resumes_as_if_it_had_not_been(ranks: Any, tmp_path: Path) -> None:
+    whole = ranks(2, train_with_saves, f"{tmp_path}/whole", "whole")
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks(2, train_with_saves, f"{tmp_path}/killed", "killed")
+    resumed = ranks(2, train_with_saves, f"{tmp_path}/killed", "resumed")
+    for (found, weights), (its_own, its_weights) in zip(whole, resumed, strict=True):
+        assert its_own == found
+        assert all(torch.equal(weights[name], value) for name, value in its_weights.items())
 
 
 def test_fp16_is_scaled_by_the_accelerator_and_what_it_cannot_know_is_refused() -> None:
@@ -107,3 +153,5 @@ def test_fp16_is_scaled_by_the_accelerator_and_what_it_cannot_know_is_refused() 
             job.accelerator.clip_grad_norm_(list(job.model.parameters())[:1], 1.0)
     with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"mixed_precision='bf16'.*precision=\"bf16\""):
         unbounded.hf.attach(accelerate.Accelerator(cpu=True, mixed_precision="bf16"))
+    with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"dynamo_backend='EAGER'.*block\.compile\(\)"):
+        unbounded.hf.attach(accelerate.Accelerator(cpu=True, dynamo_backend="eager"))

@@ -39,7 +39,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def losses(text: str) -> dict[tuple[int, int, int], float]:
-    """By rank, number of ranks and step; the last where one was run twice."""
+    """By rank, number of ranks and step; if one ran twice, the last."""
     found = re.findall(r"rank (\d) of (\d): step (\d+), loss ([\d.]+)", text)
     return {(int(rank), int(size), int(step)): float(loss) for rank, size, step, loss in found}
 
@@ -63,7 +63,7 @@ def test_a_worker_that_dies_is_restarted_and_goes_on_as_tasks_of_slurm_do_withou
 
 
 def run_as_slurm_tasks(folder: Path) -> dict[Any, float]:
-    """Two processes as `srun` starts them: Slurm's variables, and none of torchrun's."""
+    """Two processes as `srun` starts them: with Slurm's variables and none of torchrun's."""
     common = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_JOB_ID": "7",

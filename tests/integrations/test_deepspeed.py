@@ -1,4 +1,4 @@
-"""DeepSpeed's configs and scripts: what each key becomes, and training equal to plain PyTorch's."""
+"""DeepSpeed's configs and scripts: what each key becomes, and training that equals plain PyTorch's."""
 
 from __future__ import annotations
 

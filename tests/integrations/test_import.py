@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import unbounded
+from tests.zero.training import Several
 from unbounded.cli import main
 
 SIZE = 2  # ranks that wrote the DeepSpeed checkpoint
@@ -74,7 +75,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def resumed_losses(folder: Path) -> list[float]:
-    """Training goes on from our checkpoint, in a model of other first values with other options."""
+    """Training goes on from our checkpoint, in a model with different first values and options."""
     model = make(seed=2)
     model, optimizer = unbounded.shard(model, torch.optim.AdamW(groups(model), lr=1.0))
     unbounded.load(folder, model, optimizer)
@@ -94,7 +95,7 @@ class LossScaler:
 
 
 def deepspeed_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes that DeepSpeed pickles, under the names that it pickles them by."""
+    """The classes that DeepSpeed pickles, under the names in its pickles."""
     homes = {ZeroStageEnum: "deepspeed.runtime.zero.config", LossScaler: "deepspeed.runtime.fp16.loss_scaler"}
     for kind, module in homes.items():
         for depth in range(1, module.count(".") + 2):
@@ -231,21 +232,6 @@ def test_a_distributed_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path: P
     assert resumed_losses(tmp_path / "ours") == pytest.approx(train(model, optimizer, 3), rel=1e-5)
 
 
-class Both:
-    """Two optimizers, stepped one after another."""
-
-    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
-        self.members = members
-
-    def step(self) -> None:
-        for member in self.members:
-            member.step()
-
-    def zero_grad(self) -> None:
-        for member in self.members:
-            member.zero_grad()
-
-
 def make_others(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices, rest = groups(model)
     if kind == "Muon + AdamW":
@@ -259,14 +245,14 @@ def make_others(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 def test_states_of_other_optimizers_come_along(tmp_path: Path, kind: str) -> None:
     model = make()
     optimizers = make_others(kind, model)
-    train(model, Both(optimizers), 0)
+    train(model, Several(*optimizers), 0)
     save_dcp(tmp_path / "theirs", model, optimizers, "nested")
     unbounded.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     other = make(seed=2)
     others = make_others(kind, other)
     other, optimizer = unbounded.shard(other, others if len(others) > 1 else others[0])
     unbounded.load(tmp_path / "ours", other, optimizer)
-    assert train(other, optimizer, 3) == pytest.approx(train(model, Both(optimizers), 3), rel=1e-5)
+    assert train(other, optimizer, 3) == pytest.approx(train(model, Several(*optimizers), 3), rel=1e-5)
 
 
 def train_fsdp(rank: int, world_size: int, folder: str) -> list[float]:
@@ -304,7 +290,7 @@ def _train_rows(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -
 
 
 def import_apart(rank: int, world_size: int, folder: str) -> str:
-    """One rank has another folder, where there is nothing."""
+    """One rank is given a different folder, which is empty."""
     with pytest.raises(unbounded.CheckpointError) as caught:
         unbounded.import_checkpoint(Path(folder) / ("theirs", "nowhere")[rank], Path(folder) / "apart")
     return str(caught.value)

@@ -1,7 +1,9 @@
-"""Lightning's Trainer and Fabric with strategy="unbounded" beside their own strategies."""
+"""Lightning's Trainer and Fabric with strategy="unbounded", compared with their own strategies."""
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.integrations.launched import launched
+from tests.ranks import RankError
 
 lightning = pytest.importorskip("lightning")
 
@@ -18,7 +21,7 @@ PRELOAD_IN_RANKS = ["lightning", "unbounded.lightning"]
 
 
 class Net(lightning.LightningModule):
-    """Blocks and layers outside of them; a step that calls its parts, or itself."""
+    """Blocks, and layers outside of them; its step calls its parts, or itself."""
 
     def __init__(self, calls_itself: bool = False) -> None:
         super().__init__()
@@ -61,13 +64,13 @@ class Net(lightning.LightningModule):
 
 
 def loader(rank: int = 0) -> Any:
-    """Other rows on every rank; four batches make an epoch."""
+    """Different rows on every rank; four batches make an epoch."""
     generator = torch.Generator().manual_seed(7 + rank)
     rows = torch.randn(8, 5, generator=generator), torch.randint(0, 3, (8,), generator=generator)
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows), batch_size=2)
 
 
-def make_trainer(folder: str, world_size: int, strategy: Any, **options: Any) -> Any:
+def make_trainer(folder: str, world_size: int, strategy: Any, save_last: bool | None = None, **options: Any) -> Any:
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -77,7 +80,7 @@ def make_trainer(folder: str, world_size: int, strategy: Any, **options: Any) ->
         accelerator="cpu",
         devices=world_size,
         plugins=[LightningEnvironment()],
-        callbacks=[ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{step}")],
+        callbacks=[ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{step}", save_last=save_last)],
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -94,7 +97,7 @@ def make_trainer(folder: str, world_size: int, strategy: Any, **options: Any) ->
 
 
 def compare(rank: int, world_size: int, tiers: list[tuple[str, bool]], folder: str) -> Any:
-    """Of each tier (with steps that call the module or its parts): plain, ours, ours resumed, and both fitted again."""
+    """For each tier, with steps that call the module or its parts: plain, ours, ours resumed, both fitted again."""
     import unbounded.lightning
 
     warnings.simplefilter("ignore")
@@ -126,7 +129,7 @@ def compare(rank: int, world_size: int, tiers: list[tuple[str, bool]], folder: s
 
 @pytest.mark.parametrize(
     ("world_size", "tiers"),
-    [(1, [("device", True), ("disk", False)]), (2, [("device", False), ("host", True), ("disk", True)])],
+    [(1, [("device", True), ("disk", False)]), (2, [("device", False), ("disk", True)])],
 )
 def test_trainer_trains_validates_resumes_and_fits_again_as_the_plain_one(
     ranks: Any, tmp_path: Path, world_size: int, tiers: list[tuple[str, bool]]
@@ -143,6 +146,39 @@ def test_trainer_trains_validates_resumes_and_fits_again_as_the_plain_one(
     for tier, _ in tiers:
         saved = tmp_path / tier / "step=2.ckpt"
         assert sorted({path.suffix for path in saved.iterdir()}) == [".bin", ".json"]  # nothing pickled
+
+
+class MortalNet(Net):
+    """Killed after its third step, between two saves."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if self.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(rank: int, world_size: int, folder: str, kind: Any, checkpoint: str | None) -> Any:
+    import unbounded.lightning
+
+    warnings.simplefilter("ignore")
+    with launched(rank, world_size):
+        plan = {"weights": "host", "optimizer": "host", "gradients": "host"}
+        strategy, net = unbounded.lightning.UnboundedStrategy(plan), kind()
+        trainer = make_trainer(folder, world_size, strategy, save_last=True, num_sanity_val_steps=0)
+        trainer.fit(net, loader(rank), loader(rank), ckpt_path=checkpoint)
+        return net.seen, net.state_dict()
+
+
+def test_a_run_that_is_killed_resumes_from_the_last_checkpoint_as_if_it_had_not_been(
+    ranks: Any, tmp_path: Path
+) -> None:
+    whole = ranks(2, fit, f"{tmp_path}/whole", Net, None)
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks(2, fit, f"{tmp_path}/killed", MortalNet, None)
+    resumed = ranks(2, fit, f"{tmp_path}/killed", Net, "last")
+    for (seen, weights), (seen_again, its_weights) in zip(whole, resumed, strict=True):
+        assert 0 < len(seen_again) < len(seen)
+        assert seen_again == seen[-len(seen_again) :]
+        assert all(torch.equal(weights[name], value) for name, value in its_weights.items())
 
 
 @pytest.mark.parametrize("flag", ["bf16-mixed", "16-mixed"])
@@ -162,7 +198,7 @@ def test_precision_flags_become_the_plans(tmp_path: Path, flag: str) -> None:
 
 
 def loop(rank: int, world_size: int, strategy: Any, folder: str, precision: Any = None) -> Any:
-    """Fabric's loop, a save, and the rest of it in new objects."""
+    """Fabric's loop, a save, and the rest of the loop in new objects."""
     import unbounded.lightning  # noqa: F401
 
     warnings.simplefilter("ignore")

@@ -59,7 +59,7 @@ class Stack(torch.nn.Module):
 
 
 def run_parallelism(rank: int, size: int) -> list[tuple[float, float]]:
-    """Of each block the first loss, and that of plain PyTorch."""
+    """For each code block, the first loss, and that of plain PyTorch."""
     found, batch = [], models.batch("gpt2", 0, rows=8)
     for code in blocks_of("parallelism.md"):
         model = without_dropout(models.build("gpt2"))
@@ -136,7 +136,7 @@ def test_the_loop_of_the_readme_trains() -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The headings of a page as links name them."""
+    """The headings of a page, as links spell them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,8 +1,11 @@
-"""Hugging Face's Trainer with a plan: the plain Trainer's losses, norms, evaluations, checkpoints and exports."""
+"""Hugging Face's Trainer with a plan has the plain Trainer's losses, norms, evaluations, checkpoints and exports."""
 
 from __future__ import annotations
 
+import copy
 import importlib
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 
 import unbounded
 from tests.integrations.launched import launched
+from tests.ranks import RankError
 
 PRELOAD_IN_RANKS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "unbounded.hf.trainer"]
 
@@ -36,7 +40,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def make_data(number: int = 24) -> list[dict[str, torch.Tensor]]:
-    """Rows with labels to leave out, so that the number of items differs from micro-batch to micro-batch."""
+    """Rows with some labels to ignore, so that the number of items differs from micro-batch to micro-batch."""
     generator, rows = torch.Generator().manual_seed(1), []
     for index in range(number):
         tokens = torch.randint(0, 48, (10,), generator=generator)
@@ -85,7 +89,7 @@ def assert_close(ours: list[tuple[str, float]], plain: list[tuple[str, float]], 
 
 
 def compare(rank: int, world_size: int, folder: str, tiers: list[str]) -> Any:
-    """Plain, and of each tier ours, ours resumed from the middle in new objects, and the exported model."""
+    """The plain run, and for each tier ours, ours resumed half way in new objects, and the exported model."""
     with launched(rank, world_size):
         plain = build(transformers.Trainer, f"{folder}/plain")
         plain.train()
@@ -108,7 +112,7 @@ def compare_tier(tier: str, folder: str) -> Any:
     return history(ours), history(resumed), live, read, kept
 
 
-@pytest.mark.parametrize(("world_size", "tiers"), [(1, ["device", "disk"]), (2, ["device", "host", "disk"])])
+@pytest.mark.parametrize(("world_size", "tiers"), [(1, ["device", "disk"]), (2, ["device", "disk"])])
 def test_trainer_logs_resumes_and_exports_as_the_plain_one(
     ranks: Any, tmp_path: Path, world_size: int, tiers: list[str]
 ) -> None:
@@ -118,6 +122,44 @@ def test_trainer_logs_resumes_and_exports_as_the_plain_one(
             assert_close(resumed, ours, tolerance=1e-6)
             assert live == read
             assert kept == (True, make_model().generation_config.use_cache, 5)  # the model's own, not the training's
+
+
+def train_with_dropout(rank: int, world_size: int, folder: str, dies: bool, resume: bool) -> Any:
+    """What is logged, and the weights. One that dies is killed in its second save, before the checkpoint is whole."""
+    with launched(rank, world_size):
+        model = make_model()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.2
+        plan = {"weights": "host", "optimizer": "host", "gradients": "host"}
+        trainer = build(unbounded.hf.Trainer, folder, model, plan=plan, save_total_limit=2)
+        if dies:
+            trainer._save_scaler = kill_in_save
+        trainer.train(resume_from_checkpoint=resume)
+        return history(trainer), trainer.model.state_dict()
+
+
+def kill_in_save(output_dir: str) -> None:
+    if output_dir.endswith("checkpoint-6"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_is_killed_while_it_saves_resumes_as_if_it_had_not_been(ranks: Any, tmp_path: Path) -> None:
+    whole = ranks(2, train_with_dropout, f"{tmp_path}/whole", False, False)
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks(2, train_with_dropout, f"{tmp_path}/killed", True, False)
+    assert (tmp_path / "killed" / "checkpoint-6" / "unbounded").is_dir()
+    resumed = ranks(2, train_with_dropout, f"{tmp_path}/killed", False, True)
+    for (log, weights), (its_log, its_weights) in zip(whole, resumed, strict=True):
+        assert its_log == log
+        assert all(torch.equal(weights[name], value) for name, value in its_weights.items())
+    for step in (3, 6):
+        (tmp_path / "killed" / f"checkpoint-{step}" / "trainer_state.json").write_text('{"epoch": 1')
+    with launched(0, 1):
+        trainer = build(unbounded.hf.Trainer, f"{tmp_path}/killed")
+        with pytest.raises(unbounded.CheckpointError, match="no whole checkpoint: checkpoint-6 was cut short"):
+            trainer.train(resume_from_checkpoint=True)
+        with pytest.raises(unbounded.CheckpointError, match="checkpoint-3 was cut short"):
+            trainer.train(resume_from_checkpoint=f"{tmp_path}/killed/checkpoint-3")
 
 
 @pytest.mark.parametrize("flag", ["bf16", "fp16"])
@@ -162,6 +204,13 @@ def test_rotation_the_best_model_callbacks_and_evaluation_before_training(tmp_pa
         assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
         assert trainer.predict(make_data(4)).metrics["test_loss"] > 0
         trainer.train()  # once more, with the same optimizer
+        again = build(unbounded.hf.Trainer, str(tmp_path / "second"), trainer.model, max_steps=2)
+        plain_again = build(
+            transformers.Trainer, str(tmp_path / "second_plain"), copy.deepcopy(trainer.model), max_steps=2
+        )
+        again.train()  # another trainer makes another optimizer
+        plain_again.train()
+        assert_close(history(again), history(plain_again))
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_taken_over(tmp_path: Path) -> None:
@@ -170,7 +219,11 @@ def test_a_checkpoint_of_the_plain_trainer_is_taken_over(tmp_path: Path) -> None
         plain.train()
         ours = build(unbounded.hf.Trainer, str(tmp_path))
         ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert_close(history(ours), history(plain))
+        assert_close(history(ours), history(plain))
+        ours = build(unbounded.hf.Trainer, str(tmp_path))
+        ours.evaluate()
+        with pytest.raises(unbounded.StateError, match=r"saved by the plain Trainer.*already happened"):
+            ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 def generate(rank: int, world_size: int, folder: str) -> Any:
@@ -229,17 +282,22 @@ def test_adapters_train_save_and_reload(tmp_path: Path) -> None:
         assert_close(history(resumed), found[1], tolerance=1e-6)
 
 
-def test_a_model_is_streamed_in_and_never_held_whole(tmp_path: Path) -> None:
+def test_a_model_is_streamed_in_and_its_blocks_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # TrainingArguments changes both
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     make_model().save_pretrained(tmp_path / "model")
     model = unbounded.hf.from_pretrained(tmp_path / "model", transformers.AutoModelForCausalLM)
     assert all(parameter.is_meta for parameter in model.parameters())
     with launched(0, 1):
-        plain, ours = (
-            build(transformers.Trainer, str(tmp_path / "a")),
-            build(unbounded.hf.Trainer, str(tmp_path / "b"), model, plan={"weights": "host", "optimizer": "host"}),
-        )
+        few = {"max_steps": 3, "save_strategy": "no", "eval_steps": 2}
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        plain = build(transformers.Trainer, str(tmp_path / "a"), **few)
+        plan = {"weights": "host", "optimizer": "host"}
+        ours = build(unbounded.hf.Trainer, str(tmp_path / "b"), model, plan=plan, **few, **compiled)
         plain.train()
+        torch._dynamo.utils.counters.clear()
         ours.train()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert_close(history(ours), history(plain))
     with pytest.raises(unbounded.PlanError, match="no safetensors"):
         unbounded.hf.from_pretrained(tmp_path)

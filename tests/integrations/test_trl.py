@@ -20,7 +20,7 @@ PRELOAD_IN_RANKS = ["transformers.models.llama.modeling_llama", "unbounded.hf.tr
 
 
 def tokenizer() -> Any:
-    """Words w0 to w39, and what a language model needs beside them."""
+    """The words w0 to w39, and the special tokens that a language model needs."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

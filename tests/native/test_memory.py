@@ -101,7 +101,7 @@ def test_available_bytes_stays_within_a_parent_cgroup_of_version_two(tmp_path: P
     root = tmp_path / "cgroup"
     fill(root / "job", memory__max=5000, memory__current=3000, memory__stat="inactive_file 500")
     fill(root / "job/rank", memory__max="max", memory__current=3000, memory__stat="inactive_file 0")
-    assert available_bytes(proc=proc, cgroups=root) == 2500  # the page cache of 500 gives way
+    assert available_bytes(proc=proc, cgroups=root) == 2500  # the page cache of 500 can be reclaimed
 
 
 def test_available_bytes_stays_within_a_cgroup_of_version_one_seen_as_the_root(tmp_path: Path) -> None:

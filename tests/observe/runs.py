@@ -1,4 +1,4 @@
-"""A run's folder and a trace, made up: numbers that tests can look for in what is drawn."""
+"""A made-up run folder and trace, with numbers that tests can look for in what is drawn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_run(folder: Path, steps: int = 30) -> Path:
 
 
 def make_trace(path: Path, *, marked: bool = True) -> Path:
-    """Two steps of 100 ms: 40 forward, 50 backward; a disk read beside the first half of each."""
+    """Two steps of 100 ms: 40 forward, 50 backward; a disk read during the first half of each."""
     spans = []
     for number, origin in ((1, 0), (2, 100 * MS)):
         for index, unit in enumerate(UNITS):

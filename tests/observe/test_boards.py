@@ -54,7 +54,7 @@ def test_an_offline_run_of_wandb_holds_the_losses(tmp_path: Path, monkeypatch: p
     train(config)
     (path,) = (tmp_path / "out").rglob("*.wandb")
     wanted = [*enumerate(losses(tmp_path / "out"), start=1)]
-    process.eventually(lambda: read_losses(path) == wanted)  # a process of wandb's own writes it
+    process.eventually(lambda: read_losses(path) == wanted)  # wandb writes it in another process
     assert read_losses(path) == wanted
 
 
@@ -88,7 +88,7 @@ def read_log(content: bytes) -> Iterator[bytes]:
 
 
 class FakeRun:
-    """What `wandb.init` gives, recorded."""
+    """Stands for what `wandb.init` returns, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

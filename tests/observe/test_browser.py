@@ -1,4 +1,4 @@
-"""The report looked at in a real browser: a screenshot, and what it shows. Without a browser these are skipped."""
+"""The report in a real browser: a screenshot, and what it shows. Without a browser these tests are skipped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def browse(address: str, folder: Path, *flags: str) -> str:
 
 
 def read_png(path: Path) -> NDArray[np.uint8]:
-    """(rows, columns, 3) of a screenshot: 8 bits a channel, not interlaced."""
+    """(rows, columns, 3) of a screenshot: 8 bits per channel, not interlaced."""
     content, at, data = path.read_bytes(), 8, b""
     width = height = channels = 0
     while at < len(content):
@@ -83,7 +83,7 @@ def _predict(kind: int, left: int, up: int, corner: int) -> int:
 
 
 def columns_of(picture: NDArray[np.uint8], colour: tuple[int, int, int], *, top: int = 0) -> NDArray[Any]:
-    """Where a colour is: columns, of the rows from `top` on."""
+    """The columns in which a colour occurs, in the rows from `top` on."""
     near = np.abs(picture[top:].astype(int) - np.array(colour)).max(axis=2) < 12
     return np.flatnonzero(near.any(axis=0))
 
@@ -106,7 +106,7 @@ def test_a_screenshot_shows_charts_bars_and_lanes_where_they_belong(tmp_path: Pa
     left, right = forward[gaps[0]], forward[gaps[0] + 1]
     assert np.sum((backward > left) & (backward < right)) > 0.5 * (right - left)
     assert backward[-1] > forward[-1]
-    assert backward[-1] < WIDTH - 100  # the busy shares stand on the right
+    assert backward[-1] < WIDTH - 100  # the busy shares are on the right
 
 
 def test_a_live_page_takes_up_what_happens_meanwhile(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_page_is_one_file_with_every_chart_tier_and_lane(tmp_path: Path) -> 
     assert main(["report", str(run), "--html"]) == 0
     text = (run / "report.html").read_text()
     page = Page(text)
-    assert page.addresses == []  # nothing is asked of any other file or machine
+    assert page.addresses == []  # no other file or machine is asked for anything
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
     assert "<script" not in text
     words = " ".join(page.words)
@@ -148,7 +148,7 @@ def test_the_live_page_follows_the_run_on_loopback_alone(tmp_path: Path) -> None
         assert "3 of 6" in page
         assert "setInterval" in page
         with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"kind": "step", "step": 4, "loss": 1.0}\n{"kind": "st')  # the run goes on, and is writing
+            file.write('{"kind": "step", "step": 4, "loss": 1.0}\n{"kind": "st')  # the run goes on and writes more
         assert "4 of 6" in urllib.request.urlopen(address + "/body").read().decode()
         for request, code in ((address + "/etc/passwd", 404), (_from_elsewhere(address), 403)):
             with pytest.raises(urllib.error.HTTPError) as caught:
@@ -182,6 +182,6 @@ def test_a_notebook_shows_one_picture_that_is_replaced(monkeypatch: pytest.Monke
     for step in range(1, 101):
         notebook.show(Step(step, 100, 5.0 - step / 100, 10.0, 1.0, 0.0, tiers={"host": Tier(1 << 20, 2 << 20)}))
     notebook.close()
-    assert 2 < len(shown) < 50  # not once a step
+    assert 2 < len(shown) < 50  # not once per step
     for part in ("100 of 100", "training &lt;a model&gt;", "1.0 MiB of 2.0 MiB, 50%", "<svg"):
         assert part in shown[-1]

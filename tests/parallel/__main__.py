@@ -1,9 +1,9 @@
-"""Every family of models on every mesh, with states on every tier, beside one rank:
+"""Every family of models on every mesh, with states on every tier, compared with one rank:
 
     python -m tests.parallel [--ranks 2 4 8] [--families t5] [--tiers disk] [--meshes tensor "data, tensor"]
 
 Five steps with dropout on (not over a data axis). Prints the largest relative error of losses and norms, and of the
-weights; ends with 1 where one is beyond 1e-5 or 1e-4. `make test` has a selection.
+weights; exits with 1 if one is beyond 1e-5 or 1e-4. `make test` has a selection.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TIERS = ("device", "host", "disk")
 
 
 def on_tier(plan: Plan, tier: str) -> Plan:
-    """The plan with its states on `tier`, where it does not say itself where they are."""
+    """The plan with its states on `tier`, unless it says itself where they are."""
     wanted = {"optimizer": tier, "gradients": tier} | ({"weights": tier} if plan.get("stage", 3) == 3 else {})
     return wanted | plan
 
 
 def choose(chosen: argparse.Namespace, size: int, family: str) -> Iterator[tuple[str, Plan]]:
-    """What a family is run on, with its name; no plan twice."""
+    """The plans that a family is run with, by name, none of them twice."""
     seen: list[Plan] = []
     for name, plan in MESHES[size].items():
         for tier in chosen.tiers if fits(family, plan) and (not chosen.meshes or name in chosen.meshes) else ():

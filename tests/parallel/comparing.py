@@ -1,4 +1,4 @@
-"""Training a model in plain PyTorch on one rank and in parallel on several, for tests that say what the plan is."""
+"""Trains a model in plain PyTorch on one rank and in parallel on several, for tests that say what the plan is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    # eps: at 1e-8 Adam's first step is the sign of a gradient, also of one that is nothing but rounding.
+    # eps: at 1e-8 Adam's first step is the sign of a gradient, even of one that is only rounding.
     return torch.optim.AdamW(groups, lr=2e-3, eps=1e-5)
 
 
@@ -75,7 +75,7 @@ def train_parallel(model: nn.Module, optimizer: Any, family: str, *, steps: int 
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Ranks of a data axis draw from random states of their own, which one rank cannot repeat."""
+    """Ranks of a data axis draw from their own random states, which one rank cannot repeat."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -86,7 +86,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def worst_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative error of a tensor in the 2-norm, and whose it is."""
+    """The largest relative error of a tensor in the 2-norm, and the tensor's name."""
     assert found.keys() == wanted.keys()
     pairs = [(name, found[name].cpu(), value.cpu()) for name, value in wanted.items()]
     return max((float((own - value).norm() / (value.norm() + 1e-3)), name) for name, own, value in pairs)

@@ -61,7 +61,7 @@ DEALT: dict[str, tuple[str, ...]] = {
 
 
 def blocks(family: str, plan: Plan) -> dict[str, int]:
-    """Twice the blocks where every rank of four has two chunks of them: what `models.build` changes."""
+    """Twice as many blocks if each of four ranks has two chunks of them: what `models.build` changes."""
     if plan.get("schedule") != "interleaved" or plan["pipeline"] < 4:
         return {}
     return {"gpt2": {"n_layer": 8}, "t5": {"num_layers": 4}}.get(family, {"num_hidden_layers": 8})

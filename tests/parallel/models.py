@@ -41,7 +41,33 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
         "Qwen2MoeConfig",
-        _LLAMA | {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
+        # The loss that balances experts reads what every router has computed.
+        _LLAMA
+        | {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
+        | {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    ),
+    # Its plan leaves attention whole.
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _LLAMA
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        | {"moe_intermediate_size": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1},
+    ),
+    # Tokens come to its experts sorted, and it asks its embedding for a device.
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        _LLAMA | {"num_local_experts": 2, "head_dim": 4, "intermediate_size_mlp": 24},
+    ),
+    # Its blocks have a convolution over tokens beside attention.
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        _LLAMA
+        | {"head_dim": 4, "mamba_d_ssm": 16, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_n_groups": 1}
+        | {"mamba_d_state": 4, "mamba_chunk_size": 8, "num_hidden_layers": 2},
     ),
 }
 
@@ -53,7 +79,7 @@ def build(family: str, **changes: Any) -> nn.Module:
     name, config, options = FAMILIES[family]
     torch.manual_seed(3)
     model = getattr(transformers, name)(getattr(transformers, config)(**(options | changes)))
-    for parameter in model.parameters():  # biases start at zero, where many mistakes would not show
+    for parameter in model.parameters():  # biases start at zero, which would hide many mistakes
         if parameter.dim() == 1:
             parameter.data.add_(torch.randn(parameter.shape) * 0.05)
     return model
@@ -62,7 +88,7 @@ def build(family: str, **changes: Any) -> nn.Module:
 def batch(
     family: str, step: int, rank: int = 0, rows: int = 4, length: int = 8, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """A batch that follows from its place alone."""
+    """A batch that depends only on its place."""
     generator = torch.Generator().manual_seed(1 + 100 * step + rank)
     tokens = torch.randint(2, VOCABULARY, (rows, length), generator=generator)
     labels = tokens.clone()

@@ -93,6 +93,34 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
         False,
         "zero_bubble' splits backwards",
     ),
+    "routing over stages": (
+        "mixtral",
+        {"pipeline": 2},
+        {"output_router_logits": True},
+        True,
+        "output_router_logits=True asks for a value of every block, but a rank has only some of it with pipeline=2",
+    ),
+    "routing of parts": (
+        "mixtral",
+        {"context": 2},
+        {"output_router_logits": True},
+        True,
+        "output_router_logits=True asks for a value of every block, but a rank has only some of it with context=2",
+    ),
+    "hidden states of parts": (
+        "llama",
+        {"tensor": 2, "sequence": True},
+        {"output_hidden_states": True},
+        True,
+        "output_hidden_states=True asks for a value of every block, but a rank has only some of it with sequence=True",
+    ),
+    "attentions of some heads": (
+        "llama",
+        {"tensor": 2},
+        {"attn_implementation": "eager", "output_attentions": True},
+        True,
+        "output_attentions=True asks for a value of every block, but a rank has only some of it with tensor=2",
+    ),
     "ranks disagree": ("gpt2", {"tensor": {0: 2, 1: 1}}, {}, False, "rank 1 has a different plan from rank 0"),
 }
 

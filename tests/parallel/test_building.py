@@ -1,4 +1,4 @@
-"""Parallel models from the meta device, from pretrained weights, with adapters, of a user's own, and as DTensors."""
+"""Parallel models from the meta device, from pretrained weights, with adapters, written by users, and as DTensors."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def start_from_meta(rank: int, size: int, plan: dict[str, Any], folder: str | No
 
 
 @pytest.mark.parametrize("plan", [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "schedule": "interleaved"}])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])  # the last two scale what is below a module, too
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])  # the last two also scale what is below a module
 def test_a_model_on_the_meta_device_starts_as_on_one_rank(ranks: Any, plan: dict[str, Any], family: str) -> None:
     for different, _ in ranks(2, start_from_meta, plan, None, family):
         assert not different
 
 
 class Policy(nn.Module):
-    """A transformers model inside a user's own, with a head of another kind beside it."""
+    """A transformers model inside a user's own model, next to a head of another kind."""
 
     def __init__(self, family: str) -> None:
         super().__init__()
         self.inner, self.score = models.build(family), nn.Linear(16, 1)
 
     def _init_weights(self) -> None:
-        """Of that name, and for itself."""
+        """Has that name, but initialises only this module."""
 
 
 def start_inside(rank: int, size: int) -> list[str]:
@@ -215,4 +215,4 @@ def test_models_over_axes_are_freed_with_their_threads_and_groups(ranks: Any) ->
     third = ranks(2, make_and_forget, plans, [num_threads + 1 for num_threads, _ in second])
     for (before, engines), (after, engines_after) in zip(second, third, strict=True):
         assert engines == engines_after == 0
-        assert after <= before + 1  # the heart of the job before may still beat
+        assert after <= before + 1  # the heartbeat of the last job may still be running

@@ -1,4 +1,4 @@
-"""Checkpoints of parallel jobs load under any other mesh, and full values come out of each."""
+"""Checkpoints of parallel jobs load under any other mesh, and each mesh gives full values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 
 
 def advance(model: Any, optimizer: Any, family: str, steps: range) -> list[float]:
-    """Every rank with the same batches, so that the mesh makes no difference to the result."""
+    """Every rank has the same batches, so that the mesh makes no difference to the result."""
     run = unbounded.pipeline(model) if optimizer.engine.axes.pipeline.size > 1 else lambda **b: model(**b).loss
     losses = []
     for step in steps:
@@ -80,7 +80,7 @@ def test_a_checkpoint_goes_from_mesh_to_mesh(ranks: Any, tmp_path: Path, family:
     assert set(weights) - set(exported) <= {"lm_head.weight"}  # tied to the embedding in GPT-2
 
 
-# A head of keys, 64 wide, on each of two ranks, so that a bias of keys has a block of 128 on both; others have not.
+# One key head of width 64 on each of two ranks, so that only a bias of keys has a block of 128 that is on both.
 WIDE = {
     "hidden_size": 512,
     "num_attention_heads": 8,
@@ -92,7 +92,7 @@ COMPACT = {"precision": "bf16", "optimizer_format": "compact"}
 
 
 def pass_on(rank: int, size: int, plans: list[dict[str, Any]], folder: str) -> list[float]:
-    """Two steps under the first plan; the others load what the one before saved, and save it."""
+    """Trains two steps under the first plan. Each other plan loads what the last one saved, and saves it again."""
     losses: list[float] = []
     for number, plan in enumerate(plans):
         model = without_dropout(models.build("llama", **WIDE))
@@ -118,7 +118,7 @@ def test_compact_states_over_a_tensor_axis_are_those_of_one_rank(
     reads, read = [], Files.read
     monkeypatch.setattr(Files, "read", lambda *place: reads.append(place[1:3]) or read(*place))
     first, second, third, last = (whole(cut / str(number)) for number in range(4))
-    num_rows = 2 * WIDE["hidden_size"]  # of matrices that lie in two files by halves of rows, in each kind of state
+    num_rows = 2 * WIDE["hidden_size"]  # of each kind of state, half in each of two files
     assert len(reads) < 4 * num_rows, len(reads)
     torn = {name for kind, name in first if kind == "exp_avg" and (f"{kind}_scale", name) not in first}
     assert torn == {f"model.layers.0.self_attn.{name}_proj.bias" for name in "kv"}

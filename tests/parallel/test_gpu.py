@@ -1,4 +1,4 @@
-"""Several processes on one GPU train as one does: gloo over CUDA tensors, and what stages send through the host."""
+"""Several processes on one GPU train as one does: gloo over CUDA tensors, and stages that send through the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parallel.meshes import FOUR, TWO
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-STEPS, TOLERANCE = 3, 1e-4  # products of other shapes are added up in another order
+STEPS, TOLERANCE = 3, 1e-4  # products of other shapes are added up in a different order
 
 
 def test_two_processes_train_as_one(ranks: Any) -> None:

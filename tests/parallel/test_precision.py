@@ -1,4 +1,4 @@
-"""bf16 and fp16 over parallel axes: as on one rank of that precision, clipped; overflow on one rank skips on all."""
+"""bf16 and fp16 over parallel axes: as on one rank of that precision, clipped. An overflow on one rank skips on all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANS: dict[str, list[dict[str, Any]]] = {
 
 
 def break_gradient(block: Any) -> Any:
-    """Has the gradient that comes to `block` overflow in its next backward."""
+    """Makes the gradient that comes to `block` overflow in its next backward."""
 
     def after(module: Any, args: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output

@@ -1,4 +1,4 @@
-"""Machines: presets with sources, files that come back, and files that cannot be true."""
+"""Machines: presets with sources, files that load as they were saved, and files that cannot be true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Footprints against references: parameters and FLOPs against torch, activations against what autograd saves."""
+"""Footprints compared with references: parameters and FLOPs with torch, activations with what autograd saves."""
 
 from __future__ import annotations
 

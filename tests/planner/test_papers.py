@@ -1,4 +1,4 @@
-"""The papers' tables: what our arithmetic gives beside them, and which figures it misses."""
+"""The papers' tables: what our arithmetic gives for them, and which figures it misses."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.evaluation import POLICIES, Request, evaluate, rooms
 from unbounded.planner.explanation import describe
 from unbounded.planner.models.configs import read_model
-from unbounded.planner.models.footprint import FORMATS, Footprint, footprint_of
-from unbounded.planner.plan import Plan
+from unbounded.planner.models.footprint import STATE_BYTES, Footprint, footprint_of
+from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.presets import find_machine
 from unbounded.planner.search import compare_ways, search
-from unbounded.planner.step.loads import TIERS, Setup
+from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.prediction import compare
 from unbounded.planner.unit_bytes import UnitPlace
 
@@ -99,7 +99,7 @@ def test_a_trillion_parameters_on_3072_gpus_are_split_over_all_axes() -> None:
 
 
 def test_compact_states_are_taken_only_where_they_are_allowed_and_faster() -> None:
-    formats = {name: FORMATS["bf16", name] for name in ("exact", "compact")}
+    formats = {name: STATE_BYTES["bf16", name] for name in ("exact", "compact")}
     footprint, machine = model("llama-7b"), find_machine("rtx4090")
     exact = search(footprint, machine, Request(8192))
     both = search(footprint, machine, Request(8192, formats=formats))

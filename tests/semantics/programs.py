@@ -1,4 +1,4 @@
-"""The same program on a plain model and on a sharded one: what it returns must be equal.
+"""The same program runs on a plain model and on a sharded one, and must return the same.
 
 A *program* is a function of a model and its optimizer that trains, does something that users do between passes, and
 returns what it saw. It runs on plain PyTorch and under every plan; on several ranks all see the same data, so that a
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two layers of the root's own; `twice` runs one block two times."""
+    """Blocks between two layers of the root; with `twice`, one block runs two times."""
 
     def __init__(self, width: int = 7, depth: int = 3, *, twice: bool = False) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def compare(
 def compare_in(
     precision: str, ranks: Any, world: tuple[int, str, int], program: Program, build: Any = Net, optimizer: Any = adamw
 ) -> None:
-    """`program` in 16 bits under the plan of `world` against the same on one rank, with everything on the device."""
+    """`program` in 16 bits under the plan of `world`, against one rank with everything on the device."""
     world_size, plan, stage = world
     extra = {"precision": precision, "loss_scale": 1, "loss_scale_window": 0}
     expected = run_sharded(0, 1, program, "device", 3, build, optimizer, extra)

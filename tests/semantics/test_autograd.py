@@ -1,4 +1,4 @@
-"""Autograd's other doors: grad, inputs=, hooks, graphs that are walked twice, late, or in parts."""
+"""Other ways into autograd: grad, inputs=, hooks, graphs that are walked twice, late, or in parts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def same_graph_twice(model: nn.Module, optimizer: Any) -> Any:
 
 
 def penalty(model: nn.Module, optimizer: Any) -> Any:
-    """A gradient penalty, its second backward after the graph of the first was kept."""
+    """A gradient penalty, whose second backward runs after the graph of the first was kept."""
     for number in range(3):
         x = data(number).requires_grad_()
         output = model(x).square().mean()
@@ -71,7 +71,7 @@ def penalty(model: nn.Module, optimizer: Any) -> Any:
 
 
 def two_losses(model: nn.Module, optimizer: Any) -> Any:
-    """Forwards that wait for their backwards, in another order; one loss over two forwards."""
+    """Forwards that wait for their backwards, which come in another order; one loss over two forwards."""
     for number in range(3):
         one, two, three = (model(data(number + other)).square().mean() for other in (0, 10, 20))
         two.backward()
@@ -82,7 +82,7 @@ def two_losses(model: nn.Module, optimizer: Any) -> Any:
 
 
 def derivatives(model: nn.Module, optimizer: Any) -> Any:
-    """A physics-informed network: derivatives of the output by the input inside two losses walked separately."""
+    """A physics-informed network: derivatives of the output by the input, in two losses with separate backwards."""
     for number in range(3):
         x = data(number).requires_grad_()
         u = model(x).sum(dim=1)
@@ -129,7 +129,7 @@ KEPT: list[Tensor] = []
 
 
 class Auxiliary(Net):
-    """A block's features go to a global list, from the third forward on also to an attribute; a hook takes more."""
+    """A block's features go to a global list and, from the third forward on, to an attribute; a hook takes more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,8 +226,8 @@ def old_graph(model: nn.Module, optimizer: Any) -> Any:
     late = model(data(1)).square().mean()
     outside = (model.last.weight * model.first.weight.sum()).square().sum()
     step(model, optimizer)
-    # Where it is not resident a weight used outside forwards is a copy: its graph is whole, with the values that it was
-    # built from.
+    # A weight that is not resident is a copy when it is used outside forwards: its graph is whole, with the values that
+    # it was built from.
     is_resident = not hasattr(optimizer, "engine") or optimizer.engine.units[0].resident
     for loss in (late, outside) if is_resident else (late,):
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has been modified inplace"):
@@ -289,7 +289,7 @@ def test_a_placeholder_answers_what_needs_no_values() -> None:
     for tensor in (weight, weight.grad):
         assert tensor.is_contiguous()
         assert tensor.stride() == (5, 1)
-    parameters = list(model.parameters())  # each with an address of its own, by which tied weights are told apart
+    parameters = list(model.parameters())  # each with its own address, which tells tied weights from others
     assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
     assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == len(parameters)
     with pytest.raises(StateError, match=r"detach\(\)\.clone\(\)"):

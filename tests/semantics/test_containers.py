@@ -127,14 +127,14 @@ def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: 
 
 
 def groups_are_back() -> bool:
-    """Whether no model has a set of groups any more: the next one would make another."""
+    """Whether no model has a set of groups any more; otherwise the next model would make another set."""
     return not any(one.is_taken for axes in groups._sets.values() for sets in axes.values() for one in sets)
 
 
 def what_is_left(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[str]]:
-    """Threads and file descriptors after each of several models that came and went; groups wait for the next one.
+    """Threads and file descriptors after each of several models that came and went, while groups wait for the next one.
 
-    And what the threads are called that are there at the end.
+    Also the names of the threads that are there at the end.
     """
     left: list[tuple[int, int]] = []
     for plan in 4 * ("disk", "host"):
@@ -152,7 +152,7 @@ def what_is_left(rank: int, world_size: int) -> tuple[list[tuple[int, int]], lis
 
 def test_models_that_come_and_go_leave_no_threads_and_no_descriptors(ranks: Any) -> None:
     for left, names in ranks(2, what_is_left):
-        # The first two make the groups that the others use. A model that left something behind would do so every time;
+        # The first two make the groups that the others use. A model that left something would do so every time;
         # torch's own threads come and go by how operations fall on them.
         assert left[-1][0] - left[3][0] < len(left) - 4, (left, names)
         for before, after in zip(left[2:], left[4:], strict=False):

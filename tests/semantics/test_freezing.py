@@ -22,7 +22,7 @@ def mostly_frozen() -> nn.Module:
 
 
 def all_of_it(model: nn.Module) -> torch.optim.Optimizer:
-    """Also what is frozen."""
+    """All parameters, including the frozen ones."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
@@ -32,7 +32,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def add_and_train(model: nn.Module, optimizer: Any) -> Any:
-    """Gradual unfreezing: a block, single parameters of another one and of the root, in groups of their own."""
+    """Gradual unfreezing: a block, single parameters of another block and of the root, each in its own group."""
     losses = [step(model, optimizer, number) for number in range(2)]
     model.blocks[2].requires_grad_(True)
     optimizer.add_param_group({"params": list(model.blocks[2].parameters()), "lr": 3e-3})
@@ -52,7 +52,7 @@ def add_and_train(model: nn.Module, optimizer: Any) -> Any:
 
 
 def train_what_was_given(model: nn.Module, optimizer: Any) -> Any:
-    """Parameters that the optimizer had while they were frozen, unfrozen where values are shown and where not."""
+    """Parameters that the optimizer had while they were frozen are unfrozen, inside `full_params` and outside."""
     losses = [step(model, optimizer, 0)]
     if hasattr(optimizer, "engine"):
         with unbounded.full_params(model):
@@ -98,7 +98,7 @@ def thawed_and_saved(rank: int, world_size: int, stage: int, extra: dict[str, An
     again.blocks[1].requires_grad_(True)
     unbounded.load(folder, again, resumed)
     assert step(again, resumed, 3) == later
-    model.requires_grad_(True)  # a checkpoint of before has no states of what is trained since
+    model.requires_grad_(True)  # an earlier checkpoint has no states of what is trained since
     with pytest.raises(CheckpointError, match=r"no exp_avg of .*blocks\.0"):
         unbounded.load(folder, model, optimizer)
 

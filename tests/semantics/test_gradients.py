@@ -110,7 +110,7 @@ def own_scaling(model: nn.Module, optimizer: Any) -> Any:
 
 
 def scaler(model: nn.Module, optimizer: Any) -> Any:
-    """A GradScaler of the user's own, with an overflow in the second step."""
+    """The user's own GradScaler, with an overflow in the second step."""
     scaler, losses = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
     for number in range(4):
         loss = model(data(number)).square().mean()
@@ -125,7 +125,7 @@ def scaler(model: nn.Module, optimizer: Any) -> Any:
 
 
 def all_of_these(model: nn.Module, optimizer: Any) -> Any:
-    """One after the other, with what is exact in 16 bits too."""
+    """All of these that are also exact in 16 bits, one after the other."""
     programs = [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing]
     return [program(model, optimizer) for program in programs]
 
@@ -138,7 +138,7 @@ def test_in_16_bits_every_plan_gives_what_one_device_gives(
 
 
 def norms_of_a_list(model: nn.Module, optimizer: Any) -> Any:
-    """The gradients in a list of the user's own, which outlives their clearing."""
+    """The gradients are in the user's own list, which outlives their clearing."""
     norms = []
     for number in range(3):
         backward(model, number)
@@ -160,7 +160,7 @@ def test_gradients_after_a_step_are_the_users(ranks: Any, world: tuple[int, str,
 
 
 def cleared_between_backwards(model: nn.Module, optimizer: Any) -> Any:
-    """What is cleared is all that backwards have made so far, also where adding the last one up takes its time."""
+    """Clearing takes all that backwards have made so far, even if adding up the last one takes a while."""
     _add_late(optimizer)
     for number in range(2):
         backward(model, number)
@@ -175,7 +175,7 @@ def cleared_between_backwards(model: nn.Module, optimizer: Any) -> Any:
 
 
 def norms_between_backwards(model: nn.Module, optimizer: Any) -> Any:
-    """Norms are those of all backwards so far, in the same way."""
+    """Norms include all backwards so far, in the same way."""
     _add_late(optimizer)
     seen = []
     for number in range(2):
@@ -190,7 +190,7 @@ def norms_between_backwards(model: nn.Module, optimizer: Any) -> Any:
 
 
 def _add_late(optimizer: Any) -> None:
-    """Has every addition to a gradient of a sharded model wait a little first."""
+    """Makes every addition to a gradient of a sharded model wait a little first."""
 
     def add(add: Any, *args: Any, **kwargs: Any) -> None:
         time.sleep(0.02)
@@ -231,7 +231,7 @@ def test_zeros_instead_of_none_keep_unused_parameters_decaying(ranks: Any, world
 
 
 def own_gradients(model: nn.Module, optimizer: Any) -> Any:
-    """Reads, keeps, replaces: where one rank holds all of it."""
+    """Reads, keeps and replaces gradients, where one rank holds all of them."""
     backward(model, 0)
     kept = [parameter.grad for parameter in model.parameters()]
     before = [grad.clone() for grad in kept]
@@ -349,7 +349,7 @@ def test_gradients_from_before_shard_are_added_to(ranks: Any, world: tuple[int, 
 
 
 def inside_full_params(model: nn.Module, optimizer: Any) -> Any:
-    """Gradients that ranks have parts of are whole where parameters are: read, changed in place, replaced, cleared."""
+    """Gradients of which ranks have parts are whole where parameters are: read, changed in place, replaced, cleared."""
     seen: list[Any] = []
     for number in range(3):
         backward(model, number)

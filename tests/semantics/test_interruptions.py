@@ -26,7 +26,7 @@ class Breaking(torch.autograd.Function):
 
 
 def broken_backward(model: nn.Module, optimizer: Any) -> Any:
-    """A backward ends in an exception, and no forward follows: other backwards, looks and steps do."""
+    """A backward ends in an exception, and what follows is no forward but other backwards, reads and steps."""
     optimizer.zero_grad()
     first = model(Breaking.apply(data().requires_grad_())).square().mean()
     second = model(data(1)).square().mean()
@@ -52,7 +52,7 @@ def test_a_backward_that_broke_off_is_over(ranks: Any, world: tuple[int, str, in
 
 
 def broken_hook(model: nn.Module, optimizer: Any) -> Any:
-    """A user's hook on a gradient raises, of a parameter that is used and of the last one that is."""
+    """A user's hook on a gradient raises: on some used parameter, and on the last one that is used."""
     for parameter in (model.blocks[1].up.weight, model.first.bias):
         handle = parameter.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):

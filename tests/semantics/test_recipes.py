@@ -1,4 +1,4 @@
-"""Recipes that people write around a training loop, each as it stands in papers and tutorials."""
+"""Recipes that people write around a training loop, each as papers and tutorials have it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def backward(model: nn.Module, number: int = 0) -> Tensor:
 
 
 def whole(model: nn.Module) -> Any:
-    """Where a recipe reads or changes weights or gradients that several ranks have parts of."""
+    """For where a recipe reads or changes weights or gradients of which several ranks have parts."""
     is_shared = dist.is_initialized() and dist.get_world_size() > 1
     return unbounded.full_params(model) if is_shared else contextlib.nullcontext()
 
@@ -64,7 +64,7 @@ class Normed(Net):
 
 
 def gradient_surgery(model: nn.Module, optimizer: Any) -> Any:
-    """PCGrad: a gradient a task, each projected off the others it conflicts with, and written to `.grad`."""
+    """PCGrad: a gradient per task, each projected off those it conflicts with, and written to `.grad`."""
     parameters = list(model.parameters())
     for number in range(3):
         output = model(data(number))
@@ -120,7 +120,7 @@ def lookahead(model: nn.Module, optimizer: Any) -> Any:
 
 
 def centralize(model: nn.Module, optimizer: Any) -> Any:
-    """Gradient centralization, gradient noise and clipping by value, all by edits of `.grad`."""
+    """Gradient centralization, gradient noise and clipping by value, all by writing to `.grad`."""
     torch.manual_seed(1)
     for number in range(3):
         backward(model, number)
@@ -217,7 +217,7 @@ def freezing_schedule(model: nn.Module, optimizer: Any) -> Any:
 
 
 class Stochastic(Net):
-    """Blocks that are skipped by what is in the batch, and by chance."""
+    """Blocks that are skipped depending on the batch, and at random."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -249,7 +249,7 @@ def by_closure(model: nn.Module, optimizer: Any) -> Any:
 
 
 class Shared(nn.Module):
-    """Modules that a ModuleDict has twice, one of them beside it too, with tied weights."""
+    """Modules that are in a ModuleDict twice, one of them also outside it, with tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def initialised(model: nn.Module, optimizer: Any) -> Any:
 
 
 def functional(model: nn.Module, optimizer: Any) -> Any:
-    """`functional_call` and an ensemble by `vmap`, on copies, beside training."""
+    """`functional_call` and an ensemble by `vmap`, on copies, during training."""
     plain = [copy.deepcopy(model) for _ in range(2)]
     step(model, optimizer)
     plain.append(copy.deepcopy(model))
@@ -305,7 +305,7 @@ def functional(model: nn.Module, optimizer: Any) -> Any:
 
 
 def loaded_between(model: nn.Module, optimizer: Any) -> Any:
-    """State dicts there and back between steps, with a part missing and one that nobody has."""
+    """State dicts are taken and loaded between steps, with a missing key and an unexpected one."""
     step(model, optimizer)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     step(model, optimizer, 1)
@@ -389,7 +389,7 @@ def double_backward(model: nn.Module, optimizer: Any) -> Any:
 
 
 def accumulate(model: nn.Module, optimizer: Any) -> Any:
-    """Micro-batches with their mean taken by the loss, and a look at norms on the way."""
+    """Micro-batches whose mean the loss takes, and norms read on the way."""
     seen = []
     for number in range(2):
         for part in range(3):

@@ -34,7 +34,7 @@ def old_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def states(model: nn.Module, optimizer: Any) -> None:
-    """States that are read, and a beginning anew."""
+    """States that are read, and a new beginning."""
 
     def begin_anew() -> None:
         optimizer.state = defaultdict(dict)
@@ -60,7 +60,7 @@ def in_ddp(model: nn.Module, optimizer: Any) -> None:
 
         def train() -> None:
             wrapped(data()).square().mean().backward()
-            optimizer.step()  # where it gives its gradients after everything else
+            optimizer.step()  # DDP gives its gradients after everything else
 
         with pytest.raises(StateError, match="Leave out DistributedDataParallel"):
             train()
@@ -79,7 +79,7 @@ def pickled(model: nn.Module, optimizer: Any) -> None:
 
 
 def all_refused(model: nn.Module, optimizer: Any) -> Any:
-    """What would go wrong raises where it is done, and training goes on as if nothing had been."""
+    """What would go wrong raises at once, and training goes on as if nothing had happened."""
     losses = []
     for number, use in enumerate((regrouped, old_optimizer, states, traced, in_ddp, late_hook, pickled)):
         is_sharded, is_before = hasattr(optimizer, "engine"), use in (traced, in_ddp)
@@ -168,7 +168,7 @@ def test_statistics_of_batch_norms_follow_the_precision_as_model_to_has_it(
 
 
 class Tabled(nn.Module):
-    """A buffer in fp32 that is meant to be so, as rotary embeddings have it, and one that is mixed with activations."""
+    """A buffer that is meant to be fp32, as in rotary embeddings, and one that is mixed with activations."""
 
     def __init__(self, mixed: str) -> None:
         super().__init__()

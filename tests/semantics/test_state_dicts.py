@@ -1,4 +1,4 @@
-"""`state_dict` and `load_state_dict`, with whatever users hang onto them."""
+"""`state_dict` and `load_state_dict`, with whatever hooks users add."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def wrapped() -> nn.Module:
 
 
 def renaming() -> nn.Module:
-    """A hook renames, another packs; a third module saves itself in a way of its own."""
+    """One hook renames, another packs, and a third module saves itself in its own way."""
 
     def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for key in [key for key in state if key.startswith(prefix + "first.")]:
@@ -37,7 +37,7 @@ def renaming() -> nn.Module:
 
 
 def saved(model: nn.Module, optimizer: Any) -> Any:
-    """Before and after a step, of a part, and after one that raised."""
+    """A state dict before and after a step, of a part, and after one that raised."""
     found = [weights(model), weights(model.blocks[1])]
     step(model, optimizer)
     handle = model.blocks[2].register_state_dict_pre_hook(lambda *_: 1 / 0)
@@ -73,7 +73,7 @@ def loaded(model: nn.Module, optimizer: Any) -> Any:
 
 
 def assigned(model: nn.Module, optimizer: Any) -> Any:
-    """A load that would put others in place of the parameters, of the whole and of parts: refused, nothing changed."""
+    """A load that would replace the parameters, of the whole model or of parts, is refused, and nothing changes."""
     before = weights(model)
     values = {name: value * 0.5 for name, value in before.items()}
     for part, prefix in ((model, ""), (model.blocks, "blocks."), (model.blocks[1].up, "blocks.1.up.")):

@@ -60,7 +60,7 @@ HOWS = ["init", "reset", "item of data", "detached", "foreach", "out", "data", "
 class Write:
     """A program that writes in one way between two steps. (A class, so that it travels to the ranks.)
 
-    What several ranks have parts of may be refused: then it is written inside full_params.
+    A write to what several ranks have parts of may be refused; then it is made inside full_params.
     """
 
     def __init__(self, how: str, *, inside: bool = False) -> None:
@@ -97,7 +97,7 @@ def test_a_write_inside_full_params_is_kept(ranks: Any, world: tuple[int, str, i
 
 
 def held_values(model: nn.Module, optimizer: Any) -> Any:
-    """Values that are held over steps are those of now, and a write to one changes nothing else."""
+    """Values that are held over steps are always current, and a write to one changes nothing else."""
     held, row = [parameter.data for parameter in model.parameters()], model.blocks[0].up.weight.detach()[0]
     seen = []
     for number in range(3):
@@ -198,7 +198,7 @@ def three_steps(model: nn.Module, optimizer: Any) -> Any:
 
 
 def refused_steps(model: nn.Module, optimizer: Any) -> Any:
-    """What is partitioned is gathered anew for every pass: whoever sees its own part change says so, and ends all."""
+    """Partitioned weights are gathered again for every pass: if a rank sees its own part change, all ranks raise."""
     if hasattr(optimizer, "engine"):
         with pytest.raises((StateError, PeerError), match=r"the forward has changed the parameter|has ended"):
             three_steps(model, optimizer)
@@ -211,7 +211,7 @@ def test_weights_that_a_forward_writes_are_kept_or_refused(ranks: Any, world: tu
 
 
 class Late(Codebook):
-    """It begins to write only after some forwards."""
+    """Begins to write only after some forwards."""
 
     count = 0
 

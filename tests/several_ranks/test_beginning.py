@@ -1,4 +1,4 @@
-"""What every rank must begin with: the same model, plan, optimizer and buffers, and groups that are not left behind."""
+"""What every rank must begin with: the same model, plan, optimizer and buffers. Groups are given back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import unbounded
 from tests import process
 from unbounded.ranks.watchdog import watch
+from unbounded.ranks.watchdog.heartbeat import Heartbeat
+from unbounded.ranks.watchdog.notices import Notices
 
 
 class Counted(nn.Module):
@@ -106,7 +108,7 @@ def test_every_rank_may_have_a_disk_of_its_own(ranks: Any, tmp_path: Path, name:
 
 
 def held_after_models(rank: int, world_size: int, num_models: int) -> list[tuple[int, int]]:
-    """Threads (Python's and others) and file descriptors after each of several models, one after the other."""
+    """Threads (Python's and others) and file descriptors after each of several models."""
     held = []
     for _ in range(num_models):
         model, optimizer = sharded(rank, {"stage": 3})
@@ -122,13 +124,13 @@ def held_after_models(rank: int, world_size: int, num_models: int) -> list[tuple
 def test_models_one_after_the_other_leave_no_threads_nor_descriptors(ranks: Any) -> None:
     for held in ranks(2, held_after_models, 6):
         threads, descriptors = zip(*held, strict=True)
-        # What a model left behind, every one of them would; a thread that is just ending is none.
+        # If a model left something, each of them would. A thread that is just ending does not count.
         assert threads[-1] - threads[0] < len(held) - 1, held
         assert descriptors[-1] - descriptors[0] < len(held) - 1, held
 
 
 def two_at_once(rank: int, world_size: int) -> list[float]:
-    """Two models in turn, with lanes of their own; the third takes the place of one that is gone."""
+    """Two models take turns, each with its own lanes; a third takes the place of one that is gone."""
     first, second = sharded(rank, {"stage": 3}), sharded(rank, {"stage": 3})
     losses = []
     for _ in range(3):
@@ -151,7 +153,7 @@ def test_two_models_at_once_do_not_meet_in_each_others_collectives(ranks: Any) -
 
 
 def new_heartbeats(rank: int, world_size: int) -> int:
-    """Those that a model starts, beside any of a process group that has only just ended."""
+    """The heartbeats that a model starts, without any of a process group that has just ended."""
     before = set(threading.enumerate())
     sharded(rank, {"stage": 2})
     return sum(thread.name == "unbounded-heartbeat" for thread in set(threading.enumerate()) - before)
@@ -185,3 +187,18 @@ def test_ranks_that_wait_for_anothers_first_call_say_so(ranks: Any) -> None:
     (name, _), (other, told) = ranks(2, come_late)
     assert name == other
     assert "rank 1 has waited" in told
+
+
+class Lasting(Heartbeat):
+    """One whose group is gone from torch, as after `destroy_process_group`, while it is still in the store."""
+
+    def _is_current(self) -> bool:
+        return True
+
+
+def test_a_program_ends_the_heartbeats_of_groups_that_it_destroyed() -> None:
+    group: set[int] = set()  # anything: no watch knows of it
+    heartbeat = Lasting(group, Notices(dist.HashStore(), "run", 0, 1))  # type: ignore[arg-type]
+    watch._say_farewell()  # at exit: a thread inside torch would then abort the process
+    heartbeat._thread.join(60)
+    assert not heartbeat.is_alive()

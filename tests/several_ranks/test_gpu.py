@@ -1,4 +1,4 @@
-"""Collectives of tensors on a GPU: waited for by the host over gloo, and by the device, followed through its events."""
+"""Collectives of tensors on a GPU: over gloo the host waits, otherwise the device does, and its events are followed."""
 
 from __future__ import annotations
 

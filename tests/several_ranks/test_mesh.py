@@ -1,4 +1,4 @@
-"""The axes of a job: which rank stands where, whose groups they are, and meshes that cannot be the job's."""
+"""The axes of a job: the place of each rank, the groups of each axis, and meshes that cannot be the job's."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def out_of_step(rank: int, world_size: int, fault: Callable[..., None], stage: i
     start = time.monotonic()
     try:
         fault(job, rank, folder)
-        for _ in range(20):  # whoever has gone on alone meets the others in what follows
+        for _ in range(20):  # a rank that has gone on alone meets the others in what follows
             job.train()
     except unbounded.errors.PeerError as error:
         return str(error), f"{time.monotonic() - start:.1f}"
@@ -216,7 +216,7 @@ def elsewhere(rank: int, world_size: int, stage: int) -> str:
 
 
 def _sleep_in_the_users_code(group: Any) -> None:
-    dist.barrier(group)  # which the other enters when it has given up
+    dist.barrier(group)  # the other enters it when it has given up
 
 
 @pytest.mark.parametrize("stage", [1, 3])

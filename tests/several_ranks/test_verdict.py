@@ -1,4 +1,4 @@
-"""Whether to go on waiting, judged over what was heard: no processes, no time."""
+"""Whether to go on waiting, decided from what was heard: without processes or clocks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ COMPILING = os.path.join(TORCH, "_dynamo", "convert_frame.py")
 
 
 def call_from(filename: str) -> Callable[..., Any]:
-    """A function that calls what it is given, and looks as if it stood in `filename`."""
+    """A function that calls what it is given, and looks as if it were defined in `filename`."""
     names: dict[str, Any] = {}
     exec(compile("def call(function, *arguments):\n    return function(*arguments)", filename, "exec"), names)
     call: Callable[..., Any] = names["call"]

@@ -1,4 +1,4 @@
-"""Running a function in a forked child: what it returned, or that it hung."""
+"""Runs a function in a forked child: gives what it returned, or says that it hung."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import HANG_SECONDS
 
 
 class Child:
-    """A forked child that runs `function` and then ends as told: at once, or through the interpreter's exit."""
+    """A forked child that runs `function` and then ends, at once or through the interpreter's exit."""
 
     def __init__(self, function: Callable[[], Any], *, exits: bool = False) -> None:
         self._read, write = os.pipe()

@@ -92,7 +92,7 @@ print(sum(held.values()), held["disk"], peak.grown_bytes)
 
 
 def train_warm(model: nn.Module, folder: str) -> None:
-    """One step of a tiny model: the native core, its threads and its first allocations are no part of the budget."""
+    """One step of a tiny model: the native core, its threads and its first allocations are not part of the budget."""
     plan = {"precision": "bf16", "optimizer": "disk", "weights": "disk", "disk_path": folder}
     model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
     model(torch.randn(8, 64)).float().sum().backward()
@@ -103,7 +103,7 @@ def train_warm(model: nn.Module, folder: str) -> None:
 
 def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    # Buffers of half a MiB behave as those of real sizes do: freed, they leave glibc's heap. Otherwise it keeps them.
+    # Buffers of half a MiB then behave like those of real sizes: they leave glibc's heap when they are freed.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
@@ -174,7 +174,7 @@ def test_what_the_error_says_would_fit_does_fit(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_the_room_is_an_error_of_the_disk_before_the_model_is_touched(tmp_path: Path) -> None:
-    """The folder has less than the plan says: the store is reserved whole, so that a step cannot run full."""
+    """The folder has less than the plan says. The store is reserved whole, so the disk cannot run full in a step."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Sequential(nn.Linear(2**20, 2**20)))  # 12 TiB of states, 2 of them to run it
     plan = {"precision": "bf16", "host_bytes": "1GiB", "device_bytes": "20TiB", "disk_path": str(tmp_path)}
@@ -198,7 +198,7 @@ def test_a_device_without_the_room_to_run_a_unit_is_an_error_before_anything_is_
 
 
 def test_sums_of_several_backwards_are_counted_and_refused_where_the_host_has_no_room(tmp_path: Path) -> None:
-    """With weights, gradients and optimizer all on the host: 14 bytes a parameter, 16 from the second backward on."""
+    """With weights, gradients and optimizer all on the host: 14 bytes per parameter, 16 from the second backward on."""
     on_host = dict.fromkeys(("weights", "gradients", "optimizer"), "host")
     batch = torch.randn(2, WIDTH)
     model, optimizer = shard_stack(tmp_path, **on_host, host_bytes=32 * NUMEL)
@@ -218,7 +218,7 @@ def test_sums_of_several_backwards_are_counted_and_refused_where_the_host_has_no
     with pytest.raises(BudgetError, match=r'adding up the gradients of several backwards .* accumulate_dtype="bf16"'):
         optimizer.step()
     optimizer.zero_grad()
-    assert len(train(model, optimizer)) == 3  # one backward a step still fits
+    assert len(train(model, optimizer)) == 3  # one backward per step still fits
 
 
 def test_a_host_budget_too_small_for_the_buffers_says_how_much_they_take(tmp_path: Path) -> None:

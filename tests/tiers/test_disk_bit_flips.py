@@ -38,7 +38,7 @@ def attempt(act: Any) -> dict[str, Any]:
 
 
 def flip_in_a_step(rank: int, world_size: int, folder: str, kind: str) -> dict[str, Any]:
-    """Flips a bit on the last rank, goes on, tries to save, and goes back to the checkpoint before."""
+    """Flips a bit on the last rank, goes on, tries to save, and goes back to the last checkpoint."""
     model, optimizer = make(folder)
     train(model, optimizer, rank, 0, 1)
     unbounded.save(f"{folder}/good", model, optimizer)
@@ -91,7 +91,7 @@ def test_the_plan_turns_checksums_off_and_their_memory_with_them(tmp_path: Path)
         model = TinyGPT()
         plan = {**ON_DISK, "disk_path": str(tmp_path), "disk_checksums": checksums}
         model, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan)
-        held[checksums] = optimizer.memory()["host"].used_bytes  # before training makes as many buffers as it needs
+        held[checksums] = optimizer.memory()["host"].used_bytes  # before the lanes make buffers, as many as meet
         disk = optimizer.tiers._stores[0].capacity_bytes
         train(model, optimizer, 0, 0, 1)
         flip(array_of(optimizer.engine.units[1], "exp_avg"))

@@ -36,7 +36,7 @@ ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
 
 
 class FailedTransfer:
-    """What a transfer that failed is to whoever waits for it."""
+    """A transfer that has failed, for whoever waits for it."""
 
     def __init__(self, operation: str, code: int, path: str) -> None:
         self._error = (code, f"{operation} of an extent failed at {path}: {os.strerror(code)} (errno {code})", path)
@@ -84,7 +84,7 @@ def train(model: nn.Module, optimizer: Any, rank: int, first: int, steps: int, *
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """What a caller can know of an error, without the frames that hold the model."""
+    """What a caller can learn from an error, without the frames that hold the model."""
     known = isinstance(error, DiskError)
     return {
         "type": type(error).__name__,
@@ -97,7 +97,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 def break_in_step(
     rank: int, world_size: int, store: str, checkpoint: str, fault: tuple[str, int, int]
 ) -> dict[str, Any]:
-    """Trains, saves, and goes on with a disk that fails on the last rank; what every rank then met."""
+    """Trains, saves, and goes on with a disk that fails on the last rank; returns what every rank then raised."""
     operation, calls, code = fault
     model, optimizer = make(store)
     train(model, optimizer, rank, 0, 1)
@@ -171,7 +171,7 @@ def test_a_failing_disk_fails_the_step_on_all_ranks_with_path_and_errno_and_leav
 
 
 def meet_a_failure(rank: int, world_size: int, store: str, stage: int, where: str) -> list[str]:
-    """What every rank raises where the last one's disk fails, and that all go on when it works again."""
+    """What every rank raises when the last one's disk fails; all go on when it works again."""
     torch.manual_seed(3)
     model = TinyGPT()
     plan = {**ON_DISK, "weights": "disk" if stage == 3 else "device", "stage": stage, "disk_path": store}
@@ -231,7 +231,7 @@ def test_what_one_rank_cannot_read_or_write_no_rank_takes_for_done(
 
 
 def test_a_read_straight_into_a_units_memory_that_fails_is_told(tmp_path: Path, monkeypatch: Any) -> None:
-    """Memory that lies on a page by chance is read without a bounce, and that read is waited for as well."""
+    """Memory that happens to begin on a page is read without a bounce buffer, and that read is waited for too."""
     model, optimizer = make(str(tmp_path))
     train(model, optimizer, 0, 0, 1)
     monkeypatch.setattr("unbounded.tiers.array.is_reachable", lambda tensor: True)
@@ -240,7 +240,7 @@ def test_a_read_straight_into_a_units_memory_that_fails_is_told(tmp_path: Path, 
 
 
 def lose_the_last_write(rank: int, world_size: int, folder: str) -> tuple[list[str], bool]:
-    """The weights of every unit are new, but a state of the last one was not written: what step, wait and save say."""
+    """All units have new weights, but a state of the last unit was not written: what step, wait and save say."""
     torch.manual_seed(3)
     model = TinyGPT()
     plan = {"weights": "host", "gradients": "host", "optimizer": "disk", "disk_path": folder}

@@ -1,8 +1,9 @@
-"""Faults of the disk tier by chance: every call of a step may fail, fall short or give back a flipped bit.
+"""Random faults of the disk tier: every call of a step may fail, fall short or return a flipped bit.
 
 Each round trains a few steps with faults drawn from its seed, on one rank and on two. Whatever happens, a round ends in
-one of two ways: with the losses of a run without faults, or with one DiskError on all ranks, after which the checkpoint
-from before is whole and goes on bit for bit. A few rounds are part of the tests; a longer storm is
+one of two ways: with the losses of a run without faults, or with one DiskError on all ranks. After such an error the
+last checkpoint is whole, and training goes on from it bit for bit. A few rounds are part of the tests. For a longer
+storm:
 
     UNBOUNDED_STORM_ROUNDS=500 python -m pytest tests/tiers/test_disk_storm.py
 """
@@ -36,7 +37,7 @@ CODES = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EBADMSG": errno.EBADMSG}
 
 @contextmanager
 def faults(seed: int, *, here: bool) -> Iterator[list[str]]:
-    """Draws one fault: which call of which kind, and what becomes of it. Gives what happened, once it has."""
+    """Draws one fault: which call of which kind, and how it fails. Yields a list that gets what happened."""
     chance = random.Random(seed)
     kind = chance.choice(["EIO on read", "EIO on write", "ENOSPC on write", "flipped bit"])
     operation = "write" if "write" in kind else "read"
@@ -61,7 +62,7 @@ def faults(seed: int, *, here: bool) -> Iterator[list[str]]:
 
 
 def storm(rank: int, world_size: int, folder: str, seeds: list[int]) -> list[tuple[str, str]]:
-    """What a run met in each round, and how it ended: "unharmed", or the error's type and errno and a good resume."""
+    """The faults of each round, and how it ended: "unharmed", or the error's type and errno and a good resume."""
     model, optimizer = make(folder)
     train(model, optimizer, rank, 0, 1)
     unbounded.save(f"{folder}/good", model, optimizer)

@@ -136,10 +136,10 @@ def test_a_child_that_uses_the_model_is_told_at_once_whose_it_is(tmp_path: Path,
         lambda: unbounded.full_params(model).__enter__(),
         handle.wait,
     ]
-    if tier != "device":  # values that lie in the process's own memory may be read
+    if tier != "device":  # values in the process's own memory may be read
         uses.append(lambda: parameter.sum().item())
     for use in uses:
-        assert re.search(BELONGS, error_in_child(use)), use  # torch tells errors of a load with its own around them
+        assert re.search(BELONGS, error_in_child(use)), use  # torch reports errors of a load inside its own
     assert error_in_child(lambda: model(tokens)).startswith("StateError: this sharded model belongs to process")
     handle.wait()
     loss.backward()
@@ -161,7 +161,7 @@ def test_a_child_may_shard_a_model_of_its_own(tmp_path: Path) -> None:
 
 
 def test_forks_in_a_storm_of_updates_hang_nobody(tmp_path: Path) -> None:
-    """Locks are held by other threads at the moment of a fork, each time others."""
+    """Other threads hold locks at the moment of a fork, different ones each time."""
     model, optimizer = make("disk", tmp_path)
     for step in range(12):
         train(model, optimizer, range(step, step + 1))

@@ -70,7 +70,7 @@ def test_after_a_failure_everything_in_flight_is_abandoned_and_the_first_error_i
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_pipeline_never_waits_for_buffers_of_its_own(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far more may be in flight than there are buffers; the pool would block for ever. What failed is not counted."""
+    """Far more may be in flight than there are buffers, so the pool would block forever. Failed ones do not count."""
     pool, held, most = BufferPool(HostArena(pin=False, num_threads=1), 4096, count), dict[int, Lease](), [0]
 
     class Stages(Recorder):

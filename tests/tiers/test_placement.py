@@ -45,7 +45,7 @@ def test_what_fits_the_device_stays_on_the_device() -> None:
 
 
 def test_the_first_units_are_whole_on_the_device_then_the_host_takes_units_then_the_disk_optimizer_states() -> None:
-    host = WHOLE + 2 * 6 * MIB  # one whole unit; of the two others what is light
+    host = WHOLE + 2 * 6 * MIB  # one whole unit, and the light parts of the two others
     assert place(UNITS, budget(WHOLE, host), Plan()) == (DEVICE, HOST, LIGHT_ON_HOST, LIGHT_ON_HOST)
 
 
@@ -88,7 +88,7 @@ def test_gradients_that_wait_for_their_reduction_are_on_the_device_wherever_they
 
 
 def test_below_stage_three_weights_are_on_the_device() -> None:
-    for where in place(UNITS, budget(16 * MIB, 0), Plan(stage=2)):  # 2 bytes a parameter and 2 that complete them
+    for where in place(UNITS, budget(16 * MIB, 0), Plan(stage=2)):  # 2 bytes per parameter, and 2 that complete it
         assert (where.weights, where.optimizer) == ("device", "disk")
 
 
@@ -131,7 +131,7 @@ def test_too_little_of_everything_says_which_tier_by_how_much_and_what_would_fit
         'optimizer_format="compact". Without clipping and with one backward per step, '
         'gradients="none" takes 8.0 MiB less.'
     )
-    assert place(UNITS, budget(0, 0, need), Plan()) == (DISK,) * 4  # with what it asked for it does fit
+    assert place(UNITS, budget(0, 0, need), Plan()) == (DISK,) * 4  # it fits with what was asked for
 
 
 def test_a_fixed_tier_that_is_short_while_others_have_room_says_so() -> None:
@@ -146,8 +146,8 @@ def test_a_fixed_tier_that_is_short_while_others_have_room_says_so() -> None:
 def test_the_part_to_stream_falls_with_the_number_of_threads_and_ends_at_none() -> None:
     parts = [streamed_part(replace(UNMEASURED, host_threads=threads)) for threads in range(1, 33)]
     assert parts == sorted(parts, reverse=True)
-    assert parts[0] == pytest.approx(3.0 / 3.35)  # one thread: the link's 3 Gparam/s beside its 0.35
-    assert parts[-1] == 0.0  # the host's kernel takes all the memory has
+    assert parts[0] == pytest.approx(3.0 / 3.35)  # one thread: the link adds 3 Gparam/s to its 0.35
+    assert parts[-1] == 0.0  # the host's kernel uses all of the memory's bandwidth
     assert all(part == 0.0 or part >= 0.1 for part in parts)
 
 
@@ -156,7 +156,7 @@ def test_the_streamed_part_is_spread_evenly_over_the_candidates(part: float) -> 
     chosen = choose_streamed([True] * 40, part)
     assert sum(chosen) == 40 * part
     for end in range(1, 41):
-        assert abs(sum(chosen[:end]) - end * part) < 1  # no stretch of the model is ahead of the other side
+        assert abs(sum(chosen[:end]) - end * part) < 1  # neither side is ahead anywhere in the model
 
 
 def test_only_candidates_are_streamed() -> None:

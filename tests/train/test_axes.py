@@ -1,4 +1,4 @@
-"""The training job over tensor, pipeline and context axes: the losses of one rank, on whatever mesh it goes on."""
+"""The training job over tensor, pipeline and context axes: the losses of one rank, whatever mesh it resumes on."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sample_on_rank(rank: int, world_size: int, config: Any) -> str:
 
 
 def losses_of_transformers(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """Loss and norm of a model with a head that ranks share; BERT's runs on the hidden tokens alone."""
+    """Loss and norm of a model whose head ranks share; BERT's head runs only on the hidden tokens."""
     found = []
     for family in ("llama", "bert"):
         model = without_dropout(models.build(family))
@@ -104,7 +104,7 @@ def test_heads_of_transformers_models_give_each_rank_its_part_of_the_logits(rank
 
 def test_flags_say_how_a_batch_goes_through_a_pipeline() -> None:
     config = make_config({"tensor": 2, "pipeline": 2, "sequence_length": 32, "batch_tokens": 512, "steps": 1})
-    closed = close_settings(config, kind="cpu", world_size=2)
+    closed = close_settings(config, kind="cpu", num_ranks=2)
     assert closed.shard_plan == {
         "precision": "fp32",
         "activations": "host",
@@ -114,8 +114,8 @@ def test_flags_say_how_a_batch_goes_through_a_pipeline() -> None:
     }
     assert closed.micro_batch == 2  # of the 8 sequences of a rank: two parts for every stage
     given = make_config({"pipeline": 2, "plan": (("microbatches", 8),), "sequence_length": 32, "batch_tokens": 512})
-    assert close_settings(given, kind="cpu", world_size=2).micro_batch == 1
+    assert close_settings(given, kind="cpu", num_ranks=2).micro_batch == 1
     with pytest.raises(InputError, match=r"microbatches=8 does not fit the 8 sequences .* and --micro-batch 4"):
-        close_settings(replace(given, micro_batch=4), kind="cpu", world_size=2)
+        close_settings(replace(given, micro_batch=4), kind="cpu", num_ranks=2)
     with pytest.raises(InputError, match=r"--pipeline and --plan pipeline=... contradict each other"):
         make_config({"pipeline": 2, "plan": (("pipeline", 2),)})

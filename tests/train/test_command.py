@@ -1,4 +1,4 @@
-"""`unbounded train` as a command: exit codes, one line for what the user can put right, the documented recipe."""
+"""`unbounded train` as a command: exit codes, one line for what the user can fix, the documented recipe."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_torchrun_starts_it_on_several_ranks(tmp_path: Path) -> None:
     data = write_texts(tmp_path / "a.jsonl", 100)
     run = [*TINY, "--data", str(data), "--steps", "3", "--sample", "", "--trace", str(tmp_path / "t.json")]
     launch = f"{warm_python()} -m torch.distributed.run --standalone --nproc-per-node 2 -m unbounded train".split()
-    with (tmp_path / "said").open("w+") as said:  # a file: a pipe would be waited on as long as a rank lives
+    with (tmp_path / "said").open("w+") as said:  # a file, since a pipe would stay open as long as a rank lives
         command = [*launch, *run, "--output", str(tmp_path / "two")]
         code = subprocess.run(command, stdout=said, stderr=said, timeout=HANG_SECONDS, check=False).returncode
         said.seek(0)
         text = said.read()
     assert code == 0, text
-    assert text.count("step 3/3") == 1  # one rank speaks
+    assert text.count("step 3/3") == 1  # only one rank prints
     assert main(["train", *run, "--output", str(tmp_path / "one")]) == 0
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
     assert (tmp_path / "t.rank1.json").exists()

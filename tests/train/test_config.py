@@ -1,4 +1,4 @@
-"""Settings: defaults, file, flags, in that order; what cannot be meant is refused in one line."""
+"""Settings: defaults, file, flags, in that order. What makes no sense is refused in one line."""
 
 from __future__ import annotations
 
@@ -118,6 +118,6 @@ def test_contradictions_are_refused(arguments: list[str], said: str) -> None:
 def test_a_leading_tilde_is_the_users_home_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = read_config(["--output", "~/runs/a", "--data", "~/a.txt", "b.txt", "--trace", "~nobody-here/t.json"])
-    closed = close_settings(config, kind="cpu", world_size=1)
+    closed = close_settings(config, kind="cpu", num_ranks=1)
     assert (closed.output, closed.data) == ("/home/me/runs/a", ("/home/me/a.txt", "b.txt"))
     assert closed.trace == str(Path.cwd() / "~nobody-here" / "t.json")

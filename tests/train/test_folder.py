@@ -1,4 +1,4 @@
-"""The output folder: torn checkpoints, runs begun anew, other runs, and files that are not ours."""
+"""The output folder: torn checkpoints, runs that start over, other runs, and files that are not ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def tear(output: Path, step: int) -> None:
-    """Leave a checkpoint folder as a kill in the middle of an old-style save would: without a manifest."""
+    """Leaves a checkpoint folder as a save that is killed half way would leave it without staging: no manifest."""
     (output / f"step-{step:08}").mkdir()
     (output / f"step-{step:08}" / "data-00000.bin").write_bytes(b"half")
 

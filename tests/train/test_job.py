@@ -1,4 +1,4 @@
-"""The training job: exact repetition, exact resumption, the same on any number of ranks, and honest ends."""
+"""The training job: repeats and resumes exactly, is the same on any number of ranks, and ends as it should."""
 
 from __future__ import annotations
 
@@ -247,11 +247,11 @@ def test_epochs_become_steps_by_counting_tokens(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing of the job may handle it."""
+    """Stands for a kill: no part of the job may catch it."""
 
 
 def train_until(config: Any, *, step: int, act: Callable[[], None] | None = None) -> Any:
-    """Train, but do `act` (die, if not given) within the 1-based `step`."""
+    """Trains, but calls `act` (by default: dies) in the 1-based `step`."""
 
     def die() -> None:
         raise Killed
@@ -269,12 +269,12 @@ def train_until(config: Any, *, step: int, act: Callable[[], None] | None = None
             return train(config)
         finally:
             for thread in threading.enumerate():
-                if thread.name == "unbounded-save":  # a process that was killed would not leave one behind
+                if thread.name == "unbounded-save":  # a killed process would not leave one
                     thread.join()
 
 
 def _break_module(patch: pytest.MonkeyPatch, *, step: int, name: str) -> None:
-    """Have the named module give inf within the 1-based `step`."""
+    """Makes the named module return inf in the 1-based `step`."""
 
     def give_inf(trainer: Any) -> Any:
         module = trainer.model.get_submodule(name)
@@ -284,7 +284,7 @@ def _break_module(patch: pytest.MonkeyPatch, *, step: int, name: str) -> None:
 
 
 def _break_step(patch: pytest.MonkeyPatch, step: int, attach: Callable[[Any], Any]) -> None:
-    """Have what `attach` hooks to the model in place within the 1-based `step` only."""
+    """Keeps the hooks that `attach` adds to the model only during the 1-based `step`."""
     former = loop.Trainer._seed
 
     def seed(self: Any, number: int) -> None:

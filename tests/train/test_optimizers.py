@@ -1,4 +1,4 @@
-"""The optimizers to choose from, sharded over tiers, against themselves on a plain model."""
+"""The optimizers to choose from, sharded over tiers, compared with themselves on a plain model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unbounded.train.options.config import OPTIMIZERS, Config
 from unbounded.train.options.settings import close_settings
 from unbounded.train.step.optimizers import make_optimizer
 
-SETTINGS = replace(close_settings(Config(), kind="cpu", world_size=1), lr=1e-2, weight_decay=0.1)
+SETTINGS = replace(close_settings(Config(), kind="cpu", num_ranks=1), lr=1e-2, weight_decay=0.1)
 PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding.placing"]
 
 

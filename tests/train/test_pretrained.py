@@ -1,4 +1,4 @@
-"""Hugging Face models in `unbounded train`: a folder, a configuration, adapters; and what cannot be meant."""
+"""Hugging Face models in `unbounded train`: a folder, a configuration, adapters; and what makes no sense."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_adapters_train_while_the_rest_stays_and_are_exported_alone(tmp_path: Pa
     summary = train(fine_tune(tmp_path / "out", texts, model=str(folder), lora_rank=4, lr=2e-2, export=str(export)))
     found = losses(tmp_path / "out")
     assert 0 < summary.num_trained < summary.num_parameters / 2
-    assert found[0] == pytest.approx(_plain_loss(folder, texts), rel=1e-4)  # adapters begin as nothing
+    assert found[0] == pytest.approx(_plain_loss(folder, texts), rel=1e-4)  # adapters begin at zero
     assert found[-1] < found[0] - 0.1
     assert not (export / "model.safetensors").exists()
     before = logits(AutoModelForCausalLM.from_pretrained(folder))

@@ -1,4 +1,4 @@
-"""Learning rates over a run, groups of weight decay, and the loss that does not depend on how a batch is split."""
+"""Learning rates over a run, groups of weight decay, and a loss that does not depend on how a batch is split."""
 
 from __future__ import annotations
 

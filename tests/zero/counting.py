@@ -1,4 +1,4 @@
-"""Counting what the engine does: bytes that are alive, bytes that cross between ranks, lines of Python it runs."""
+"""Counts what the engine does: bytes that are alive, bytes that go between ranks, lines of Python that run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def live_bytes() -> int:
 
 
 def settled_bytes() -> int:
-    """`live_bytes` once work in flight on other threads has landed and they have let go of it."""
+    """`live_bytes` once work in flight on other threads is done and they hold nothing of it."""
     gc.collect()
     seen = [live_bytes()]
     while len(seen) < 12 or (len(seen) < 1200 and len(set(seen[-12:])) > 1):

@@ -76,7 +76,7 @@ def test_a_failing_rank_ends_its_peer_without_a_launchers_help(
     pair = [start(rank, port, script, where, culprit, stage) for rank in (0, 1)]
     try:
         output = pair[1 - culprit].communicate(timeout=HANG_SECONDS)[0]
-        assert pair[1 - culprit].returncode != 0, output  # torch's own end may abort beside a store that is stopped
+        assert pair[1 - culprit].returncode != 0, output  # torch may abort at its own end if the store is stopped
         assert message in output
         if where == "stopped":
             pair[culprit].send_signal(signal.SIGKILL)

@@ -14,7 +14,7 @@ VARIANTS = [
     {"stage": 1},
     {"stage": 2},
     {"stage": 3},
-    {"stage": 3, "unit_numel": 1},  # every leaf module a unit of its own
+    {"stage": 3, "unit_numel": 1},  # every leaf module is its own unit
     {"stage": 2, "unit_numel": 1},
     {"stage": 1, "unit_numel": None},  # the default: the whole model is one small unit
     {"stage": 3, "unit_numel": None},
@@ -26,7 +26,7 @@ VARIANTS = [
 
 
 class Clipped(Task):
-    max_norm = 0.1  # below the norm of every step: every step is scaled
+    max_norm = 0.1  # below the norm of every step, so every step is scaled
 
 
 class Accumulating(Task):
@@ -51,7 +51,7 @@ def test_stage_unit_size_and_prefetch_do_not_change_a_bit(ranks: Any, world_size
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stages_that_reduce_at_other_times_agree_when_accumulating(ranks: Any, world_size: int) -> None:
-    """Stages 0 and 1 may sum a microbatch before or after the ranks: one rounding apart."""
+    """Stages 0 and 1 may add up microbatches before or after the ranks, which differs by one rounding."""
     for runs in ranks(world_size, train_variants, Accumulating(), VARIANTS):
         for run in runs[1:]:
             torch.testing.assert_close(run.losses, runs[0].losses, rtol=1e-6, atol=1e-6)

@@ -35,7 +35,7 @@ class Stack(nn.Module):
 
 
 def measure(rank: int, world_size: int, plan: dict[str, Any]) -> dict[str, float]:
-    """Bytes a parameter: with gradients held, between steps, and the most seen inside a pass."""
+    """Bytes per parameter: with gradients held, between steps, and at most inside a pass."""
     before = settled_bytes()
     model = Stack()
     model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
@@ -62,7 +62,7 @@ def measure(rank: int, world_size: int, plan: dict[str, Any]) -> dict[str, float
 
 
 def formula(stage: int, ranks: int, weight: float, gradient: float, states: float) -> tuple[float, float]:
-    """Bytes a parameter with gradients and without: the ZeRO paper's table, for any sizes of the parts."""
+    """Bytes per parameter with and without gradients: the ZeRO paper's table, for any sizes of the parts."""
     weight /= ranks if stage >= 3 else 1
     gradient /= ranks if stage >= 2 else 1
     states /= ranks if stage >= 1 else 1
@@ -100,7 +100,7 @@ def refuse(rank: int, world_size: int, stage: int, bytes_a_parameter: float) -> 
 @pytest.mark.parametrize(("stage", "least"), [(1, 10), (2, 8)])
 def test_a_budget_has_room_for_the_gradients_of_its_stage(ranks: Any, stage: int, least: int) -> None:
     """Two ranks: weights 2, states 10 / 2, gradients 2 / 2, and whole ones of 2 until stage 1 reduces them."""
-    gathered = 1  # what a unit takes on its way
+    gathered = 1  # what a unit in flight takes
     assert all(ranks(2, refuse, stage, 0.98 * least))
     assert not any(ranks(2, refuse, stage, 1.02 * least + gathered))
 
@@ -148,7 +148,7 @@ def test_nothing_is_kept_from_step_to_step(ranks: Any) -> None:
 
 
 def gradients_under_way(rank: int, world_size: int) -> int:
-    """The most whole gradients alive at once where the reduce lane is far slower than the backward."""
+    """The most whole gradients alive at once when the reduce lane is far slower than the backward."""
     model = Stack()
     model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"stage": 3, "gradients": "host"})
     alive: list[weakref.ref[Tensor]] = []
@@ -179,11 +179,11 @@ def gradients_under_way(rank: int, world_size: int) -> int:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_slow_reduction_holds_the_backward_back_instead_of_piling_gradients_up(ranks: Any, world_size: int) -> None:
     for most in ranks(world_size, gradients_under_way):
-        assert 2 <= most <= IN_FLIGHT + 2  # and the one in the lane's hands, and the one that waits to be taken
+        assert 2 <= most <= IN_FLIGHT + 2  # and the one that the lane works on, and the one that waits for it
 
 
 class Normed(Stack):
-    """The same with a norm of the root's own after the layers, as every language model has."""
+    """The same with a norm in the root after the layers, as every language model has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Normed(Stack):
 def whole_gradients(rank: int, world_size: int, stage: int, zero_grad_first: bool) -> int:
     """The most units that wait with a whole gradient for their reduction, in any backward."""
     model = Normed()
-    plan = {"stage": stage, "unit_numel": None}  # the norm is too small to be a unit of its own
+    plan = {"stage": stage, "unit_numel": None}  # the norm is too small to be its own unit
     model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
     assert "root" in [unit.name for unit in optimizer.engine.units]
     most, complete = [0], Reduction.complete

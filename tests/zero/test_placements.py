@@ -23,7 +23,7 @@ MIXED = {
 
 
 class Clipped(Task):
-    """Twice accumulated, so that gradients are added up where they are kept."""
+    """Two backwards per step, so that gradients are added up where they are kept."""
 
     steps = 2
     accumulate = 2
@@ -46,7 +46,7 @@ def train_placed(rank: int, world_size: int, state_format: str, placements: list
 @pytest.mark.parametrize("state_format", FORMATS)
 @pytest.mark.parametrize(("world_size", "step"), [(1, 1), (2, 3), (4, 9)])
 def test_every_placement_gives_the_same_bits(ranks: Any, world_size: int, step: int, state_format: str) -> None:
-    """All 27 placements at one rank; a third and a ninth of them at more, with a mixture by patterns."""
+    """All 27 placements on one rank; on more ranks a third and a ninth of them, and a mixture by patterns."""
     placements = [ALL_ON_DEVICE, MIXED, *PLACEMENTS[::step]]
     for runs in ranks(world_size, train_placed, state_format, placements):
         for placement, run in zip(placements[1:], runs[1:], strict=True):

@@ -97,7 +97,7 @@ def nested_and_failing(rank: int, world_size: int) -> tuple[bool, bool, bool]:
 
 
 def fail_third(show: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Of several units two are shown when the third fails."""
+    """Two of several units are shown when the third fails."""
     calls: list[Any] = []
 
     def shown(views: Any) -> None:
@@ -142,7 +142,7 @@ def keeps_values(rank: int, world_size: int, stage: int) -> bool:
 
 
 def test_a_state_dict_of_a_partitioned_model_is_a_snapshot(ranks: Any) -> None:
-    """Unlike a plain model's it cannot alias the weights; it does not change, nor point to freed memory, later."""
+    """Unlike a plain model's, it cannot alias the weights. Later it neither changes nor points to freed memory."""
     assert ranks(2, keeps_values, 3) == [True, True]
 
 
@@ -221,7 +221,7 @@ def test_a_gradient_is_right_where_it_is_held_and_refused_where_not(ranks: Any, 
 
 
 def clear_by_hand(rank: int, world_size: int, stage: int) -> tuple[list[float], list[float]]:
-    """Norms of the same batch, gradients cleared parameter by parameter; then of the first unit's cleared alone."""
+    """Norms of the same batch: gradients are cleared parameter by parameter, then only those of the first unit."""
     task = Task()
     torch.manual_seed(3)
     model = task.model()
@@ -258,7 +258,7 @@ def test_the_norm_follows_a_gradient_that_was_changed() -> None:
     task = Task()
     model = task.model()
     model, optimizer = shard(model, task.optimizer(model), {})
-    for _ in range(2):  # the second time the norm is taken as gradients come
+    for _ in range(2):  # the second time the norm is added up as gradients come
         task.loss(model, Batch(0, 0, 0)).backward()
         before = float(optimizer.clip_grad_norm_(math.inf))
         for parameter in model.parameters():

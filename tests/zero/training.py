@@ -1,4 +1,4 @@
-"""Training the same task twice, in plain PyTorch and sharded, so that tests only say what the task is.
+"""Trains the same task twice, in plain PyTorch and sharded, so that tests only say what the task is.
 
 The reference is the specification of data parallel training written out: every rank runs its own batch on its own
 whole model, gradients are averaged over the ranks (a rank that did not use a parameter counts as zero, a parameter
@@ -34,7 +34,7 @@ class Task:
         return TinyGPT()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        # eps: at 1e-8 Adam's first step is the sign of a gradient, also of one that is nothing but rounding.
+        # eps: at 1e-8 Adam's first step is the sign of a gradient, even of one that is only rounding.
         return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Batch:
-    """Which microbatch this is; its data follows from its place alone."""
+    """Which microbatch this is; its data depends only on its place."""
 
     step: int
     micro: int
@@ -69,6 +69,22 @@ class Batch:
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator())
+
+
+class Several:
+    """Optimizers that are stepped one after another, as people write it."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self.members = list(members)
+        self.param_groups = [group for member in members for group in member.param_groups]
+
+    def step(self) -> None:
+        for member in self.members:
+            member.step()
+
+    def zero_grad(self) -> None:
+        for member in self.members:
+            member.zero_grad()
 
 
 class Block(nn.Module):
@@ -164,7 +180,7 @@ def average_gradients(model: nn.Module, world_size: int) -> None:
 
 @contextmanager
 def small_units(numel: int | None) -> Iterator[None]:
-    """Leaf modules of at least `numel` elements become units of their own, so that tiny models have many."""
+    """Leaf modules of at least `numel` elements become their own units, so that tiny models have many."""
     from unbounded.zero import sites as units
 
     before = units.SMALL_NUMEL

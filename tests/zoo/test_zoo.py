@@ -3,9 +3,9 @@
 Five steps of AdamW in fp32, stage 3. Sharding changes no operation of the forward or backward, and the mean over
 two ranks is exact but for one rounding of the sum; what may differ is the order in which autograd adds the
 gradients of a weight that is used twice, and the rounding of the optimizer's fused update. Both are a few units in
-the last place (6e-8) a step; Adam can enlarge them where a gradient is itself no more than rounding (the bias of an
-attention's keys), which `eps` = 1e-6 keeps small. Losses are held to 1e-5 relative after five steps. Weights are
-held to 1e-3, where five steps move them by 1e-2: for those biases the rounding is all there is.
+the last place (6e-8) per step; Adam can enlarge them where a gradient is itself no more than rounding (the bias of an
+attention's keys), which `eps` = 1e-6 keeps small. After five steps losses must agree to 1e-5, relative, and weights to
+1e-3, while the steps move them by 1e-2: for those biases the rounding is all there is.
 """
 
 from __future__ import annotations

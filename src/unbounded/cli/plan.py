@@ -105,7 +105,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
     from unbounded.planner.evaluation import Request
     from unbounded.planner.models.configs import read_model
-    from unbounded.planner.models.footprint import COMPILED, EAGER, FORMATS, footprint_of
+    from unbounded.planner.models.footprint import COMPILED, EAGER, STATE_BYTES, footprint_of
     from unbounded.planner.plan import read_plan
     from unbounded.planning.choosing import ASSUMED_TOKENS, read_machine
 
@@ -119,7 +119,7 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
         args.tokens if args.tokens is not None else ASSUMED_TOKENS * machine.num_devices,
         args.sequence,
         plan=read_plan(fixed),
-        formats={name: FORMATS[args.precision, name] for name in names},
+        formats={name: STATE_BYTES[args.precision, name] for name in names},
         stages=(1, 2, 3) if args.stage is None else (args.stage,),
     )
     return footprint_of(read_model(args.model), kernels=COMPILED if args.compiled else EAGER), machine, request

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from unbounded.planner.evaluation import Candidate, rooms
 from unbounded.planner.explanation import KINDS, count, describe, seconds
-from unbounded.planner.plan import Plan
+from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.sizes import format_bytes
-from unbounded.planner.step.loads import LANES, PHASES, TIERS
+from unbounded.planner.step.loads import LANES, PHASES
 from unbounded.planner.step.prediction import NAMES
 
 COLOURS = dict(zip(KINDS, ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9498a0", "#d0d4da"), strict=True))

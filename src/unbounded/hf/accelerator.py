@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +15,24 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
-from unbounded.errors import PlanError, StateError
+from unbounded.errors import CheckpointError, PlanError, StateError
 from unbounded.planner.plan import Plan
 from unbounded.sharding.placing import shard
 from unbounded.sharding.running import is_sharded, sharded
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
+logger = logging.getLogger("unbounded")
+
 STATES = "unbounded"
 """The folder next to a framework's own files that holds weights and states."""
+
+WHOLE = "unbounded_whole"
+"""The file that `save_state` writes last: a job may be killed while it saves."""
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -123,9 +130,46 @@ class AttachedAccelerator(Accelerator):
         """All ranks must call this. Writes Accelerate's folder, with one of ours inside for every sharded model."""
         self._saves_states = True
         try:
-            return super().save_state(*args, **kwargs)
+            folder = super().save_state(*args, **kwargs)
         finally:
             self._saves_states = False
+        self.wait_for_everyone()
+        if self._writes_marks():
+            (Path(folder) / WHOLE).touch()
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """All ranks must call this. Without a folder, the newest of those that Accelerate named that is whole."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming and self._shards():
+            input_dir = _find_whole(Path(self.project_dir) / "checkpoints")
+        return super().load_state(input_dir, *args, **kwargs)
+
+    def _shards(self) -> bool:
+        return any(is_sharded(model) for model in self._models)
+
+    def _writes_marks(self) -> bool:
+        on_each_node = self.project_configuration.save_on_each_node
+        return self._shards() and bool(self.is_local_main_process if on_each_node else self.is_main_process)
+
+    def _save_states(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """Accelerate calls this before it writes its own files. A folder that is written again is not whole."""
+        if self._writes_marks():
+            (Path(folder) / WHOLE).unlink(missing_ok=True)
+        for index in reversed(range(len(models))):
+            if is_sharded(models[index]):
+                save(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
+                weights.pop(index)
+
+    def _load_states(self, models: list[nn.Module], folder: str) -> None:
+        """Accelerate calls this before it reads its own files."""
+        if self._shards() and Path(folder, f"{STATES}_0").is_dir() and not Path(folder, WHOLE).is_file():
+            raise CheckpointError(
+                f"{folder} was cut short while it was saved, so what it holds may be of two moments. Load another one."
+            )
+        for index in reversed(range(len(models))):
+            if is_sharded(models[index]):
+                load(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
+                models.pop(index)
 
     def _placed(self) -> list[ShardedOptimizer]:
         return [one.optimizer for one in self._optimizers if isinstance(one, PreparedOptimizer)]
@@ -147,23 +191,24 @@ def attach(accelerator: Accelerator, plan: Plan | None = None) -> Accelerator:
             f"the Accelerator has mixed_precision={accelerator.mixed_precision!r}, which would cast inside the model. "
             f'Make it without, and set precision="{accelerator.mixed_precision}" in the plan.'
         )
+    compiler = accelerator.state.dynamo_plugin.backend
+    if compiler != DynamoBackend.NO:
+        raise PlanError(
+            f"the Accelerator has dynamo_backend={compiler.value!r}, but a sharded model is compiled block by block. "
+            "Make it without, and call block.compile() on each block before `shard`."
+        )
     own = type(accelerator)
     accelerator.__class__ = type(own.__name__, (AttachedAccelerator, own), {"__module__": own.__module__})
     accelerator._plan = plan  # type: ignore[attr-defined]
-    accelerator.register_save_state_pre_hook(_save_states)
-    accelerator.register_load_state_pre_hook(_load_states)
+    accelerator.register_save_state_pre_hook(accelerator._save_states)  # type: ignore[attr-defined]
+    accelerator.register_load_state_pre_hook(accelerator._load_states)  # type: ignore[attr-defined]
     return accelerator
 
 
-def _save_states(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-    for index in reversed(range(len(models))):
-        if is_sharded(models[index]):
-            save(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
-            weights.pop(index)
-
-
-def _load_states(models: list[nn.Module], folder: str) -> None:
-    for index in reversed(range(len(models))):
-        if is_sharded(models[index]):
-            load(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
-            models.pop(index)
+def _find_whole(folder: Path) -> str | None:
+    """The newest whole checkpoint of those that Accelerate named, `checkpoint_<number>`."""
+    found = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]), reverse=True)
+    whole = [path for path in found if (path / WHOLE).is_file()]
+    if whole and whole[0] != found[0]:
+        logger.warning("%s was cut short while it was saved, so %s is loaded.", found[0], whole[0])
+    return str(whole[0]) if whole else None

@@ -22,7 +22,7 @@ from unbounded.optim.replica import Replica
 from unbounded.optim.rules import Groups, Scalars, StateSpec, Whole
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
-Side = tuple[str, int]  # ("dim", a dim of the parameter) or ("size", a constant)
+FactorSide = tuple[str, int]  # ("dim", a dim of the parameter) or ("size", a constant)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Kept:
     """What a class keeps for parameters with so many dims."""
 
     arrays: tuple[str, ...]
-    factors: Mapping[str, tuple[Side, ...]]
+    factors: Mapping[str, tuple[FactorSide, ...]]
     scalars: Mapping[str, Any]  # with an example of each
 
 

@@ -21,6 +21,7 @@ from unbounded.parallel.context import ContextParallel
 from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.schedules import check_schedule
 from unbounded.parallel.pipeline.stages import Cutting, cut_model
+from unbounded.parallel.recorded import RecordCheck
 from unbounded.parallel.tensor.given import GivenTensors, find_given
 from unbounded.parallel.tensor.layers import attach_loading
 from unbounded.parallel.tensor.tensor_parallel import TensorParallel
@@ -112,6 +113,10 @@ def take_parts(
             if places:
                 applied.detaches.append(attach_loading(module, places))
         applied.detaches.append(tensor.detach)
+    check = RecordCheck(model, plan, axes)
+    if applied.hollow is not None:
+        applied.hollow.check = check
+    applied.attaches.append(lambda: applied.detaches.append(check.attach(model)))
     applied.uncounted = frozenset(uncounted)
     return applied
 

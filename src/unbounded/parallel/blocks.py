@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+
+from unbounded.errors import StateError
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -46,3 +50,20 @@ def asked_loss(base: nn.Module) -> str:
     if code is None or "loss_function" not in code.co_names:
         return ""
     return str(getattr(getattr(base, "loss_function", None), "__name__", ""))
+
+
+def change_hidden(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block, or of a module in one, with its hidden states changed: the first tensor it is given."""
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            return (*args[:index], change(value), *args[index + 1 :]), kwargs
+    named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    name = next((name for name in ("hidden_states", *named) if name in named), None)
+    if name is None:
+        raise StateError(
+            f"{type(module).__name__} was called without a tensor, so its part of the sequence cannot be found. Pass "
+            "hidden states as its first argument, or leave sequence and context out of the plan."
+        )
+    return args, {**kwargs, name: change(named[name])}

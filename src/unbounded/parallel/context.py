@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError, StateError
-from unbounded.parallel.blocks import find_stacks, unwrap
+from unbounded.parallel.blocks import change_hidden, find_stacks, unwrap
 from unbounded.parallel.collectives import LayerSite, exchange_parts
+from unbounded.parallel.partial_gradients import Partial, attach_sum
 from unbounded.parallel.tensor.dropout import SlicedDropout
-from unbounded.parallel.tensor.gradients import Partial, attach_sum
 from unbounded.parallel.tensor.layers import Detach, replace_forward, together
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.axis import Axis
@@ -102,6 +102,10 @@ class ContextAttention(SlicedDropout):
         return mask
 
 
+# Besides attention, modules that compute a token's output from others too. (The other kinds work on channels alone.)
+_MIXING = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.modules.batchnorm._NormBase)
+
+
 class ContextParallel:
     """The blocks of a model over the ranks of a context axis."""
 
@@ -120,6 +124,12 @@ class ContextParallel:
                 f"the model's attention is {kind!r}, but context parallelism needs scaled_dot_product_attention. "
                 "Build it with attn_implementation='sdpa', or leave context out of the plan."
             )
+        for module in {module for stack in self.stacks for block in stack for module in block.modules()}:
+            if isinstance(module, _MIXING):
+                raise PlanError(
+                    f"the blocks have a {type(module).__name__}, which mixes tokens besides attention and would see a "
+                    "part of each sequence. Leave context out of the plan."
+                )
         self.scene = Scene(axis, by_sequence=True)
         self._detaches: list[Detach] = []
 
@@ -169,13 +179,19 @@ class ContextParallel:
             return value
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            given = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs["hidden_states"]
-            length = given.shape[1] * (1 if is_first else axis.size)
-            hidden = self._begin(given, site, is_first=is_first)
-            kwargs = {name: cut(value, length) for name, value in kwargs.items() if value is not given}
-            if args and args[0] is given:
-                return (hidden, *(cut(value, length) for value in args[1:])), kwargs
-            return args, {**kwargs, "hidden_states": hidden}
+            parts: list[torch.Tensor] = []
+
+            def begin(hidden: torch.Tensor) -> torch.Tensor:
+                parts.append(self._begin(hidden, site, is_first=is_first))
+                return parts[0]
+
+            args, kwargs = change_hidden(block, args, kwargs, begin)
+            length = parts[0].shape[1] * axis.size
+
+            def cut_other(value: Any) -> Any:
+                return value if value is parts[0] else cut(value, length)
+
+            return tuple(map(cut_other, args)), {name: cut_other(value) for name, value in kwargs.items()}
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             return scene.end_block(output, site, is_last=is_last)

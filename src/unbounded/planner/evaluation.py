@@ -13,10 +13,10 @@ from functools import partial
 from unbounded.planner.linear.program import Group, Option, Solution, can_fit, solve_program
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.capacity import Capacity, left_for_states
-from unbounded.planner.models.footprint import FORMATS, Cost, Footprint, StateBytes, UnitFootprint, expand
-from unbounded.planner.plan import Plan
+from unbounded.planner.models.footprint import STATE_BYTES, Cost, Footprint, StateBytes, UnitFootprint, expand
+from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.solve import StateChoice, build_program
-from unbounded.planner.step.loads import TIERS, Setup, activation_loads, base_loads, unit_bytes
+from unbounded.planner.step.loads import Setup, activation_loads, base_loads, unit_bytes
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planner.unit_bytes import UnitBytes, UnitPlace, read_placement
@@ -35,7 +35,7 @@ class Request:
     tokens: int
     sequence: int = 2048
     plan: Plan = field(default_factory=Plan)
-    formats: Mapping[str, StateBytes] = field(default_factory=lambda: {"exact": FORMATS["bf16", "exact"]})
+    formats: Mapping[str, StateBytes] = field(default_factory=lambda: {"exact": STATE_BYTES["bf16", "exact"]})
     stages: tuple[int, ...] = (3,)
     tensors: tuple[int, ...] | None = None  # None: any
     pipelines: tuple[int, ...] | None = None

@@ -6,8 +6,9 @@ from collections import Counter
 from typing import Any
 
 from unbounded.planner.evaluation import Candidate
+from unbounded.planner.plan import TIERS
 from unbounded.planner.sizes import format_bytes
-from unbounded.planner.step.loads import LANES, TIERS
+from unbounded.planner.step.loads import LANES
 from unbounded.planner.step.prediction import NAMES, REMEDIES
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "working memory", "buffers")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.footprint import Footprint
+from unbounded.planner.plan import TIERS
 from unbounded.planner.step.loads import (
-    TIERS,
     Setup,
     activation_loads,
     base_loads,

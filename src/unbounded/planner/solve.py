@@ -23,9 +23,9 @@ from functools import cache
 from unbounded.errors import BudgetError
 from unbounded.planner.linear.program import Group, Option, Phase, Program, Solution, solve_program
 from unbounded.planner.machine import MachineRates
-from unbounded.planner.plan import Plan
+from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.sizes import format_bytes
-from unbounded.planner.step.loads import LANES, PHASES, TIERS, Setup, place_loads, repeats
+from unbounded.planner.step.loads import LANES, PHASES, Setup, place_loads, repeats
 from unbounded.planner.step.peaks import place_bytes
 from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, fixed_tiers, use_of
 

@@ -21,7 +21,7 @@ from unbounded.optim.rules import UpdateRule
 from unbounded.planner.models.configs import FAMILIES, read_model, shape_of
 from unbounded.planner.models.footprint import (
     EAGER,
-    FORMATS,
+    STATE_BYTES,
     Cost,
     Footprint,
     StateBytes,
@@ -63,7 +63,7 @@ def read_footprint(
 def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_format: str) -> StateBytes:
     """Bytes per parameter of the optimizer's rule; without an optimizer, those of AdamW."""
     if optimizer is None:
-        return FORMATS[precision, state_format]
+        return STATE_BYTES[precision, state_format]
     book, dtype = RuleBook(optimizer, state_format), DTYPES[precision]
     total, mean = 0, StateBytes(dtype.itemsize, dtype.itemsize, 0.0, 0.0, max(4, dtype.itemsize))
     for index, group in enumerate(optimizer.param_groups):  # each counts by its size

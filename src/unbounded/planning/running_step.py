@@ -15,7 +15,7 @@ from unbounded.optim.formats import DTYPES
 from unbounded.planner.evaluation import Request, evaluate
 from unbounded.planner.machine import MachineRates, saved_path
 from unbounded.planner.models.footprint import (
-    FORMATS,
+    STATE_BYTES,
     Footprint,
     expand,
 )
@@ -54,7 +54,7 @@ def predict_step(
         network_bandwidth=machine.network_bandwidth or UNMEASURED.network_bandwidth,
     )
     dtype = DTYPES[str(placed.precision)]
-    states = FORMATS[str(placed.precision), "exact"]
+    states = STATE_BYTES[str(placed.precision), "exact"]
     for unit in state.engine.units:
         if unit.rule is not None and unit.dtype == dtype:
             states = rule_bytes(unit.rule, dtype)

@@ -10,6 +10,7 @@ the thread, in slices.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import threading
@@ -22,8 +23,12 @@ import torch
 import torch.distributed as dist
 
 from unbounded.ranks.axis import Axis
+from unbounded.ranks.watchdog import watch
 from unbounded.ranks.watchdog.post import Post
 from unbounded.ranks.watchdog.watch import Collective
+
+# How long the end of a program stays for a thread whose connection was closed.
+GIVE_UP_SECONDS = 5.0
 
 
 class _Waited:
@@ -49,6 +54,23 @@ class _Waited:
 
     def is_completed(self) -> bool:
         return self._is_over.is_set()
+
+    def give_up(self) -> None:
+        """Ends the thread's wait by closing the connection, which is what gloo does if a wait on it times out."""
+        if not self._is_over.is_set():
+            with contextlib.suppress(RuntimeError):
+                self._work.wait(timedelta(milliseconds=1))
+            self._is_over.wait(GIVE_UP_SECONDS)
+
+
+_handed_over: weakref.WeakSet[_Waited] = weakref.WeakSet()
+
+
+@watch.at_end
+def _end_waits() -> None:
+    """A thread that is still inside torch when the interpreter ends would abort the process."""
+    for waited in list(_handed_over):
+        waited.give_up()
 
 
 def _serve(waiting: queue.SimpleQueue[_Waited | None]) -> None:
@@ -143,5 +165,6 @@ class Wire:
             threading.Thread(target=_serve, args=(self._waiting,), name="unbounded-wire", daemon=True).start()
             weakref.finalize(self, self._waiting.put, None).atexit = False
         waited = _Waited(work)
+        _handed_over.add(waited)
         self._waiting.put(waited)
         return waited

@@ -36,9 +36,9 @@ from unbounded.weights.pretrained import install_weights
 from unbounded.zero.parameters.parameter import unmanage
 from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision
-from unbounded.zero.setup.assembly import Assembly, Entries, Fill
+from unbounded.zero.setup.assembly import Assembly, Fill
 from unbounded.zero.setup.blueprint import plan_units
-from unbounded.zero.setup.initial import Installer, install_model
+from unbounded.zero.setup.initial import Entries, Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
 from unbounded.zero.setup.specs import Holdings, find_specs
 from unbounded.zero.sites import find_sites

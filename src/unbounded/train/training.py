@@ -54,7 +54,7 @@ class TrainingJob:
 
     def __init__(self, config: Config, world: World) -> None:
         self.world = world
-        settings = close_settings(config, kind=world.device.type, world_size=world.data.size)
+        settings = close_settings(config, kind=world.device.type, num_ranks=world.data.size)
         check_places(settings)
         self.subject = build(settings)
         self.train_data, self.eval_data = open_data(settings, self.subject.tokenizer)
@@ -63,7 +63,7 @@ class TrainingJob:
         self.num_parameters, self.num_trained = self.subject.num_parameters, self.subject.num_trained
         self.flops_per_token = self.subject.flops_per_token(self.settings.sequence_length)
         self.names_output = config.output is not None
-        self.loader = Loader(self.train_data, rows=self.settings.rows, rank=world.data.rank, world_size=world.data.size)
+        self.loader = Loader(self.train_data, rows=self.settings.rows, rank=world.data.rank, num_ranks=world.data.size)
         self.folder = RunFolder(Path(self.settings.output), world, self.settings.keep_last)
         self.held_out = self._hold_out(asked=config.eval_fraction is not None or config.eval_data is not None)
         self.eval_loss: float | None = None
@@ -235,7 +235,7 @@ class TrainingJob:
             exported=exported,
             trace=self.record.trace_path,
             signal=stopped_by,
-            predicted_seconds=predict_seconds(self.model, self.settings, self.world.size),
+            predicted_seconds=predict_seconds(self.model, self.settings, self.world.data.size),
             step_seconds=self.meter.step_seconds,
             speaks=self.world.is_first,
         )

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from unbounded.errors import StateError
-from unbounded.observe import trace
 from unbounded.process import OwningProcess
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
@@ -34,6 +33,7 @@ from unbounded.zero.parameters.lending import Lending
 from unbounded.zero.parameters.views import refuse_stray_gradients, takes_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
+from unbounded.zero.passes.compute_span import ComputeSpan
 from unbounded.zero.passes.direction import Pass, RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
@@ -89,7 +89,7 @@ class Engine:
         self._is_reducing = False
         self._no_sync = False
         self._ending: weakref.ref[Any] | None = None  # what the running backward calls at its end
-        self._computing: AbstractContextManager[None] | None = None
+        self._compute = ComputeSpan()
         orders = (self.forward.order, self.backward.order)
         self.gradients = GradientAgreement(self.units, orders, axes, device, phases, reduction, failures)
         own = weakref.proxy(self)
@@ -121,7 +121,7 @@ class Engine:
             if index == 0:
                 self._begin_forward()
             self.forward.visit(site)
-            self._mark_compute(site)
+            self._compute.begin(site)
             for unit in site.units:
                 self.writes.watch(unit)
         self._buffers.swap_in(index)
@@ -158,7 +158,7 @@ class Engine:
             for unit in site.units:
                 unit.views.swap_out()
             self._saving.leave()
-            self._mark_compute(None)
+            self._compute.end()
             if site.index == 0:
                 self._end_forward()
 
@@ -201,11 +201,11 @@ class Engine:
         if before is site:
             self.gathering.gather(site.units)
             return
-        self._mark_compute(None)
+        self._compute.end()
         if before is not None:
             self.gathering.drop(before.units)
         self.backward.visit(site)
-        self._mark_compute(site)
+        self._compute.begin(site)
 
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """One autograd node of `unit` has all its gradients: called once for every use in a forward."""
@@ -240,7 +240,7 @@ class Engine:
         if self.backward.is_running and (self._ending is None or self._ending() is None):
             if self._is_reducing:
                 self.pending.break_off()
-            self._mark_compute(None)
+            self._compute.end()
             self.backward.abandon()
             self.reduction.abandon()
             self.phases.leave()
@@ -267,15 +267,18 @@ class Engine:
         if self._is_deferring:
             self.reduction.defer()
         else:
-            self.reduction.begin([unit for index in self._reduction_order() for unit in self.sites[index].units])
+            left = sorted(self.backward.sites_by_last_visit(), key=lambda site: site.is_outer)  # around others: last
+            self.reduction.begin([unit for site in left for unit in site.units])
 
     def _end_backward(self) -> None:
-        self._mark_compute(None)
+        self._compute.end()
         last = self.backward.current
         try:
             self.backward.end()
             if self._is_reducing:
                 self.reduction.end(defer=self._is_deferring)
+                if not self._no_sync:
+                    self.gradients.vote()
                 for unit in self.units:
                     unit.gradient.settle_lent()
         finally:
@@ -289,17 +292,9 @@ class Engine:
             self.backward.order.adopt(keep_all=False)
         refuse_stray_gradients(self.units)
 
-    def _reduction_order(self) -> list[int]:
-        """Every site once, in the order in which backwards are expected to leave them: those around others last."""
-        seen = dict.fromkeys(reversed([*self.backward.order.expected]))
-        order = [*reversed(list(seen)), *(site.index for site in self.sites if site.index not in seen)]
-        return sorted(order, key=lambda index: self.sites[index].is_outer)
-
     def forward_order(self) -> list[Unit]:
         """All units in the order in which the next forward is expected to need them."""
-        place = {site: position for position, site in reversed(list(enumerate(self.forward.order.expected)))}
-        ranked = sorted(self.sites, key=lambda site: place.get(site.index, len(place)))
-        return [unit for site in ranked for unit in site.units]
+        return [unit for site in self.forward.sites_by_first_visit() for unit in site.units]
 
     # -- between passes --------------------------------------------------------------------------------------------
 
@@ -318,7 +313,7 @@ class Engine:
             self.forward.abandon()
             self._saving.reset()
             self._buffers.reset()
-            self._mark_compute(None)
+            self._compute.end()
             self.settle()
 
     def refuse_inside_full_params(self, what: str) -> None:
@@ -332,7 +327,7 @@ class Engine:
     def check_weights(self, unit: Unit) -> None:
         """Raises where weights of `unit` are read or written while they are those of a step that was not called yet.
 
-        Inside the backward that updates units, what it has not come to is as it was.
+        Inside the backward that updates units, those that it has not reached are as they were.
         """
         self.check_process()
         if self.pending.units and (not self.is_in_pass() or unit in self.pending.units):
@@ -388,12 +383,3 @@ class Engine:
         """Whether the model's own code, its loss or a backward is running."""
         self._drop_broken_backward()
         return self.backward.is_running or self.forward.is_running or hooks.in_module_call()
-
-    def _mark_compute(self, site: RunningSite | None) -> None:
-        """Ends the compute lane's span and begins that of `site`. Only innermost sites have one: none overlap."""
-        if self._computing is not None:
-            self._computing.__exit__(None, None, None)
-            self._computing = None
-        if site is not None and not site.is_outer:
-            self._computing = trace.device_span("compute", site.name)
-            self._computing.__enter__()

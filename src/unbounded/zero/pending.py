@@ -4,8 +4,8 @@
                                            |
                                            +--the backward breaks off--> BROKEN --load--> IDLE
 
-Plain PyTorch changes no weight before the step. So while a step is BEGUN, whatever would see weights, or would have the
-step be another one, is refused; BROKEN, some units have been updated and some have not, and only a checkpoint helps.
+Plain PyTorch changes no weight before the step. So while a step is BEGUN, whatever would see weights or
+change the step is refused. When it is BROKEN, only some units have been updated, and only a checkpoint helps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unbounded.zero.unit import Unit
 
 
 class PendingStep:
-    """One model's."""
+    """The pending step of one model."""
 
     def __init__(self) -> None:
         self.units: dict[Unit, None] = {}  # updated, or about to be, in the order of the backward

@@ -115,6 +115,8 @@ class Views(Protocol):
 
     def watch(self) -> None: ...
 
+    def stop_watching(self) -> None: ...
+
     def lend(self) -> Sequence[torch.Tensor]: ...
 
     def note_change(self) -> None: ...
@@ -277,6 +279,8 @@ class Unit:
         if _owners(self.storage._cdata) <= self._num_owners:
             self.storage.resize_(0)
         else:
+            if self.device.type == "cuda":  # the fetch lane's memory, which others use on this stream and free
+                self.buffer.record_stream(torch.cuda.current_stream(self.device))
             saved.move_out(self)
             self._take_storage()
 

@@ -19,7 +19,7 @@ PRELOAD_IN_RANKS = ["transformers"]
 
 
 def tile_small(rows: int = 4) -> None:
-    """Tiles of so many rows from one row on, whatever the budget."""
+    """Makes tiles of this many rows, even of short inputs, whatever the budget."""
     feedforward.LEAST_TILE_ROWS = rows
     feedforward.WHOLE_PARTS = feedforward.TILE_PARTS = 2**40
 
@@ -136,7 +136,7 @@ def test_a_layer_is_tiled_when_it_takes_more_than_its_part_of_the_budget() -> No
 
 
 def test_random_numbers_are_drawn_as_ever() -> None:
-    """Dropout inside a layer keeps it whole in training, and not in evaluation."""
+    """Dropout inside a layer keeps it whole in training, but not in evaluation."""
     import transformers
 
     torch.manual_seed(1)
@@ -150,7 +150,7 @@ def test_random_numbers_are_drawn_as_ever() -> None:
 
 
 class Mixing(Layer):
-    """The part that `tiled` names in tests; it gives one row back, whatever it was given."""
+    """The part that `tiled` names in tests. It returns one row, whatever it was given."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture(autouse=True)
 def _alone() -> None:
-    """No model of another test, which the compiler's caches may hold, has a promise of the device."""
+    """Frees models of other tests, which the compiler's caches may hold, so that none has a promise of the device."""
     torch._dynamo.reset()
     gc.collect()
 

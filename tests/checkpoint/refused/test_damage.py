@@ -94,7 +94,7 @@ def damaged_in_place(rank: int, world_size: int, folder: str) -> tuple[list[str]
     loading.STAGED_BYTES = 0
 
     def skip_small(self: Any) -> int:
-        """As if the small values lay in blocks of their own, as they do in a large checkpoint."""
+        """As if the small values had their own blocks, as they do in a large checkpoint."""
         files = self.files
         kept, files.verify, files.expected = (files.verify, files.expected), lambda *_: None, lambda *_: None
         try:

@@ -1,4 +1,4 @@
-"""Loads that cannot work: the same error on all ranks, nothing half-loaded in use, and a way to go on."""
+"""Loads that cannot work: the same error on all ranks, nothing half-loaded is used, and there is a way to go on."""
 
 from __future__ import annotations
 
@@ -63,14 +63,20 @@ def texts_of(*actions: Any) -> list[str]:
 # -- a load that fails after it has begun to change the model ----------------------------------------------------------
 
 
-def fail_install(rank: int, world_size: int, root: str, fault: tuple[int, int]) -> tuple[list[str], bool]:
-    """A staged load into states on disk, of which one rank's take an error; then what the model still does."""
+def train_past_a_save(rank: int, world_size: int, root: str) -> tuple[torch.nn.Module, Any, list[float]]:
+    """A model with states on disk that was saved after one step, and the losses of the two steps after that."""
     model, optimizer = build({**ON_DISK, "disk_path": f"{root}/swap"})
     train(model, optimizer, 0, 1, rank)
     unbounded.save(f"{root}/c", model, optimizer)
     expected = train(model, optimizer, 1, 3, rank)
     optimizer.wait()
     meet(world_size)
+    return model, optimizer, expected
+
+
+def fail_install(rank: int, world_size: int, root: str, fault: tuple[int, int]) -> tuple[list[str], bool]:
+    """A staged load into states on disk fails on one rank; then what the model still does."""
+    model, optimizer, expected = train_past_a_save(rank, world_size, root)
     with failing_writes(fault[0] if rank == world_size - 1 else 10**9, fault[1]) as seen:
         messages = texts_of(lambda: unbounded.load(f"{root}/c", model, optimizer))
     assert rank < world_size - 1 or seen[0] >= fault[0]
@@ -108,13 +114,8 @@ def test_an_error_in_the_last_act_of_a_load_marks_the_model_too(tmp_path: Path, 
 
 
 def lose_a_gradient(rank: int, world_size: int, root: str) -> tuple[list[str], bool]:
-    """A write of a gradient fails on one rank; the checkpoint before is loaded without anything else."""
-    model, optimizer = build({**ON_DISK, "disk_path": f"{root}/swap"})
-    train(model, optimizer, 0, 1, rank)
-    unbounded.save(f"{root}/c", model, optimizer)
-    expected = train(model, optimizer, 1, 3, rank)
-    optimizer.wait()
-    meet(world_size)
+    """A write of a gradient fails on one rank; then the last checkpoint is loaded, and nothing else is done."""
+    model, optimizer, expected = train_past_a_save(rank, world_size, root)
     with failing_writes(1 if rank == world_size - 1 else 10**9, errno.EIO):
         messages = texts_of(lambda: (train(model, optimizer, 3, 4, rank), optimizer.wait()))
     unbounded.load(f"{root}/c", model, optimizer)
@@ -156,7 +157,7 @@ def test_where_there_is_no_checkpoint_all_ranks_get_the_same_file_not_found_erro
 
 
 def fail_at(rank: int, world_size: int, root: str, moment: str) -> tuple[str, int | None, str, str]:
-    """A call of the system fails on the first rank, in saving or in loading."""
+    """A system call fails on the first rank, in saving or in loading."""
     model, optimizer = build({})
     unbounded.save(f"{root}/c", model, optimizer)
     meet(world_size)
@@ -249,7 +250,7 @@ def test_another_optimizer_is_refused_with_what_differs(
     assert [dict(group, params=None) for group in optimizer.param_groups] == options
     unbounded.save(tmp_path / "after", model, optimizer)
     assert_same(whole(tmp_path / "after"), whole(tmp_path / "before"))
-    unbounded.load(tmp_path / "c", model)  # the weights alone are no question of the optimizer
+    unbounded.load(tmp_path / "c", model)  # weights alone load whatever the optimizer is
 
 
 # -- a checkpoint that is replaced meanwhile ---------------------------------------------------------------------------

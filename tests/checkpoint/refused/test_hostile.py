@@ -1,6 +1,6 @@
-"""Checkpoints and weight folders written to do harm: a right checksum says nothing about who wrote them.
+"""Checkpoints and weight folders that were written to do harm: a correct checksum says nothing about who wrote them.
 
-Every one is refused with an error of ours, in bounded time and memory, and the model is as it was or marked.
+Each of them is refused with one of our errors, in bounded time and memory, and the model is as it was or marked.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_body(folder: Path) -> dict[str, Any]:
 
 
 def write_body(folder: Path, body: Any, *, text: bytes | None = None) -> None:
-    """A manifest with this body and the right checksum."""
+    """A manifest with this body and the correct checksum."""
     text = json.dumps(body).encode() if text is None else text
     head = json.dumps({"format": FORMAT, "version": VERSION, "crc32c": f"{checksum(text):08x}"})
     (folder / "manifest.json").write_bytes(head[:-1].encode() + b', "body":\n' + text + b"\n}\n")
@@ -218,7 +218,7 @@ def test_a_state_is_found_by_its_former_name_too(saved: Path, copy: Path) -> Non
 
 
 def _dump_deep(body: dict[str, Any]) -> bytes:
-    """JSON of what nests deeper than the encoder goes."""
+    """JSON of a value that is nested more deeply than the encoder goes."""
     body["extra"]["0"]["note"] = "DEEP"
     return json.dumps(body).encode().replace(b'"DEEP"', b"[" * 100_000 + b"]" * 100_000)
 

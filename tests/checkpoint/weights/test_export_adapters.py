@@ -1,4 +1,4 @@
-"""Adapters exported for peft: live on any number of ranks, and from a checkpoint without the model."""
+"""Adapters exported for peft: from a running model on any number of ranks, and from a checkpoint without the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(folder: str, base: str) -> Any:
 
 
 def trained(rank: int, world_size: int, folder: str, base: str, settings: dict[str, Any]) -> bool:
-    """Trained a little, exported and saved; whether peft's reading of the export gives the same logits."""
+    """Trains a little, exports and saves; returns whether peft reads the export and gets the same logits."""
     model = empty(base, settings, torch.float32)
     plan = {"weights": "host"} if world_size == 1 else {"stage": 3}
     model, optimizer = unbounded.shard(model, optimizer_of(model), plan, weights=base)

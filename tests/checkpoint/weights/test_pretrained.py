@@ -127,7 +127,7 @@ def reports() -> Iterator[list[str]]:
 
 
 def other_head(rank: int, world_size: int, folder: str, direction: str) -> tuple[bool, list[str]]:
-    """A base model's weights for a model with a head, and the other way."""
+    """A base model's weights for a model with a head, and the other way round."""
     import transformers as hf
 
     torch.manual_seed(1)
@@ -194,7 +194,7 @@ def test_a_dtype_is_cast_and_the_master_keeps_every_bit_of_the_file(ranks: Any, 
 
 
 class Plain(nn.Module):
-    """No Hugging Face model; with a buffer in the file and one that is recomputed."""
+    """Not a Hugging Face model, with a buffer in the file and one that is recomputed."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ def empty(folder: str, settings: dict[str, Any], dtype: torch.dtype, **options: 
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
         if not options:
             return adapted(base, settings)
-    return adapted(base, settings, **options)  # inside, peft would leave adapters in fp32 whatever it is asked
+    return adapted(base, settings, **options)  # inside, peft would leave adapters in fp32 whatever it is asked for
 
 
 def steps(model: Any, optimizer: Any, rank: int, count: int = 4) -> list[float]:
@@ -86,7 +86,7 @@ def steps(model: Any, optimizer: Any, rank: int, count: int = 4) -> list[float]:
 def both(
     rank: int, world_size: int, folder: str, settings: dict[str, Any], dtype: torch.dtype, options: dict[str, Any]
 ) -> tuple[list[float], list[float], list[str]]:
-    """The losses of four steps, loaded whole and streamed in; first values are compared bit by bit."""
+    """The losses of four steps, once loaded whole and once streamed in; first values are compared bit by bit."""
     plan = {"stage": 3} if world_size > 1 else {"weights": "host"}
     whole = loaded(folder, settings, dtype, **options)
     buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
@@ -121,7 +121,7 @@ def test_a_streamed_model_begins_with_pefts_own_values_and_trains_as_one_loaded_
     for whole, streamed, messages in ranks(world_size, both, folder, settings, torch.float32, {}):
         assert streamed == whole
         assert not whole or whole[-1] != whole[0]
-        assert messages == []  # adapters that the files do not have are no news
+        assert messages == []  # adapters that the files lack are not reported
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -212,7 +212,7 @@ def test_other_methods_of_peft_stream_in_too(tmp_path: Path, kind: str) -> None:
 
 
 class Picture(torch.nn.Module):
-    """No Hugging Face model: a convolution, buffers in the file, a head."""
+    """Not a Hugging Face model: a convolution, buffers in the file, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_a_method_that_cannot_be_made_layer_by_layer_is_refused(tmp_path: Path) 
 
 
 def held(rank: int, world_size: int, folder: str, settings: dict[str, Any], streams: bool) -> float:
-    """Peak growth of memory until a model in bf16 is sharded, in parts of its bytes; the files are in fp32."""
+    """How much memory grows at most until a model in bf16 is sharded, relative to its bytes; the files are in fp32."""
     make = empty if streams else loaded
     with Peak(1 << 40) as peak:
         model = make(folder, settings, torch.bfloat16, autocast_adapter_dtype=False)

@@ -1,4 +1,4 @@
-"""Named files through the disk engine, against what plain reads and writes give."""
+"""Named files through the disk engine, compared with plain reads and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums that the engine's threads compute while they write and hold against while they read."""
+"""Checksums that the engine's threads compute while they write, and compare while they read."""
 
 import contextlib
 import errno

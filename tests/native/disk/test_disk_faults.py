@@ -1,4 +1,4 @@
-"""What goes wrong with disks: each fault is made to happen, is told clearly, and harms nothing else."""
+"""What goes wrong with disks: each fault is made to happen, is reported clearly, and harms nothing else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_store_that_does_not_fit_says_at_once_how_much_is_short(engine: DiskEn
         ) as e:
             ExtentStore(folder, 16 * MIB, engine=engine)
         assert (e.value.errno, e.value.filename) == (errno.ENOSPC, str(folder))
-        with ExtentStore(folder, 3 * MIB, engine=engine) as store:  # what was taken before the end came back
+        with ExtentStore(folder, 3 * MIB, engine=engine) as store:  # what was taken before is free again
             assert store.free_bytes == 3 * MIB
 
 

@@ -1,4 +1,4 @@
-"""The disk engine and processes: killed, forked, confined, side by side, and run for long."""
+"""The disk engine and processes that are killed, forked, confined, run side by side, or run for long."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ def test_a_thousand_files_and_stores_leave_no_descriptor_or_thread(tmp_path: Pat
         with DiskEngine() as engine, ExtentStore(tmp_path, MIB, engine=engine) as store:
             store.write(store.allocate(8192), data).wait()
     threads_after, files_after = process.settled(threads=threads, files=files)
-    assert threads_after <= threads  # one of a test before this one may have ended meanwhile
+    assert threads_after <= threads  # one that an earlier test started may have ended since
     assert files_after <= files

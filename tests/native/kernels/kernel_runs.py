@@ -60,7 +60,7 @@ def train(
     pool: Pool | None = None,
     grad_scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """All arrays after a step for each gradient, the weights and the decoded master included."""
+    """All arrays after a step for each gradient, including the weights and the decoded master."""
     states = empty_states(rule, format, dtype, master.numel())
     weight = encode(master, format, dtype, states)
     for step, grad in enumerate(grads, 1):

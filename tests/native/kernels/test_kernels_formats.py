@@ -22,7 +22,7 @@ def any_floats(numel: int) -> Tensor:
 
 
 def reference_moment(values: Tensor, *, binades: int, signed: bool) -> Tensor:
-    """One block through the 8-bit code, as its definition has it: float64, nearest."""
+    """One block encoded in 8 bits as the format defines it: in float64, to nearest."""
     offset = 2.0 ** (1 - binades)
     step_up = 1.9375 - 2 * offset  # a larger mantissa takes the next power of two
     mantissa, exponent = torch.frexp(values.abs().max())

@@ -65,7 +65,7 @@ def train_model(format: str, rule: Rule, *, dtype: torch.dtype, seed: int, steps
     ],
 )
 def test_compact_reaches_the_loss_of_exact(rule: Rule, dtype: torch.dtype) -> None:
-    """The whole way down is the same to a percent. Where it ends is noise of every format, so it is averaged."""
+    """The whole curve is the same to a percent. Where it ends is noise in every format, so the end is averaged."""
     finals = {"exact": 0.0, "compact": 0.0}
     for seed in range(2):
         exact = train_model("exact", rule, dtype=torch.bfloat16, seed=seed)

@@ -1,4 +1,4 @@
-"""Context parallelism: what is saved of it, and the attention that it refuses."""
+"""Context parallelism: checkpoints, padded batches, and the attention that it refuses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_ranks_of_a_context_hold_is_saved_once(ranks: Any, tmp_path: Path) 
 
 def refusals(rank: int, size: int, kind: str) -> str:
     changes = {"attn_implementation": "eager"} if kind == "eager" else {}
-    model = models.build("t5" if kind == "t5" else "gpt2", **changes)
+    model = models.build(kind if kind in models.FAMILIES else "gpt2", **changes)
     batch = models.batch("gpt2", 0, length=7 if kind == "odd" else 8)
     try:
         model, _ = unbounded.shard(model, optimizer_of(model), {"context": 2})
@@ -45,7 +45,13 @@ def refusals(rank: int, size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"), [("eager", "attention is 'eager'"), ("odd", "7 tokens"), ("t5", "made inside a block")]
+    ("kind", "wanted"),
+    [
+        ("eager", "attention is 'eager'"),
+        ("odd", "7 tokens"),
+        ("t5", "made inside a block"),
+        ("falcon_h1", "the blocks have a Conv1d, which mixes tokens besides attention"),
+    ],
 )
 def test_attention_that_cannot_be_cut_is_refused(ranks: Any, kind: str, wanted: str) -> None:
     for message in ranks(2, refusals, kind):

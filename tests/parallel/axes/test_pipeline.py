@@ -14,6 +14,7 @@ from tests import process
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of
 from unbounded.parallel.pipeline import runner
+from unbounded.parallel.pipeline.hollow import check_inputs
 from unbounded.parallel.pipeline.runner import Pipeline
 from unbounded.parallel.pipeline.schedules import PassKind, make_schedule, simulate
 from unbounded.parallel.pipeline.split_backward import WeightWork
@@ -26,7 +27,7 @@ PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 @pytest.mark.parametrize(("num_ranks", "num_micros"), [(2, 4), (4, 8), (8, 16)])
 def test_bubbles_are_those_of_the_paper(num_ranks: int, num_micros: int) -> None:
     def bubble(schedule: str, chunks: int = 1) -> float:
-        """Idle time as a part of the time that computing takes."""
+        """Idle time, relative to the time that computing takes."""
         seconds = {
             PassKind.FORWARD: 1 / chunks,
             PassKind.BACKWARD: 2 / chunks,
@@ -62,7 +63,7 @@ def test_stages_cost_alike_with_embedding_and_head_counted() -> None:
 
 
 class Costly(nn.Module):
-    """A block whose computing is simulated: a virtual clock goes on."""
+    """A block whose computation is simulated by moving a virtual clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class _Cost(torch.autograd.Function):
 
 
 class Clock(StageExchange):
-    """Time as far as computing costs it: whoever receives is there no earlier than the one who sent."""
+    """Virtual time, in which only computing takes any. A receiver is never earlier than its sender."""
 
     now = 0.0
     backward = 2.0
@@ -109,7 +110,7 @@ class CostlyModel(nn.Module):
         self.blocks = nn.ModuleList(Costly() for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone().requires_grad_()  # so that the first block's backward costs what the others' do
+        x = x.clone().requires_grad_()  # so that the first block's backward costs as much as the others'
         for block in self.blocks:
             x = block(x)
         return x
@@ -119,7 +120,7 @@ NUM_MICROS, NUM_BLOCKS = 8, 8
 
 
 def measure(rank: int, size: int) -> dict[str, Any]:
-    """Of every schedule: the time of a batch, the bytes that this rank sent, and the micro-batches it kept at most."""
+    """For every schedule: the time of a batch, the bytes that this rank sent, and the most micro-batches it kept."""
     found = {}
     plain = runner.StageExchange, WeightWork.run, Pipeline._do
     kept = 0
@@ -189,6 +190,13 @@ def test_without_gradients_the_model_itself_may_be_called(ranks: Any) -> None:
         assert found[0] == found[1]
         assert found[0][0]
         assert "Train with pipeline = unbounded.pipeline(model)" in found[0][2]
+
+
+def test_values_that_only_an_earlier_stage_can_make_are_refused() -> None:
+    block, nothing = nn.Identity(), torch.full((), float("nan")).expand(4, 4)
+    check_inputs(block)
+    with pytest.raises(unbounded.errors.PlanError, match="Identity is given 'table', which is NaN here"):
+        block(torch.ones(2, 4), table=(None, nothing))
 
 
 def release(rank: int, size: int) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: what it exchanges, what a rank holds, and the loss of a vocabulary that is cut."""
+"""Tensor parallelism: what it exchanges, what a rank holds, and the loss over a cut vocabulary."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_rank_holds_what_the_formula_says(ranks: Any) -> None:
     for plan, parts, rows in (({"tensor": 1}, 1, 1), ({"tensor": 2}, 2, 1), ({"tensor": 2, "sequence": True}, 2, 2)):
         shared = 2 // parts  # ranks of the data axis, which the states are partitioned over
         for used, boundary in ranks(2, held, plan):
-            # weights and two moments in fp32; units are rounded up to 256 elements a rank at most
+            # weights and two moments in fp32; units are rounded up by 256 elements per rank at most
             elements = (cut // parts + norms) / shared
             assert elements * 12 <= used <= (elements + (blocks + 3) * 256 * 2) * 12
             assert boundary == length * width // rows

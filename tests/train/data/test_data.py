@@ -65,7 +65,7 @@ def test_ranks_together_read_the_same_global_batches_as_one(tmp_path: Path, worl
         (tmp_path / f"{i}.txt").write_text(sentences(1, seed=i)[0])
     corpus = make_corpus(tmp_path)
     alone = rows_of(take(Loader(corpus, rows=rows), 5))
-    ranks = [take(Loader(corpus, rows=rows, rank=r, world_size=world_size), 5) for r in range(world_size)]
+    ranks = [take(Loader(corpus, rows=rows, rank=r, num_ranks=world_size), 5) for r in range(world_size)]
     for step in range(5):
         together = [ranks[row % world_size][step].inputs[row // world_size].tolist() for row in range(rows)]
         assert together == alone[step * rows : (step + 1) * rows]
@@ -74,7 +74,7 @@ def test_ranks_together_read_the_same_global_batches_as_one(tmp_path: Path, worl
 def test_a_rank_reads_only_the_streams_its_rows_come_from(tmp_path: Path) -> None:
     for i in range(80):
         (tmp_path / f"{i}.txt").write_text(sentences(1, seed=i)[0])
-    batch = take(Loader(make_corpus(tmp_path), rows=32, rank=1, world_size=4), 2)[-1]
+    batch = take(Loader(make_corpus(tmp_path), rows=32, rank=1, num_ranks=4), 2)[-1]
     assert sorted(map(int, batch.state["streams"])) == [1, 5, 9, 13]
 
 
@@ -85,11 +85,11 @@ def test_a_saved_state_resumes_at_the_exact_sample_on_any_number_of_ranks(
     corpus = make_corpus(write_texts(tmp_path / "a.jsonl", 4000), sequence_length=48)
     assert corpus.num_streams > 1
     reference = rows_of(take(Loader(corpus, rows=4), 12))
-    states = [take(Loader(corpus, rows=4, rank=r, world_size=saved_on), 7)[-1].state for r in range(saved_on)]
+    states = [take(Loader(corpus, rows=4, rank=r, num_ranks=saved_on), 7)[-1].state for r in range(saved_on)]
     state = json.loads(json.dumps(merge(states)))
     rest: list[list[list[int]]] = []
     for rank in range(resumed_on):
-        loader = Loader(corpus, rows=4, rank=rank, world_size=resumed_on)
+        loader = Loader(corpus, rows=4, rank=rank, num_ranks=resumed_on)
         loader.load_state_dict(state)
         rest.append(rows_of(take(loader, 5)))
     resumed = [rest[row % resumed_on][row // resumed_on] for row in range(20)]
@@ -169,7 +169,7 @@ def test_evaluation_rows_are_shared_evenly_and_each_target_counts_once(tmp_path:
     corpus = make_corpus(write_texts(tmp_path / "a.jsonl"), split=Split(0.2, held_out=True))
     sequences = pack_held_out(corpus, max_tokens=1000)
     assert len(sequences) == 31
-    parts = [list(share(sequences, rows=2, rank=rank, world_size=4)) for rank in range(4)]
+    parts = [list(share(sequences, rows=2, rank=rank, num_ranks=4)) for rank in range(4)]
     assert {len(part) for part in parts} == {4}
     assert sum(batch.num_targets for part in parts for batch in part) == 31 * 32
 
@@ -210,7 +210,7 @@ def test_missing_and_empty_data_are_refused(tmp_path: Path) -> None:
 
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="6 sequences cannot be split evenly over 4 ranks"):
-        Loader(make_corpus(write_texts(tmp_path / "a.jsonl")), rows=6, world_size=4)
+        Loader(make_corpus(write_texts(tmp_path / "a.jsonl")), rows=6, num_ranks=4)
 
 
 def test_plain_text_among_chats_is_refused(tmp_path: Path) -> None:

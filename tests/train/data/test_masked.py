@@ -1,4 +1,4 @@
-"""`unbounded train --objective masked`: what is hidden, the loss of it, and the recipe for BERT-Large made tiny."""
+"""`unbounded train --objective masked`: what is hidden, its loss, and a tiny version of the BERT-Large recipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
-    """As the example makes it, with little of everything."""
+    """The folder that the example makes, but tiny."""
     made = tmp_path_factory.mktemp("bert")
     arguments, sys.argv = sys.argv, ["bert_folder.py", str(made), str(texts), *SMALL]
     try:
@@ -77,7 +77,7 @@ def test_what_is_hidden_depends_on_the_seed_and_the_sample_alone(texts: Path, fo
     corpus = masked_corpus(texts, folder)
     alone = np.concatenate([batch.inputs for batch in batches(corpus, 3, rows=8)])
     for world_size, rows in ((1, 24), (2, 12)):
-        ranks = [batches(corpus, 24 // rows, rows=rows, rank=r, world_size=world_size) for r in range(world_size)]
+        ranks = [batches(corpus, 24 // rows, rows=rows, rank=r, num_ranks=world_size) for r in range(world_size)]
         mine = [np.concatenate([batch.inputs for batch in rank]) for rank in ranks]
         assert all((mine[row % world_size][row // world_size] == alone[row]).all() for row in range(24))
     (other,) = batches(masked_corpus(texts, folder, seed=1), 1, rows=8)

@@ -1,4 +1,4 @@
-"""Several documents in one sequence, kept apart: the losses of each by itself. And sequences that grow or overlap."""
+"""Several documents in one sequence, kept apart: each has its own losses. And sequences that grow or overlap."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_packed_documents_have_the_losses_and_gradients_of_each_by_itself(tmp_pa
     assert len(begins) > 2
     for begin, end in zip(begins, [*begins[1:], len(row)], strict=True):
         part = MicroBatch(torch.from_numpy(row[None, begin:end]), torch.from_numpy(targets[None, begin:end]))
-        assert end == len(row) or targets[end - 1] == IGNORED  # nobody is asked for the next document's first token
+        assert end == len(row) or targets[end - 1] == IGNORED  # nothing predicts the next document's first token
         alone = alone + summed_loss(model, part)
     torch.testing.assert_close(packed, alone)
     torch.testing.assert_close(packed_gradients, torch.autograd.grad(alone, list(model.parameters())))

@@ -35,7 +35,7 @@ class CompiledWrapped(CompiledBlocks):
 
 
 class CompiledWhole(CompiledBlocks):
-    """The whole model compiled: hooks of units inside break the graph and nothing else."""
+    """The whole model is compiled: only the hooks of units inside break the graph."""
 
     def model(self) -> nn.Module:
         model = TinyGPT()
@@ -62,11 +62,11 @@ def test_compiled_models_train_as_in_plain_pytorch(ranks: Any, kind: Any, world_
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_compiles_sharded_blocks(ranks: Any) -> None:
     results = ranks(1, train_compiled, CompiledBlocks("inductor"), {"stage": 3})
-    assert_parity([result[:2] for result in results], tolerance=1e-5)  # other kernels than the eager reference's
+    assert_parity([result[:2] for result in results], tolerance=1e-5)  # different kernels from the eager reference's
 
 
 def recompiles(rank: int, world_size: int) -> list[int]:
-    """Graphs compiled after the first and after every later step."""
+    """How many graphs were compiled after the first step, and after every later step."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     counts: list[int] = []

@@ -1,4 +1,4 @@
-"""Modules that return anything, and parameters used or handed out where their own module does not run."""
+"""Modules that return anything, and parameters that are used or returned where their own module does not run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Output:
 
 
 class Holder:
-    """An object torch knows nothing of, with slots and no way to be rebuilt."""
+    """An object that torch does not know, with slots and no way to make it again."""
 
     __slots__ = ("hidden", "note")
 
@@ -32,7 +32,7 @@ class Holder:
 
 
 class Returning(Block):
-    """A block whose output comes in the container of the given kind."""
+    """A block that returns its output in a container of the given kind."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(11)
@@ -73,7 +73,7 @@ class Containers(Task):
 
 
 class Whole(nn.Module):
-    """The containers again, but inside a root that returns one itself."""
+    """The same containers inside a root that returns one itself."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a steady step costs: Python by the unit and not by the parameter, and no memory that was not there before."""
+"""What a steady step costs: Python code per unit and not per parameter, and no new memory."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def allocations_of_steps(rank: int, world_size: int, folder: str, plan: dict[str
 
 
 def fill(pools: list[BufferPool]) -> None:
-    """Has all buffers of the pools made: how many are out at once, and so made by use, is a matter of timing."""
+    """Makes all buffers of the pools now. Otherwise timing would decide when, by how many are out at once."""
     for pool in pools:
         leases = [pool.lease() for _ in range(pool.count)]
         for lease in leases:

@@ -1,4 +1,4 @@
-"""Overlap is real: lanes run beside the computation, and a step without them takes longer."""
+"""Overlap is real: lanes run during the computation, and a step without them takes longer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEPTH = 8
 
 
 class Slow(torch.autograd.Function):
-    """Takes its time in both directions, and leaves the cores to the lanes meanwhile."""
+    """Takes a while in both directions, and leaves the cores to the lanes meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class SlowBlock(nn.Module):
 
 
 class SlowTransfer:
-    """A transfer that is done at a time of its own, whoever waits and when."""
+    """A transfer that is done at a fixed time, whoever waits for it and when."""
 
     def __init__(self, transfer: Any, done: float) -> None:
         self.transfer, self.done = transfer, done
@@ -60,7 +60,7 @@ class SlowTransfer:
 
 
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every read takes as long as a block's computation, any number of them at once."""
+    """Every read takes as long as a block's computation; any number of them may run at once."""
     plain_fetch = DiskArray.fetch
     monkeypatch.setattr(
         DiskArray,
@@ -198,7 +198,7 @@ def test_a_trace_shows_compute_beside_every_transfer_lane(
     monkeypatch.setenv("UNBOUNDED_OVERLAP", overlap)
     narrow_disk(monkeypatch)
     path = tmp_path / "step.trace.json"
-    step_seconds(tmp_path, path, depth=5 * budget.DEPTH)  # far more units than are on their way at once
+    step_seconds(tmp_path, path, depth=5 * budget.DEPTH)  # far more units than are in flight at once
     spans = spans_of.read_spans(path)
     busy = {use.lane: use.busy_seconds for use in spans_of.lane_uses(spans)}
     assert "host optimizer" in busy

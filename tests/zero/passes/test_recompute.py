@@ -34,7 +34,7 @@ class Recomputing(TinyGPT):
 
 
 class Inside(Block):
-    """A block that checkpoints its own inside, so that the recomputation does not pass the block's own forward."""
+    """A block that checkpoints its own layers, so that the recomputation does not go through the block's forward."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__(11)
@@ -60,7 +60,7 @@ class CheckpointedInside(Checkpointed):
 
 
 class CheckpointedFrozen(Checkpointed):
-    """Frozen blocks and single frozen parameters inside what is recomputed."""
+    """What is recomputed has frozen blocks and single frozen parameters inside."""
 
     def model(self) -> nn.Module:
         model = super().model()

@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything is touched, with what is wrong and what to do, on every rank alike."""
+"""What cannot work is refused before anything is touched. Every rank says what is wrong and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models built on the meta device: every unit is made, initialised and partitioned by itself."""
+"""Models built on the meta device: units are made, initialised and partitioned one by one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Meta(Task):
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 3), (4, 3)])
 def test_a_meta_model_trains_as_the_eager_one_of_the_same_seed(ranks: Any, world_size: int, stage: int) -> None:
-    """Modules here are registered in the order in which their constructors draw, so the same numbers are drawn."""
+    """Modules here are registered in the order in which their constructors draw numbers, so the same ones are drawn."""
     eager = ranks(world_size, train_ours, Eager(), {"stage": stage})
     meta = ranks(world_size, train_ours, Meta(), {"stage": stage})
     for one, other in zip(eager, meta, strict=True):
@@ -124,7 +124,7 @@ def test_a_meta_module_that_cannot_be_initialised_is_named(ranks: Any) -> None:
 
 
 class Half(nn.Module):
-    """Fills a part of what it has: the rest is computed in its constructor alone."""
+    """Fills a part of what it has: the rest is computed only in its constructor."""
 
     def __init__(self, blank: str) -> None:
         super().__init__()
@@ -179,4 +179,4 @@ def peak_of_initialisation(rank: int, world_size: int) -> tuple[int, int]:
 
 def test_no_rank_ever_holds_the_whole_model(ranks: Any) -> None:
     for peak, whole in ranks(4, peak_of_initialisation):
-        assert peak <= 0.5 * whole  # a quarter of the model is this rank's, and one unit of 16 is being made
+        assert peak <= 0.5 * whole  # this rank has a quarter of the model, and one unit of 16 is being made

@@ -13,6 +13,13 @@ import unbounded
 from tests.zero.training import Batch, Task, assert_parity, shard, train_both
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils", "peft")
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 class Lora(Task):
@@ -22,14 +29,7 @@ class Lora(Task):
         import peft
         import transformers
 
-        config = transformers.LlamaConfig(
-            vocab_size=31,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
+        config = transformers.LlamaConfig(**SIZES, num_hidden_layers=3)
         adapters = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
         return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
 
@@ -76,15 +76,7 @@ class LoraOnExperts(Lora):
         import peft
         import transformers
 
-        config = transformers.MixtralConfig(
-            vocab_size=31,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=3,
-        )
+        config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=3)
         names = ["experts.gate_up_proj", "experts.down_proj"]
         adapters = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=names)
         return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)

@@ -1,4 +1,4 @@
-"""Layers that run as tiles: results, names, states and checkpoints as if they did not."""
+"""Layers that run as tiles: results, names, states and checkpoints are those of whole layers."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_blocks_with_tiles_inside_take_activation_policies(policy: str) -> None:
 
 
 def test_tiles_come_and_go_in_turn() -> None:
-    """What is gathered at once is a few tiles, not the layer: here two at a time, of 16 KiB in all."""
+    """A few tiles are gathered at once, not the layer: here two at a time, 16 KiB in all."""
     model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False))  # 64 KiB each
     unbounded.tile(model, 4096)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -247,7 +247,7 @@ def test_what_is_written_to_views_reaches_the_tiles(weights: str) -> None:
         held = each.blocks[0].up.weight.data[3]
         for start in (0, 3):
             train(each, steps, range(start, start + 3))
-            write_through_views(each, held)  # what is held of a weight has its values of now
+            write_through_views(each, held)  # what is held of a weight has its current values
     assert_close(model.state_dict(), plain.state_dict())
     with unbounded.full_params(model):
         write_through_views(model, model.blocks[0].up.weight.data[3])
@@ -372,7 +372,7 @@ def test_a_layer_that_does_not_fit_is_tiled_by_itself() -> None:
     model.load_state_dict(plain.state_dict())
     steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     plan = {"device_bytes": "256KiB", "host_bytes": "64MiB", "weights": "host", "optimizer": "host"}
-    with pytest.raises(BudgetError):  # a tile does not fit either, and what was tried is forgotten
+    with pytest.raises(BudgetError):  # a tile does not fit either, and the attempt leaves nothing
         unbounded.shard(model, steps[0], plan | {"device_bytes": "8KiB", "host_bytes": "1KiB"})
     model, steps[0] = unbounded.shard(model, steps[0], plan)  # type: ignore[assignment]
     assert len(tiled_of(model[0]).bounds) == 8  # of 16 KiB, a sixteenth of the budget

@@ -1,5 +1,5 @@
-"""States move between device and host while a model trains: the same bits, the counts of a model that was placed so,
-and moves that stop when steps stop getting shorter.
+"""States move between device and host while a model trains: the same bits, the same counts as if the model had been
+placed so, and moves that stop when steps stop getting shorter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def move_to_and_fro(step: int, model: nn.Module, _: Any) -> None:
 
 
 def leave(*_: Any) -> None:
-    """Where they are."""
+    """Moves nothing."""
 
 
 def compare(rank: int, size: int) -> None:
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_moved_states_is_one_of_any_others(tmp_path: Path) -> No
 
 
 class Clock:
-    """A step takes `seconds`, by how many units are on the device."""
+    """A step takes `seconds`, a function of how many units are on the device."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.now, self.seconds = 0.0, seconds
@@ -133,7 +133,7 @@ class Clock:
 
 
 def balance(seconds: Callable[[int], float], *, free: int, kept: int, steps: int = 60) -> tuple[list[Any], Any]:
-    """Trains with a clock and a device that the test makes up, in which every unit takes 1; where states end up."""
+    """Trains with a made-up clock and device, on which every unit takes 1; returns where states end up."""
     clock = Clock(seconds)
 
     def follow(step: int, model: nn.Module, optimizer: Any) -> None:
@@ -174,7 +174,7 @@ def test_states_that_made_the_step_longer_go_back() -> None:
 
 
 def decide(best: int, *, free: int, kept: int) -> tuple[int, int]:
-    """How many of 20 units are on a device in the end, and after how many steps; each saves time up to `best`."""
+    """How many of 20 units end on the device, and after how many steps; each saves time, up to `best` of them."""
     choice, count, steps = Balance(), 0, 0
     while not choice.is_done and steps < 500:
         seconds = 1.0 - 0.02 * min(count, best) + 0.02 * max(0, count - best)

@@ -68,7 +68,7 @@ class Unclipped(Training):
 
 
 class ClippedLater(Training):
-    """Two steps in which nothing is clipped, then some in which everything is."""
+    """Two steps in which nothing is clipped, then some that are all clipped."""
 
     optimizer_of = staticmethod(lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9))
 
@@ -99,14 +99,14 @@ class LateRate(Training):
 
 
 class UnlikeSteps(Training):
-    """A backward that was taken for the last one was not."""
+    """A backward that was taken for the last one was not the last."""
 
     def backwards_in(self, step: int) -> int:
         return 2 if step == 3 else 1
 
 
 class LeftOut(Training):
-    """Gradients that no step uses; then those of the next backward alone count."""
+    """Gradients that no step uses; afterwards only those of the next backward count."""
 
     def between(self, step: int) -> None:
         if step == 3:
@@ -141,7 +141,7 @@ class Raised(Training):
 
 
 class SavedBetween(Training):
-    """A checkpoint is saved with gradients that no step has used, and training goes on from it, and over it."""
+    """A checkpoint is saved with gradients that no step has used. Training goes on, then again from the checkpoint."""
 
     def between(self, step: int) -> None:
         if step in (3, 5):
@@ -205,7 +205,7 @@ def test_units_updated_inside_the_backward_end_in_the_same_bits(ranks: Any, tmp_
 class Clipped(Task):
     steps = 6
     accumulate = 2
-    max_norm = 1.0  # some steps are clipped and some are not
+    max_norm = 1.0  # only some steps are clipped
 
 
 def test_training_with_drafts_is_that_of_torch(ranks: Any) -> None:

@@ -44,7 +44,7 @@ DISK = {"weights": "disk", "optimizer": "disk"}
 
 
 class Muon(Task):
-    """Whole matrices are updated at the home of each, for which the ranks exchange them."""
+    """Each whole matrix is updated at its home, where the ranks bring it together by an exchange."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(5)))
@@ -84,7 +84,7 @@ TOGETHER: Cases = (
     (UnusedOnOneRank(), HOST),
     (Tied(), {**DISK, "optimizer": "disk"}),
 )
-# As bits: where every use adds to a sum in fp32, and where ranks exchange whole matrices.
+# Compared bit by bit: every use adds to a sum in fp32, and ranks exchange whole matrices.
 SAME_BITS: Cases = ((Loop(), {**HOST, "precision": "bf16"}), (Muon(), {"optimizer": "host"}))
 
 
@@ -182,7 +182,7 @@ def test_what_fits_only_without_gradients_is_refused_with_them_and_trains_withou
 
 
 def between(model: Any, optimizer: Any, loss: torch.Tensor, folder: Path) -> dict[str, tuple[Callable[[], Any], str]]:
-    """What somebody may do between a backward and its step, with what he is told."""
+    """What users may do between a backward and its step, and the message that they get."""
     weight, scaler = model.head.weight, torch.amp.GradScaler("cpu")
 
     def change_rate() -> None:
@@ -280,7 +280,7 @@ def fail(*_: Any) -> None:
 
 
 def train_over_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
-    """A backward that breaks off early, one that breaks off late, an update that fails; a load after the last two."""
+    """A backward breaks off early, another late, and an update fails; a load follows the last two."""
     task = Task()
     torch.manual_seed(3)
     model = task.model()

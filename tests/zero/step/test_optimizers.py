@@ -57,7 +57,7 @@ class With(Task):
 
 
 class Groups(Task):
-    """Biases and norms apart from matrices, as everyone does: the groups cut across every unit."""
+    """Biases and norms in another group than matrices, as everyone does: the groups cut across every unit."""
 
     steps = 4
 

@@ -141,7 +141,7 @@ def test_a_model_of_mixed_dtypes_keeps_them_and_learns(ranks: Any) -> None:
 
 
 def trace_scale(rank: int, world_size: int, poisoned: dict[int, int], clip: bool) -> list[tuple[float, bool, int]]:
-    """The scale after every step, whether the weights moved, and steps skipped; `poisoned` maps a step to its rank."""
+    """The scale after every step, whether the weights moved, and steps skipped; `poisoned` maps a step to a rank."""
     torch.manual_seed(3)
     model = TinyGPT()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

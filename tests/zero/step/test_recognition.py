@@ -26,7 +26,7 @@ class OwnStep(torch.optim.AdamW):
 
 
 class Lion(torch.optim.Optimizer):
-    """The published update, by hand."""
+    """The published update, written out."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})

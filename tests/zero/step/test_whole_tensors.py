@@ -1,4 +1,4 @@
-"""Optimizers that see whole tensors, and those that people declare: each against its own class in plain PyTorch."""
+"""Optimizers that see whole tensors, and those that users declare, against their own classes in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,8 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.zero.training import Batch, Run, Task, assert_parity, average_gradients, shard, train
+from tests.zero.training import Batch, Run, Several, Task, assert_parity, average_gradients, shard, train
 from unbounded.optim import LAMB
-
-
-class Several:
-    """Optimizers that are stepped one after another, as people write it."""
-
-    def __init__(self, *members: torch.optim.Optimizer) -> None:
-        self.members = list(members)
-        self.param_groups = [group for member in members for group in member.param_groups]
-
-    def step(self) -> None:
-        for member in self.members:
-            member.step()
-
-    def zero_grad(self) -> None:
-        for member in self.members:
-            member.zero_grad()
 
 
 class PaperLAMB(torch.optim.Optimizer):
@@ -53,13 +37,13 @@ class PaperLAMB(torch.optim.Optimizer):
 
 
 class Own(torch.optim.Optimizer):
-    """An optimizer of somebody's own: momentum of signs, with a state that begins above zero and a running number."""
+    """A user's own optimizer: momentum of signs, with a state that begins above zero and a running number."""
 
     unbounded_rule = "elementwise"
 
     def __init__(self, params: Any, speed: float = 1e-2) -> None:
         super().__init__(params, {"lr": speed})
-        self.decay = 0.9  # beside the groups, as people do
+        self.decay = 0.9  # outside the groups, as people do
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -284,7 +268,7 @@ def test_bf16_weights_are_rounded_masters_with_the_same_bits_on_any_number_of_ra
 
 
 def masters(kind: str) -> dict[str, torch.Tensor]:
-    """Plain mixed precision: fp32 masters, forwards and gradients in bf16."""
+    """Plain mixed precision: fp32 masters, with forwards and gradients in bf16."""
     torch.manual_seed(3)
     master = Task().model()
     optimizer, low = make(kind, master), copy.deepcopy(master).to(torch.bfloat16)

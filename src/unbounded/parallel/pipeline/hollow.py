@@ -11,15 +11,16 @@ bias of T5) and the result of an encoder travel too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from unbounded.errors import StateError
+from unbounded.errors import PlanError, StateError
 from unbounded.parallel.pipeline.stages import Cutting
 from unbounded.parallel.tensor.layers import Detach, replace_forward, together
 from unbounded.ranks.axis import Axis
@@ -91,6 +92,7 @@ class HollowModel:
         self._detaches: list[Detach] = []
         self._runs = False
         self.watcher: Watcher | None = None
+        self.check: Callable[[Mapping[str, Any]], None] = lambda kwargs: None  # of what a call asks for
         # What calling the model outside `run` does, given the model's own forward and the arguments.
         self.answer: Callable[[Callable[..., Any], Any, Any], Any] | None = None
         self._views = [self._arrange(chunk) for chunk in range(cutting.chunks)]
@@ -110,9 +112,16 @@ class HollowModel:
                 if parameter is not None and self.rank not in self.cutting.holders(parameter, owners[id(parameter)]):
                     self._removed.append((module, name, parameter))
                     gone[id(parameter)] = parameter
-        for module, name, _ in self._removed:
+        for module, name, parameter in self._removed:
             module._parameters[name] = None
+            module.__dict__[name] = self._nothing(parameter.dtype, parameter.device).expand(parameter.shape)
         return list(gone.values())
+
+    def _nothing(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """NaN, so that any use of what another stage has shows. Model code may ask for its device, dtype and shape."""
+        if dtype.is_floating_point:
+            return torch.full((), float("nan"), dtype=self._lowered or dtype, device=device)
+        return torch.zeros((), dtype=dtype, device=device)
 
     def absent(self) -> dict[int, dict[str, torch.Tensor]]:
         """What was taken out, by the id of its module and its name there."""
@@ -159,6 +168,8 @@ class HollowModel:
             if self.rank not in homes and isinstance(module, nn.Embedding) and module in dtypes:
                 dtype = self._lowered or dtypes[module]
                 self._detaches.append(replace_forward(module, _make_nothing(module, dtype)))
+        blocks = [block for stack in self.cutting.stacks for block in stack]
+        self._detaches.extend(check_inputs(blocks[start]) for start, _ in self._own_bounds() if start)
         self._detaches.append(replace_forward(self.model, self._make_leaving))
         if self.axis.size > 1:
             self._detaches.append(self.model.register_state_dict_post_hook(partial(self._complete)).remove)
@@ -169,6 +180,7 @@ class HollowModel:
         together(*self._detaches)()
         self._detaches.clear()
         for module, name, parameter in self._removed:
+            del module.__dict__[name]
             module._parameters[name] = parameter
         self._removed.clear()
 
@@ -284,6 +296,25 @@ class HollowModel:
                 self.watcher.ended(stack)
 
         return keep
+
+
+def check_inputs(block: nn.Module) -> Detach:
+    """Once: raises if a stage's first block is given values, beside hidden states, that only another stage can make."""
+
+    def check(_: nn.Module, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        given = {**{str(number): value for number, value in enumerate(args) if number}, **kwargs}
+        for name, value in given.items():
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and bool(tensor.isnan().any()):
+                    raise PlanError(
+                        f"{type(block).__name__} is given {name!r}, which is NaN here: it comes from a parameter "
+                        "outside the blocks that only an earlier pipeline stage has. Such a model cannot be cut into "
+                        "stages: leave pipeline out of the plan."
+                    )
+
+    handle = block.register_forward_pre_hook(check, with_kwargs=True)
+    return handle.remove
 
 
 def _make_nothing(module: nn.Embedding, dtype: torch.dtype) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -89,6 +89,7 @@ class Pipeline:
         """All ranks must call this. The batch's loss; if gradients are enabled, its backward has run."""
         if self._without_cache:
             kwargs.setdefault("use_cache", False)
+        self.hollow.check(kwargs)
         count = self.num_micros or batches.choose_count((args, kwargs), self.axis.size)
         # Labels are counted before they go to a GPU, where counting would wait for all queued work.
         cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts)

@@ -15,6 +15,7 @@ entered is remembered by the identity of the input until the region is left.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -87,6 +88,28 @@ class Scene:
 
     def _remember(self, x: torch.Tensor, entered: torch.Tensor) -> None:
         self._entered = [*self._entered[-(KEPT_INPUTS - 1) :], (weakref.ref(x), entered)]
+
+    # -- modules that are not cut, and may mix tokens ------------------------------------------------------------------
+
+    def begin_whole(self, x: torch.Tensor, site: LayerSite) -> torch.Tensor:
+        """The whole sequence, for a module that every rank runs alike."""
+        self._entered.clear()
+        self._is_inside, self.hold = False, Hold.COPIES
+        return self._by_rows(x, lambda rows: collectives.join(rows, 1, site))
+
+    def end_whole(self, output: Any, site: LayerSite) -> Any:
+        """This rank's part of what such a module returned; of several values, of the first."""
+        self._entered.clear()
+        self._is_inside, self.hold = True, Hold.SEQUENCE
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        part = self._by_rows(first, lambda rows: collectives.split(rows, 1, site))
+        return (part, *rest) if isinstance(output, tuple) else part
+
+    def _by_rows(self, x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Tokens of all rows in one dim are taken apart for the move, and put together again."""
+        if x.dim() > 2:
+            return move(x)
+        return move(x.unflatten(0, (self.num_rows, -1))).flatten(0, 1)
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 

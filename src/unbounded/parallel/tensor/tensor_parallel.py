@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from unbounded.errors import PlanError
 from unbounded.parallel.blocks import find_stacks, unwrap
 from unbounded.parallel.collectives import LayerSite
+from unbounded.parallel.partial_gradients import Partial, attach_sum
+from unbounded.parallel.recorded import records_routing
 from unbounded.parallel.tensor import attention, layers, vocabulary
 from unbounded.parallel.tensor.cutting import Layer, LayerCuts
 from unbounded.parallel.tensor.dropout import attach_dropout
-from unbounded.parallel.tensor.gradients import Partial, attach_sum
-from unbounded.parallel.tensor.scene import Hold, Scene
+from unbounded.parallel.tensor.scene import Scene
+from unbounded.parallel.tensor.sequence import SequenceBlocks
 from unbounded.parallel.tensor.styles import Kind, Pairs
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
@@ -42,12 +42,13 @@ class TensorParallel:
         self.scene = Scene(axis, by_sequence=sequence)
         cutting = LayerCuts(model, axis, styles)
         self.names, self.layers, self.cuts = cutting.names, cutting.layers, cutting.cuts
-        found = find_stacks(self.base) if stacks is None else stacks
-        self.blocks = [list(stack) for stack in found] if sequence else []
+        found = [list(stack) for stack in (find_stacks(self.base) if stacks is None else stacks)]
+        self.sequence: SequenceBlocks | None = None
+        if sequence:
+            records = records_routing(self.base)
+            self.sequence = SequenceBlocks(self.scene, found, self.layers, self.names, records_routing=records)
         # A context axis must cut what the tensor axis has already cut: its dropout is around the blocks.
         self._dropping = [block for stack in found for block in stack] if sequence or by_context else []
-        if sequence and not self.blocks:
-            raise PlanError("sequence=True needs repeated blocks, but the model has none. Leave it out of the plan.")
         self.heads: dict[nn.Module, vocabulary.HeadPart] = {}
         self._detaches: list[layers.Detach] = []
 
@@ -78,11 +79,8 @@ class TensorParallel:
             self._detaches.append(self._attach(layer))
         for module, held in self._attentions():
             self._detaches.append(attention.adjust_counts(module, self.axis.size, held))
-        for stack in self.blocks:
-            for block in stack:
-                self._detaches.append(self._attach_block(block, is_first=block is stack[0], is_last=block is stack[-1]))
-        for module in self._sequence_regions():
-            self._detaches.append(self._attach_region(module))
+        if self.sequence is not None:
+            self._detaches.extend(self.sequence.attach())
 
     def _attach(self, layer: Layer) -> layers.Detach:
         kind, module, scene, site = layer.style.kind, layer.module, self.scene, self.scene.at(layer.name)
@@ -125,45 +123,6 @@ class TensorParallel:
         for module, heads in found.items():
             yield module, min(heads)
 
-    def _sequence_regions(self) -> list[nn.Module]:
-        """Modules around column layers that take the whole sequence: not the blocks themselves."""
-        blocks = {block for stack in self.blocks for block in stack}
-        columns = [layer for layer in self.layers if layer.style.kind is Kind.COLUMN and layer.parent is not None]
-        found = {layer.parent: None for layer in columns if layer.parent not in blocks} if self.blocks else {}
-        return [module for module in found if module is not None]
-
-    def _attach_region(self, module: nn.Module) -> layers.Detach:
-        scene, site = self.scene, self._site(module)
-
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            if scene.hold is not Hold.SEQUENCE:
-                return None
-            if args and isinstance(args[0], torch.Tensor):
-                return (scene.gather_sequence(args[0], site), *args[1:]), kwargs
-            if isinstance(kwargs.get("hidden_states"), torch.Tensor):
-                return args, {**kwargs, "hidden_states": scene.gather_sequence(kwargs["hidden_states"], site)}
-            return None
-
-        return module.register_forward_pre_hook(before, with_kwargs=True).remove
-
-    def _attach_block(self, block: nn.Module, *, is_first: bool, is_last: bool) -> layers.Detach:
-        scene, site = self.scene, self._site(block)
-
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            if args and isinstance(args[0], torch.Tensor):
-                return (scene.begin_block(args[0], site, is_first=is_first), *args[1:]), kwargs
-            hidden = scene.begin_block(kwargs["hidden_states"], site, is_first=is_first)
-            return args, {**kwargs, "hidden_states": hidden}
-
-        def after(_: nn.Module, args: Any, output: Any) -> Any:
-            return scene.end_block(output, site, is_last=is_last)
-
-        handles = [
-            block.register_forward_pre_hook(before, with_kwargs=True),
-            block.register_forward_hook(after, prepend=True),  # inside the engine's own
-        ]
-        return layers.together(*(handle.remove for handle in handles))
-
     def _attach_sums(self) -> None:
         """One sum per block for all parameters whose gradients are parts."""
         by_block: dict[nn.Module, dict[int, Partial]] = {}
@@ -179,20 +138,8 @@ class TensorParallel:
         for layer in self.layers:
             for holder, attribute in layer.partial:
                 yield layer.name, holder, attribute
-        if not self.blocks:
-            return
-        inside = set(self._sequence_regions())
-        rows = {layers.adapted_layers(x.module)[0] for x in self.layers if x.style.kind is Kind.ROW}
-        names = {module: name for name, module in self.names.items()}
-        for stack in self.blocks:
-            for block in stack:
-                for module in _outside(block, inside):
-                    for attribute, parameter in module._parameters.items():
-                        if id(parameter) not in self.cuts:
-                            yield names[module], module, attribute
-                for module in block.modules():
-                    if module in rows and "bias" in module._parameters:
-                        yield names[module], module, "bias"
+        if self.sequence is not None:
+            yield from self.sequence.partial_places(self.cuts)
 
     def _site(self, module: nn.Module) -> LayerSite:
         return self.scene.at(next(name for name, other in self.names.items() if other is module))
@@ -213,12 +160,3 @@ class TensorParallel:
             detach = attach_dropout(module, self.scene)
             if detach is not None:
                 self._detaches.append(detach)
-
-
-def _outside(module: nn.Module, regions: set[nn.Module]) -> Iterator[nn.Module]:
-    """A module and those inside it, but not regions of the whole sequence nor what lies in them."""
-    if module in regions:
-        return
-    yield module
-    for child in module.children():
-        yield from _outside(child, regions)

@@ -28,7 +28,7 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer + self.remainder
 
 
-FORMATS = {
+STATE_BYTES = {
     ("bf16", "exact"): StateBytes(),
     # 8-bit moments with an fp32 scale for each 128 of them; 8 bits complete a weight
     ("bf16", "compact"): StateBytes(2, 2, 2 + 2 * 4 / 128, 1, 4),

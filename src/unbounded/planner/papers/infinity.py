@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from unbounded.planner.models.footprint import MEGATRON, StateBytes, footprint_of
 from unbounded.planner.models.shapes import Shape, make_shape
 from unbounded.planner.papers.table import MEMORY, THROUGHPUT, Row
+from unbounded.planner.plan import TIERS
 from unbounded.planner.presets import find_machine
 from unbounded.planner.simulation import Prediction, Way, fits, simulate
-from unbounded.planner.step.loads import TIERS, Setup
+from unbounded.planner.step.loads import Setup
 from unbounded.planner.unit_bytes import UnitPlace
 
 SEQUENCE, VOCABULARY = 1024, 50257

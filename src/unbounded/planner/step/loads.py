@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.footprint import Cost, Footprint, UnitFootprint
-from unbounded.planner.plan import NOWHERE
+from unbounded.planner.plan import NOWHERE, TIERS
 from unbounded.planner.step.streaming import stream_rate
 from unbounded.planner.unit_bytes import UnitBytes, UnitPlace
 
@@ -25,7 +25,6 @@ PHASES = ("first forward", "forward", "backward", "update")
 LANES = (
     "compute", "launch", "collectives", "to device", "to host", "host memory", "disk read", "disk write", "disk",
 )  # fmt: skip
-TIERS = ("device", "host", "disk")
 # Python's time for the hooks of one unit in one pass, in operations of the model. Assumed, not measured.
 UNIT_LAUNCHES = 25
 

@@ -8,7 +8,8 @@ what it kept by a gradient, so the peak is one of the two. Gradients of earlier 
 from __future__ import annotations
 
 from unbounded.planner.models.footprint import Footprint, UnitFootprint
-from unbounded.planner.step.loads import TIERS, Setup
+from unbounded.planner.plan import TIERS
+from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.logits import loss_bytes
 from unbounded.planner.unit_bytes import KINDS, UnitBytes, UnitPlace, use_of
 

@@ -25,6 +25,8 @@ from unbounded.ranks.watchdog.post import Post
 from unbounded.ranks.watchdog.verdict import Seen
 
 BEAT_SECONDS = 1.0
+# Every heartbeat that still has its thread. A group that was destroyed is forgotten, but not what beats for it.
+_beating: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Heartbeat:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="unbounded-heartbeat", daemon=True)
         self._thread.start()
+        _beating.add(self)
 
     # -- for others ------------------------------------------------------------------------------------------------
 
@@ -124,6 +127,13 @@ class Heartbeat:
         """Says that this rank has left, and ends the thread."""
         self._requests.put(self._end)
         self._thread.join(limit)
+
+    @staticmethod
+    def end_all(limit: float) -> None:
+        """Ends every one of this process: a thread still inside torch when the interpreter ends would abort it."""
+        deadline = time.monotonic() + limit
+        for heartbeat in [heartbeat for heartbeat in _beating if heartbeat.is_alive()]:
+            heartbeat.end(max(0.0, deadline - time.monotonic()))
 
     # -- its thread ------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -261,10 +262,22 @@ def _keep_for_ever(*parts: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
 
 
+_endings: list[Callable[[], None]] = []
+
+
+def at_end(function: Callable[[], None]) -> Callable[[], None]:
+    """Has `function` called when the program ends, after the peers were told."""
+    _endings.append(function)
+    return function
+
+
 def _say_farewell() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for watch in list(_watches.values()):
         watch.close(error)
+    for end in _endings:
+        end()
+    Heartbeat.end_all(FAREWELL_SECONDS)
 
 
 atexit.register(_say_farewell)

@@ -60,9 +60,9 @@ def _cut(whole: Sequence, corpus: Corpus) -> Iterator[Sequence]:
         )
 
 
-def share(sequences: list[Sequence], *, rows: int, rank: int, world_size: int) -> Iterator[Batch]:
+def share(sequences: list[Sequence], *, rows: int, rank: int, num_ranks: int) -> Iterator[Batch]:
     """This rank's batches of `rows` rows, as many on every rank; the last are padded with rows without targets."""
     blank = sequences[0]._replace(targets=np.full_like(sequences[0].targets, IGNORED))
-    for start in range(0, len(sequences), rows * world_size):
-        mine = sequences[start + rank : start + rows * world_size : world_size]
+    for start in range(0, len(sequences), rows * num_ranks):
+        mine = sequences[start + rank : start + rows * num_ranks : num_ranks]
         yield stack([*mine, *[blank] * (rows - len(mine))])

@@ -48,13 +48,13 @@ def stack(sequences: Iterable[Sequence], state: State | None = None) -> Batch:
 class Loader:
     """Yields one `Batch` after another without end; `close` ends its thread."""
 
-    def __init__(self, corpus: Corpus, *, rows: int, rank: int = 0, world_size: int = 1, num_ahead: int = 4) -> None:
-        if rows % world_size:
+    def __init__(self, corpus: Corpus, *, rows: int, rank: int = 0, num_ranks: int = 1, num_ahead: int = 4) -> None:
+        if rows % num_ranks:
             raise InputError(
-                f"a global batch of {rows} sequences cannot be split evenly over {world_size} ranks. "
-                f"Choose --batch-tokens so that it holds a multiple of {world_size} sequences."
+                f"a global batch of {rows} sequences cannot be split evenly over {num_ranks} ranks. "
+                f"Choose --batch-tokens so that it holds a multiple of {num_ranks} sequences."
             )
-        self._corpus, self._rows, self._rank, self._world_size = corpus, rows, rank, world_size
+        self._corpus, self._rows, self._rank, self._num_ranks = corpus, rows, rank, num_ranks
         self._num_ahead = num_ahead
         self._num_samples = 0
         self._streams: dict[int, Stream] = {}
@@ -125,7 +125,7 @@ class Loader:
 
     def _make(self) -> Batch:
         first = self._num_samples
-        rows = [self._sample(first + row) for row in range(self._rank, self._rows, self._world_size)]
+        rows = [self._sample(first + row) for row in range(self._rank, self._rows, self._num_ranks)]
         self._num_samples += self._rows
         return stack(rows, self._describe())
 

@@ -15,7 +15,7 @@ OPTIMIZERS = (
     *("adamw", "adam", "sgd", "lion", "adagrad", "nadam", "radam", "adamax", "rmsprop", "adadelta"),
     *("adafactor", "lamb", "muon"),
 )
-FORMATS = ("auto", "text", "jsonl", "chat", "sharegpt", "alpaca", "prompt", "parquet")
+DATA_FORMATS = ("auto", "text", "jsonl", "chat", "sharegpt", "alpaca", "prompt", "parquet")
 BOARDS = ("tensorboard", "wandb")
 
 
@@ -61,7 +61,7 @@ class Config:
     data: tuple[str, ...] | None = _setting(
         _DATA, "files, folders or globs", shown="the sources of Python's standard library"
     )
-    data_format: str = _setting(_DATA, "what kind of data it is", "auto", choices=FORMATS)
+    data_format: str = _setting(_DATA, "what kind of data it is", "auto", choices=DATA_FORMATS)
     text_field: str = _setting(_DATA, "field or column that holds the text", "text")
     messages_field: str | None = _setting(
         _DATA, "field or column that holds a conversation", shown="messages; conversations for ShareGPT data"

@@ -71,8 +71,8 @@ class Settings(Config):
         return plan_fields(self)
 
 
-def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
-    """`config` for a device of `kind` and this many ranks. Only what depends on the length of the run stays open."""
+def close_settings(config: Config, *, kind: str, num_ranks: int) -> Settings:
+    """`config` for a device of `kind` and this many ranks to share the batch. Only the length of the run stays open."""
     ours = config.model is None and config.from_config is None
     defaults: dict[str, Any] = dict((_SMALL if kind == "cpu" else _LARGE) if ours else _HF)
     if ours and kind != "cpu":
@@ -96,8 +96,8 @@ def close_settings(config: Config, *, kind: str, world_size: int) -> Settings:
     closed: dict[str, Any] = {key: defaults.get(key) if value is None else value for key, value in given.items()}
     settings = Settings(**{key: _expand(value) if key in _PATHS else value for key, value in closed.items()})
     _check_lengths(settings)
-    settings = replace(settings, micro_batch=_micro_batch(settings, config.micro_batch, world_size))
-    return _close_microbatches(settings, settings.rows // world_size)
+    settings = replace(settings, micro_batch=_micro_batch(settings, config.micro_batch, num_ranks))
+    return _close_microbatches(settings, settings.rows // num_ranks)
 
 
 def close_length(settings: Settings, config: Config, *, tokens_per_epoch: int = 0) -> Settings:
@@ -164,19 +164,19 @@ def _close_microbatches(settings: Settings, rows: int) -> Settings:
     return replace(settings, plan=tuple({**plan, "microbatches": rows // settings.micro_batch}.items()))
 
 
-def _micro_batch(settings: Settings, given: int | None, world_size: int) -> int:
+def _micro_batch(settings: Settings, given: int | None, num_ranks: int) -> int:
     length, tokens = settings.sequence_length, settings.batch_tokens
     if tokens % length:
         raise InputError(
             f"--batch-tokens {tokens} is not a multiple of --sequence-length {length}. "
             f"The nearest multiple is {max(round(tokens / length), 1) * length}."
         )
-    if settings.rows % world_size:
+    if settings.rows % num_ranks:
         raise InputError(
-            f"a global batch of {settings.rows} sequences cannot be split evenly over {world_size} ranks. "
-            f"Choose --batch-tokens so that it holds a multiple of {world_size} sequences."
+            f"a global batch of {settings.rows} sequences cannot be split evenly over {num_ranks} ranks. "
+            f"Choose --batch-tokens so that it holds a multiple of {num_ranks} sequences."
         )
-    mine = settings.rows // world_size
+    mine = settings.rows // num_ranks
     _check_batch(settings, mine)
     stages, parts = settings.shard_plan.get("pipeline", 1), settings.shard_plan.get("microbatches")
     if parts is not None and (mine % parts or given not in (None, mine // parts)):

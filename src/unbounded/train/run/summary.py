@@ -49,10 +49,10 @@ class Summary:
         return read_report(self.output)._repr_html_()
 
 
-def predict_seconds(model: nn.Module, settings: Settings, world_size: int) -> float | None:
-    """What a step of this run was predicted to take; None if the machine was never measured."""
+def predict_seconds(model: nn.Module, settings: Settings, num_ranks: int) -> float | None:
+    """What a step was predicted to take, if so many ranks divide the batch; None if the machine was never measured."""
     tokens = settings.micro_batch * settings.sequence_length
-    accumulate = max(1, settings.batch_tokens // (tokens * world_size))
+    accumulate = max(1, settings.batch_tokens // (tokens * num_ranks))
     found = predict_step(model, tokens=tokens, sequence=settings.sequence_length, accumulate=accumulate)
     return found.seconds if found is not None else None
 

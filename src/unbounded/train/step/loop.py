@@ -106,7 +106,7 @@ class Trainer:
         summed, count = 0.0, 0
         rows = self.settings.rows // self.world.data.size if self.staged is not None else self.settings.micro_batch
         with torch.no_grad():
-            for batch in share(sequences, rows=rows, rank=self.world.data.rank, world_size=self.world.data.size):
+            for batch in share(sequences, rows=rows, rank=self.world.data.rank, num_ranks=self.world.data.size):
                 whole = self._whole(batch, self.settings.sequence_length)
                 run = self.staged.summed_loss if self.staged is not None else partial(summed_loss, self.model)
                 summed += float(run(whole))

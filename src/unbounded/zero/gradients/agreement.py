@@ -12,6 +12,7 @@ from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
 from unbounded.zero.gradients.reduction import Reduction
+from unbounded.zero.gradients.use import Vote
 from unbounded.zero.passes.order import Order
 from unbounded.zero.unit import Unit
 
@@ -32,6 +33,8 @@ class GradientAgreement:
         self._units, self._orders = units, orders
         self._axes, self._ranks, self._device = axes, axes.data, device
         self._phases, self._reduction, self._failures = phases, reduction, failures
+        self._votes = axes.data.lane("votes", "gloo")
+        self._vote: Vote | None = None  # the last one, perhaps in flight
         self._norms: dict[Unit, tuple[int, torch.Tensor]] = {}  # of single parameters' gradients, while these last
 
     def adopt(self) -> None:
@@ -41,10 +44,32 @@ class GradientAgreement:
             if unit.trainable and any(gradient is not None for gradient in found):
                 self._reduction.collect(unit, found, defer=self._ranks.size > 1)
 
+    def vote(self) -> None:
+        """All ranks of the axis must call this at the end of a backward outside `no_sync`. Waits for nobody.
+
+        From now on, whoever asks which parameters have a gradient gets what is so on any rank.
+        """
+        if self._ranks.size == 1 or self._reduction.at_once:  # which votes unit by unit
+            return
+        self._end_vote()
+        gradients = [unit.gradient for unit in self._units if unit.trainable]
+        flags = [bytes(gradient.used) for gradient in gradients]
+        self._vote = Vote(self._votes, b"".join(flags), self._phases.ticket("a backward"))
+        places = itertools.accumulate(map(len, flags), initial=0)
+        for gradient, start in zip(gradients, places, strict=False):
+            gradient.expect_vote(self._vote, start)
+
+    def _end_vote(self) -> None:
+        """Returns when the last vote is over, whether or not anybody has asked for it."""
+        vote, self._vote = self._vote, None
+        if vote is not None:
+            vote.result()
+
     def finish(self) -> None:
         """All ranks of the axis must call this. Makes the ranks agree on which parameters have a gradient and reduces
         what was deferred. If the passes of all ranks went alike, each adopts its order.
         """
+        self._end_vote()
         trainable = [unit for unit in self._units if unit.trainable]
         for unit, held in zip(trainable, self._agree(trainable), strict=True):
             if held:
@@ -64,7 +89,7 @@ class GradientAgreement:
         gradient.refuse_spent()
         gradient.order_stream()  # what is being added counts
         if unit not in self._norms or self._norms[unit][0] != gradient.changes or gradient.is_lent:
-            with self._phases.during("the norm of gradients"):
+            with self._phases.during(f"the norm of the gradient of unit {unit.name!r}"):
                 self.finish()
             squares = [torch.as_tensor(square, dtype=torch.float64) for square in gradient.slot_squares()]
             total = torch.stack([square.to(unit.device) for square in squares])
@@ -100,6 +125,9 @@ class GradientAgreement:
         for unit in units:
             unit.gradient.mark_used(itertools.islice(agreed, len(unit.gradient.used)))
         held = list(itertools.islice(agreed, len(units)))
+        for unit, num_held in zip(units, held, strict=True):
+            if not num_held:
+                unit.gradient.join_zeros()
         greatest = list(itertools.islice(agreed, len(marks)))
         if greatest == [-least for least in agreed]:
             for order in self._orders:

@@ -8,8 +8,8 @@ which nobody has written yet (`zero_grad(set_to_none=False)`). The value is `fac
 unscaling only change the factor, and the update multiplies as it reads.
 
 An update in the background may still read the array after `step` has returned (`reading`). Whatever is done to the
-gradient then is only noted (a drop, a factor, a cleared slot), and carried out by whoever next needs the array, which
-first waits for that update. So `zero_grad`, `p.grad = None` and `model.zero_grad()` do not wait.
+gradient then is only noted (a drop, a factor, changes of single slots: `noted`), and carried out by whoever next needs
+the array, which first waits for that update. So `zero_grad`, `p.grad = None` and `model.zero_grad()` do not wait.
 
 Memory of it that users hold is always up to date (`lent`): then nothing is merely noted. On the device it is memory of
 the array itself.
@@ -22,11 +22,13 @@ from enum import Enum
 
 import torch
 
-from unbounded.errors import StateError
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradients import spent
-from unbounded.zero.gradients.gradient_array import Factor, GradientArray
-from unbounded.zero.gradients.lent import Lent, is_held
+from unbounded.zero.gradients.gradient_array import GradientArray
+from unbounded.zero.gradients.lent import Lent
+from unbounded.zero.gradients.noted import Noted
+from unbounded.zero.gradients.scale_factor import ScaleFactor, is_one, scale_tensor, times
+from unbounded.zero.gradients.use import Use, Vote
 from unbounded.zero.layout import Layout, clip_range
 
 
@@ -44,17 +46,15 @@ class Gradient:
         self.layout, self.owned, self.store = layout, owned, store
         self._device = device
         self.state = GradientState.EMPTY
-        self.used = bytearray(len(layout.slots))  # which parameters have a gradient
+        self._use = Use(len(layout.slots))
         self.local: torch.Tensor | None = None  # this rank's own, whole, waiting for a reduction
-        self.factor: Factor = 1.0
+        self.factor: ScaleFactor = 1.0
         self.adding: Handle | None = None  # the last addition in flight
         self.reading: Handle | None = None  # the update in flight that reads the array
         self.is_new = False  # a backward has added to it since the last step
         self.changes = 0  # so that results computed from it are known to be outdated
-        self._lent = Lent()  # slots that a user works on, in separate memory
-        self._is_open = False  # a user was given memory of the array
-        self._cleared: set[int] = set()  # slots whose bytes are to be zeroed
-        self._slot_factors: dict[int, Factor] = {}  # what single slots were scaled by
+        self._lent = Lent(store)
+        self._noted = Noted()
         self._squares: torch.Tensor | float | None = None
         self.counted: list[tuple[int, int]] | None = None  # the stretches whose squares count; None: all of it
         self.is_kept = True  # until it is dropped; otherwise an update takes it before its backward ends
@@ -62,6 +62,11 @@ class Gradient:
     @property
     def tier(self) -> str:
         return self.store.tier
+
+    @property
+    def used(self) -> bytearray:
+        """Which parameters have a gradient, one flag each."""
+        return self._use.flags
 
     @property
     def is_present(self) -> bool:
@@ -92,7 +97,7 @@ class Gradient:
         if self.state is GradientState.HELD or self._lent:
             self.apply_changes()
             self.apply_factor()
-            self._refuse_widening()
+            self._lent.refuse_widening(self.layout.slots[0].name)
             self.store.accumulate(part)
             self._show_lent()
         else:
@@ -120,11 +125,16 @@ class Gradient:
 
     def mark_used(self, flags: Iterable[int]) -> None:
         """Which parameters have a gradient, one flag each."""
-        self.used = bytearray(flags)
+        self._use.put(flags)
+
+    def expect_vote(self, vote: Vote, start: int) -> None:
+        """The ranks vote on which parameters have a gradient; the flags of this one are at `start`."""
+        self._use.expect(vote, start)
 
     def restore(self, used: Sequence[bool], local: torch.Tensor | None) -> None:
         """What a checkpoint has of it besides the reduced part, which is added."""
-        self.used, self.is_new = bytearray(used), True
+        self._use.put(used)
+        self.is_new = True
         if local is not None:
             self.local = local.to(self._device)
 
@@ -144,7 +154,7 @@ class Gradient:
         self._refuse_unstepped()
         self._settle_adding()
         self.state, self.adding, self.local, self.is_new = GradientState.EMPTY, None, None, False
-        self.used = bytearray(len(self.used))
+        self._use.clear()
         self._forget_changes()
         self.store.free()
 
@@ -152,30 +162,41 @@ class Gradient:
         """Makes zeros the gradient of the parameters that have one."""
         if not self.is_kept:
             self.refuse_spent()
-        used, lent, array = self.used, self._lent, self.store.array if self._holds_array() else None
-        self._lent = Lent()
+        used, lent, array = bytes(self.used), self._lent, self.store.array if self._lent.has_array() else None
+        self._lent = Lent(self.store)
         self.drop()
         lent.drop_unheld()
         if any(used):
-            self.used, self.state = used, GradientState.ZERO
+            self._use.put(used)
+            self.state = GradientState.ZERO
         if array is not None:
             self._finish_reading()
-            self.store.array, self.state, self._is_open = array, GradientState.HELD, True
+            self.store.array, self.state = array, GradientState.HELD
             self.store.multiply(0, self.store.numel, 0.0)
         self._lent = lent
         for _, value in lent:
             value.zero_()
 
+    def join_zeros(self) -> None:
+        """No rank has more than zeros: if some parameter has them on any rank, it has them here too."""
+        if self.state is GradientState.EMPTY and any(self.used):
+            self.state = GradientState.ZERO
+
     def spend(self) -> None:
-        """Frees the gradient's memory on the device after an update that is final, before `drop` is called."""
+        """Frees the gradient's memory on the device after an update that is final, before `drop` is called.
+
+        An update in the background keeps it until it has read it. One on this stream may not have run yet.
+        """
         self.state = GradientState.SPENT
+        if self.reading is None:
+            self.store.outlast_stream()
         self.store.free()
 
-    def scale(self, factor: Factor) -> None:
+    def scale(self, factor: ScaleFactor) -> None:
         self._touch()
         if self.is_lent:
             self.apply_changes()
-        self.factor = _times(self.factor, factor)
+        self.factor = times(self.factor, factor)
         if self.is_lent:
             self.apply_factor()
 
@@ -196,7 +217,7 @@ class Gradient:
         if self.state is GradientState.SPENT:
             self.used[index] = False
         elif self.used[index]:
-            self._leave_memory(index)
+            self._lent.leave(index)
             self.zero_slot(index)
             self.used[index] = False
         if not any(self.used):
@@ -209,24 +230,23 @@ class Gradient:
         if index in self._lent:
             self._lent.get(index).zero_()
         else:
-            self._slot_factors.pop(index, None)
-            self._cleared.add(index)
+            self._noted.clear(index)
         if self.local is not None:
             slot = self.layout.slots[index]
             self.local[slot.start : slot.stop].zero_()
         if self.is_lent:
             self._apply_notes()
 
-    def scale_slot(self, index: int, factor: Factor) -> None:
+    def scale_slot(self, index: int, factor: ScaleFactor) -> None:
         self.refuse_spent()
         self._touch()
         if self.local is not None:
             slot = self.layout.slots[index]
             self.local[slot.start : slot.stop].mul_(factor)
         if index in self._lent:
-            self._lent.get(index).mul_(factor)
+            scale_tensor(self._lent.get(index), factor)
         elif self.state is GradientState.HELD:
-            self._slot_factors[index] = _times(self._slot_factors.get(index, 1.0), factor)
+            self._noted.scale(index, factor)
         if self.is_lent:
             self._apply_notes()
 
@@ -253,8 +273,7 @@ class Gradient:
             self.apply_factor()
             slot = self.layout.slots[index]
             if self.store.tier == "device":
-                self._is_open = True
-                return self.store.array.direct[slot.start : slot.stop].view(slot.shape)  # type: ignore[union-attr,index]
+                return self._lent.lend_array()[slot.start : slot.stop].view(slot.shape)
             self._lent.put(index, self.store.copy(slot.start, slot.stop).view(slot.shape))
         return self._lent.get(index)
 
@@ -277,7 +296,7 @@ class Gradient:
             self.drop()
             self.state = GradientState.ZERO
         self._touch()
-        self._leave_memory(index)
+        self._lent.leave(index)
         self._apply_notes()
         self.apply_factor()
         self.used[index] = True
@@ -287,10 +306,10 @@ class Gradient:
 
     def apply_changes(self) -> None:
         """Carries out what was noted for single slots."""
-        if not (self._cleared or self._lent or self._slot_factors):
+        if not (self._noted or self._lent):
             return
-        if not self._cleared and not self._lent and (common := self._common(self._slot_factors)) is not None:
-            self.factor, self._slot_factors, self._squares = _times(self.factor, common), {}, None
+        if not self._lent and (common := self._noted.common(self.used)) is not None:
+            self.factor, self._noted, self._squares = times(self.factor, common), Noted(), None
             return
         self._apply_notes()
         if self._lent:
@@ -326,8 +345,7 @@ class Gradient:
 
     def _apply_notes(self) -> None:
         """Clears and scales single slots. Those that a user works on have no notes."""
-        cleared, factors = self._cleared, self._slot_factors
-        self._cleared, self._slot_factors = set(), {}
+        cleared, factors = self._noted.take()
         if cleared or factors:
             self._squares = None
             self._finish_reading()
@@ -350,41 +368,25 @@ class Gradient:
             where = self._device if self.store.tier == "device" else "cpu"
             self.store.store(torch.zeros(self.store.numel, dtype=self.store.wire, device=where))
             self.state, self.factor = GradientState.HELD, 1.0
-        if not _is_one(self.factor):
+        if not is_one(self.factor):
             factor, self.factor = self.factor, 1.0
             self.store.multiply(0, self.store.numel, factor)
             self._squares = None
             for _, value in self._lent:
-                value.mul_(factor)
+                scale_tensor(value, factor)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     @property
     def is_lent(self) -> bool:
         """Whether users may hold memory of it: then changes of the gradient must show there at once."""
-        return bool(self._lent) or self._holds_array()
-
-    def _holds_array(self) -> bool:
-        if self._is_open:
-            self._is_open = self.store.array is not None and is_held(self.store.array.direct)  # type: ignore[arg-type]
-        return self._is_open
-
-    def _leave_memory(self, index: int) -> None:
-        """From now on, what users hold of one parameter's gradient belongs only to them."""
-        self._lent.pop(index)
-        if self._holds_array():
-            self.store.leave()
-            self._is_open = False
+        return bool(self._lent) or self._lent.has_array()
 
     def _write_back(self, index: int, value: torch.Tensor) -> None:
         start, stop = self._range(index)
         first = self.layout.slots[index].start - self.owned[0]
         part = value.reshape(-1)[start - first : stop - first] if start < stop else value.new_empty(0)
-        if part.dtype != self.store.dtype:  # the sum has become wider since: what was not written to keeps its bits
-            held = self.store.copy(start, stop)
-            part = part.to(held.device)
-            part = torch.where(part == held.to(part.dtype), held, part.to(held.dtype))
-        self.store.write(start, part)
+        self._lent.write_back(start, part)
 
     def _show_lent(self) -> None:
         """Copies the array's values to memory that users hold, if it has all of them."""
@@ -403,13 +405,6 @@ class Gradient:
         if self.state is GradientState.SPENT and self.is_new:
             spent.refuse_drop(self.layout.slots[0].name)
 
-    def _refuse_widening(self) -> None:
-        if self.store.widens and self._holds_array():
-            raise StateError(
-                f"a view of a gradient ({self.layout.slots[0].name!r} or another of its unit) is still held, but this "
-                f"backward adds up in {self.store.sum_dtype}, in other memory. Clone what is kept of gradients."
-            )
-
     def _counted_squares(self) -> torch.Tensor | float:
         """The squares of what this rank counts; if several ranks hold something, one counts it."""
         ranges = [(0, self.store.numel)] if self.counted is None else self.counted
@@ -423,13 +418,7 @@ class Gradient:
         self._squares = None
 
     def _scaled(self, square: torch.Tensor | float) -> torch.Tensor | float:
-        return square if _is_one(self.factor) else square * self.factor**2
-
-    def _common(self, factors: dict[int, Factor]) -> Factor | None:
-        """The one factor that every used slot got, if it is one."""
-        found = [factors.get(index) for index, used in enumerate(self.used) if used]
-        first = found[0] if found else None
-        return first if all(f is first or (isinstance(f, float) and f == first) for f in found) else None
+        return square if is_one(self.factor) else square * self.factor**2
 
     def _range(self, index: int) -> tuple[int, int]:
         """This rank's part of a slot, as a range inside the owned part."""
@@ -439,8 +428,7 @@ class Gradient:
 
     def _forget_changes(self) -> None:
         self._touch()
-        self.factor = 1.0
-        self._cleared, self._slot_factors, self._is_open = set(), {}, False
+        self.factor, self._noted = 1.0, Noted()
         self._lent.clear()
 
     def _settle_adding(self) -> None:
@@ -452,13 +440,3 @@ class Gradient:
         if self.reading is not None:
             self.reading.finish()
             self.reading = None
-
-
-def _is_one(factor: Factor) -> bool:
-    return isinstance(factor, float) and factor == 1.0
-
-
-def _times(first: Factor, second: Factor) -> Factor:
-    if _is_one(first):
-        return second
-    return first if _is_one(second) else first * second

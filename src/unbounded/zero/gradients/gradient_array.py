@@ -16,8 +16,7 @@ import torch
 from unbounded.native import kernels
 from unbounded.tiers.array import PAGE, Array, MemoryArray, Waitable, stream_mark
 from unbounded.tiers.pool import BufferPool
-
-Factor = float | torch.Tensor
+from unbounded.zero.gradients.scale_factor import ScaleFactor, scale_tensor
 
 
 class Allocate(Protocol):
@@ -56,6 +55,11 @@ class GradientArray:
         """Frees memory of the device; other tiers keep theirs for the next backward."""
         if self.tier == "device":
             self.array = None
+
+    def outlast_stream(self) -> None:
+        """Lets no other stream have the array's memory, once it is freed, before this stream has done its work."""
+        if self.array is not None and self.array.direct is not None and self.array.direct.is_cuda:
+            self.array.direct.record_stream(torch.cuda.current_stream(self.array.direct.device))
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -129,13 +133,13 @@ class GradientArray:
             return sum_squares(self.array.direct[start:stop])
         return sum(float(sum_squares(part)) for _, part in self._parts(start, stop))
 
-    def multiply(self, start: int, stop: int, factor: Factor) -> None:
+    def multiply(self, start: int, stop: int, factor: ScaleFactor) -> None:
         """Multiplies by a factor; a zero is written, so that it also clears what is not finite."""
         for part in self._within(start, stop):
             if isinstance(factor, float) and factor == 0.0:
                 part.zero_()
             else:
-                part.mul_(factor if part.device.type == "cuda" else float(factor))
+                scale_tensor(part, factor)
 
     def write(self, start: int, values: torch.Tensor) -> None:
         position = 0
@@ -202,11 +206,11 @@ class GradientArray:
 
 def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
     """The sum of squares in float64; on CUDA from a float32 norm and as a tensor, so that nothing waits for it."""
-    if part.dtype == torch.float64:
-        return torch.linalg.vector_norm(part).square_()
-    if part.device.type == "cpu":
+    if part.device.type == "cpu" and part.dtype != torch.float64:
         return kernels.sum_squares(part)
-    return torch.linalg.vector_norm(part, dtype=torch.float32).double().square_()
+    wide = torch.float64 if part.dtype == torch.float64 else torch.float32
+    square = torch.linalg.vector_norm(part, dtype=wide).double().square_()
+    return square if part.is_cuda else float(square)
 
 
 def _add_arrived(held: torch.Tensor, start: int, fresh: torch.Tensor, arrival: Waitable) -> None:

@@ -1,9 +1,9 @@
-"""Single gradients in separate memory, which belongs to the gradient as long as a user holds a tensor over it.
+"""Memory of a unit's gradient that users hold: single gradients in separate memory, or the array itself on the device.
 
-`p.grad.data`, a view of `p.grad`, or what a user has made `p.grad`: in plain PyTorch writing to it is writing to the
-gradient, also after clipping, another backward or a step. If the engine keeps the gradient elsewhere, it writes such
-memory back before it reads the gradient, and brings it up to date after it has changed the gradient. The number of
-owners shows whether somebody holds it.
+Writing to `p.grad.data`, to a view of `p.grad`, or to what a user has made `p.grad` is writing to the gradient in plain
+PyTorch, also after clipping, another backward or a step. So such memory belongs to the gradient as long as a user holds
+a tensor over it, which the number of owners shows. Where the engine keeps the gradient elsewhere, it writes the memory
+back before it reads the gradient, and brings it up to date after it has changed the gradient.
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ from collections.abc import Iterator
 
 import torch
 
+from unbounded.errors import StateError
+from unbounded.zero.gradients.gradient_array import GradientArray
+
 _owners = torch._C._storage_Use_Count
 
 
 class Lent:
-    """Tensors by slot."""
+    """Tensors in separate memory by slot, and whether somebody was given memory of the array in `store`."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: GradientArray) -> None:
+        self._store = store
         self._values: dict[int, torch.Tensor] = {}
+        self._is_array_lent = False
 
     def __bool__(self) -> bool:
+        """Whether any slot has separate memory."""
         return bool(self._values)
 
     def __contains__(self, index: int) -> bool:
@@ -50,13 +56,51 @@ class Lent:
         self._values.pop(index, None)
 
     def clear(self) -> None:
+        """From now on all of it belongs only to users."""
         self._values.clear()
+        self._is_array_lent = False
 
     def drop_unheld(self) -> None:
-        self._values = {index: value for index, value in self._values.items() if is_held(value)}
+        self._values = {index: value for index, value in self._values.items() if _is_held(value)}
+
+    def write_back(self, start: int, part: torch.Tensor) -> None:
+        """Writes a slot's values to the array, from `start` on."""
+        if part.dtype != self._store.dtype:  # the sum has become wider since: what was not written to keeps its bits
+            held = self._store.copy(start, start + part.numel())
+            part = part.to(held.device)
+            part = torch.where(part == held.to(part.dtype), held, part.to(held.dtype))
+        self._store.write(start, part)
+
+    def lend_array(self) -> torch.Tensor:
+        """The array, which is on the device, for users to hold parts of."""
+        self._is_array_lent = True
+        self._store.outlast_stream()  # users free it whenever they like
+        return self._store.array.direct  # type: ignore[union-attr,return-value]
+
+    def has_array(self) -> bool:
+        """Whether a user holds memory of the array."""
+        if self._is_array_lent:
+            array = self._store.array
+            self._is_array_lent = array is not None and _is_held(array.direct)  # type: ignore[arg-type]
+        return self._is_array_lent
+
+    def leave(self, index: int) -> None:
+        """From now on, what users hold of one slot belongs only to them."""
+        self.pop(index)
+        if self.has_array():
+            self._store.leave()
+            self._is_array_lent = False
+
+    def refuse_widening(self, name: str) -> None:
+        """Raises where the next backward adds up in other memory than users hold; `name` is a parameter of the unit."""
+        if self._store.widens and self.has_array():
+            raise StateError(
+                f"a view of a gradient ({name!r} or another of its unit) is still held, but this backward adds up in "
+                f"{self._store.sum_dtype}, in other memory. Clone what is kept of gradients."
+            )
 
 
-def is_held(value: torch.Tensor) -> bool:
+def _is_held(value: torch.Tensor) -> bool:
     """Whether there are other tensors over its memory."""
     storage = value.untyped_storage()
     return bool(_owners(storage._cdata) > 2)  # `value` and `storage`

@@ -15,6 +15,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -45,6 +46,7 @@ class Reduction:
         self._waiting: list[Unit] = []
         self._ready: set[Unit] = set()
         self._fresh: dict[Unit, torch.Tensor] = {}  # of this backward alone, for users' hooks
+        self._stream: torch.cuda.Stream | None = None  # on which this backward has given gradients
         self._is_deferred = False  # a backward has been deferred and not reduced yet
 
     def begin(self, order: Sequence[Unit]) -> None:
@@ -71,13 +73,22 @@ class Reduction:
         if unit.views.frozen:
             gradients = [None if i in unit.views.frozen else part for i, part in enumerate(gradients)]
         full = self._flatten(unit, gradients)
+        if full.is_cuda:
+            self._stream = torch.cuda.current_stream(full.device)
         if unit.views.hooks:  # they see the result of a whole backward
             self._fresh[unit] = _add(self._fresh.get(unit), full)
         else:
             self._take(unit, full, defer=defer)
 
     def complete(self, unit: Unit, *, defer: bool) -> None:
-        """The backward has no more uses of `unit`: its hooks run, and its gradient may be reduced."""
+        """The backward has no more uses of `unit`: its hooks run, and its gradient may be reduced.
+
+        Autograd calls this on the stream that was current in `shard`, whichever one the gradients are on.
+        """
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            self._complete(unit, defer=defer)
+
+    def _complete(self, unit: Unit, *, defer: bool) -> None:
         if unit in self._fresh:
             full = self._fresh.pop(unit)
             _call_hooks(unit, full)
@@ -93,7 +104,7 @@ class Reduction:
             self._tell_final(unit)
 
     def _flush_own(self, unit: Unit) -> None:
-        """Of one rank: what all uses of `unit` have come to, in fp32 where there were several, as it were stored."""
+        """On one rank: the sum of all uses of `unit`, in fp32 if there were several, as a stored sum would be."""
         local = unit.gradient.local
         if local is not None:
             self.flush(unit, wide=local.dtype != unit.dtype)
@@ -128,6 +139,7 @@ class Reduction:
         """The backward was interrupted: what was collected stays for the next reduction, as in plain PyTorch."""
         self._waiting = []
         self._fresh.clear()
+        self._stream = None
 
     def flush(self, unit: Unit, *, wide: bool) -> None:
         """All ranks of the axis must call this. Reduces what was collected, or zeros if this rank has nothing.

@@ -10,7 +10,7 @@ KEEPING = 'gradients="host" instead of "none" in the plan, and no last_backward(
 
 
 def refuse_use(name: str) -> NoReturn:
-    """Of the unit of the parameter `name`: it is gone."""
+    """The gradient of the unit that has the parameter `name` is gone."""
     raise StateError(
         f"the gradient of {name!r} and of others in its unit was used up by an update inside the backward, so it can "
         f"no longer be read, clipped, scaled or zeroed. Keep gradients until the step: {KEEPING}; clear them with "
@@ -19,7 +19,7 @@ def refuse_use(name: str) -> NoReturn:
 
 
 def refuse_drop(name: str) -> NoReturn:
-    """Without a gradient the step would have updated nothing."""
+    """A step without a gradient would have updated nothing."""
     raise StateError(
         f"the gradient of {name!r} and of others in its unit cannot be dropped: the backward has updated the unit with "
         f"it already. Call optimizer.step() before zero_grad(). To leave steps out, keep gradients: {KEEPING}."
@@ -27,14 +27,14 @@ def refuse_drop(name: str) -> NoReturn:
 
 
 def refuse_new(name: str) -> NoReturn:
-    """None is stored, so none can be given."""
+    """No gradient is stored, so none can be given."""
     raise StateError(
         f'the gradient of {name!r} cannot be set: the plan says gradients="none". Use gradients="host" or "device".'
     )
 
 
 def refuse_norm(what: str) -> NoReturn:
-    """`what` needs all of them, and there is no moment at which they are there."""
+    """`what` needs all gradients at once, but they are never there at once."""
     raise StateError(
         f'{what} needs the gradients of all units at once, but the plan says gradients="none": each is used up inside '
         'the backward. Use gradients="host" or "device", or change single gradients in hooks (p.register_hook).'
@@ -50,7 +50,7 @@ def refuse_sums(what: str) -> NoReturn:
 
 
 def refuse_again(unit: str) -> NoReturn:
-    """A step would use what the one before has used up."""
+    """A step would use what the last one has used up."""
     raise StateError(
         f"optimizer.step() would use the gradient of unit {unit!r} again, but an update inside an earlier backward has "
         f"used it up. Call optimizer.zero_grad() after each step, or keep gradients: {KEEPING}."

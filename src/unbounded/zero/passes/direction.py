@@ -14,7 +14,7 @@ and a few are kept in case they come later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -100,6 +100,20 @@ class Pass:
             self._gathering.drop(early.units)
         self._passed = self._passed[-KEPT_SITES:]
         self._gathering.gather(site.units)
+
+    def sites_by_first_visit(self) -> list[RunningSite]:
+        """Every site once, in the order in which the next pass is expected to come to them first."""
+        return self._every_site(dict.fromkeys(self.order.expected))
+
+    def sites_by_last_visit(self) -> list[RunningSite]:
+        """Every site once, in the order in which the next pass is expected to come to them last."""
+        return self._every_site(reversed(dict.fromkeys(reversed(self.order.expected))))
+
+    def _every_site(self, expected: Iterable[int]) -> list[RunningSite]:
+        """The expected sites, followed by all others."""
+        indices = dict.fromkeys(expected)
+        others = (site for site in self._sites if site.index not in indices)
+        return [*(self._sites[index] for index in indices), *others]
 
     def _forget(self, passed: Sequence[int]) -> None:
         for index in passed:

@@ -100,7 +100,10 @@ class Gathering:
         """Claims units outside the agreed order, after making sure that every rank is about to do the same."""
         for unit in units:
             if unit.state in (WeightState.RELEASED, WeightState.STALE) and self.needs_peers(unit):
-                self._phases.confirm(f"the gather of unit {unit.name!r} outside the agreed order")
+                self._phases.confirm(
+                    f"the gather of unit {unit.name!r} outside the agreed order: it runs more often, or at another "
+                    "place, than before, which it must do on all ranks"
+                )
         self.claim(units)
 
     def drop(self, units: Sequence[Unit]) -> None:

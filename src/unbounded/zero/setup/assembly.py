@@ -31,16 +31,15 @@ from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.setup.blueprint import Blueprint
-from unbounded.zero.setup.initial import Installer, Places
+from unbounded.zero.setup.initial import Entries, Installer
 from unbounded.zero.setup.thawing import Thawing, make_gradient
-from unbounded.zero.sites import Member, Site
+from unbounded.zero.sites import Site
 from unbounded.zero.step.early.drafts import Draft
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
 from unbounded.zero.unit import Unit
 
-Entries = Sequence[tuple[Unit, Sequence[Member], Places]]
 # Puts the first values of all units on their tiers.
 Fill = Callable[[Entries, Installer], None]
 
@@ -207,6 +206,7 @@ class Assembly:
     def _attach(self, engine: Engine) -> Callable[[], None]:
         detaches = [hooks.attach(site.module, i, engine, is_root=i == 0) for i, site in enumerate(self.sites)]
         detaches.append(hooks.guard_loads(self.model))
+        detaches += [unit.views.stop_watching for unit in engine.units]
 
         def detach() -> None:
             for remove in detaches:

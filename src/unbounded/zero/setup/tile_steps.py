@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from unbounded.zero.parameters.tiles import Tile, Tiled, tiled_of
+from unbounded.zero.setup.reach import Step
 
-Step = tuple[nn.Module | None, list[nn.Module]]
 _ROWS = "_unbounded_rows"
 
 

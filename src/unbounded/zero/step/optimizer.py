@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,19 +17,16 @@ import numpy as np
 import torch
 
 from unbounded.errors import PlanError, StateError
-from unbounded.optim.book import RuleBook
 from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import kind_of
 from unbounded.planner.plan import Plan
 from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.tiers import Tiers, TierUse
 from unbounded.zero.engine import Engine
-from unbounded.zero.gradients import spent
+from unbounded.zero.gradients import global_norm, spent
 from unbounded.zero.gradients.managed_grad import keep_alive
-from unbounded.zero.parameters.parameter import ManagedParameter
-from unbounded.zero.parameters.tiled_parameter import parts_of
 from unbounded.zero.parameters.views import refuse_stray_gradients
-from unbounded.zero.step import digest
+from unbounded.zero.step import digest, new_group
 from unbounded.zero.step.early.at_once import AtOnce
 from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.step.step_progress import StepProgress
@@ -60,6 +57,8 @@ class _Retired:
 class ShardedOptimizer(torch.optim.Optimizer):
     """Drives the updates of one sharded model. All methods but `scale` and `memory` must be called on all ranks."""
 
+    _is_made = False  # while torch's own constructor adds the groups that `shard` was given
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Engine, updates: Updates, tiers: Tiers, plan: Plan
     ) -> None:
@@ -79,6 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updates_at_once = not plan.keeps_gradients
         engine.reduction.on_final = weakref.WeakMethod(self._gradient_landed)
         engine.reduction.on_end = weakref.WeakMethod(self._backward_over)
+        self._is_made = True
 
     # -- the training loop -----------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clear_gradients(set_to_none=set_to_none)
 
     def forget_gradients(self) -> None:
-        """All states are replaced: gradients go, also those that have updated units for a step that never comes."""
+        """All states are replaced: drops gradients, even of units that were updated for a step that never comes."""
         self._at_once.clear()
         for unit in self.engine.units:
             unit.gradient.expect_no_step()
@@ -167,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.loss_scale is not None and self._scaled:
             norm = norm / self.loss_scale.value
         if math.isfinite(max_norm):
-            factor = self._clip_factor(norm, float(max_norm))
+            factor = global_norm.clip_factor(norm, float(max_norm))
             for unit in units:
                 unit.gradient.scale(factor)
         return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm)
@@ -212,7 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The units whose gradient has an infinity or a NaN on any rank."""
         self._refuse_norm("optimizer.nonfinite_units()")
         units = self._collect("optimizer.nonfinite_units()")
-        flags = [not math.isfinite(float(part)) for part in self._squares(units)]
+        flags = [not math.isfinite(float(part)) for part in global_norm.unit_squares(units, self.engine.failures)]
         votes = self.engine.ranks.max(torch.tensor(flags, dtype=torch.int32, device=self.engine.device))
         return [unit.name for unit, flag in zip(units, votes.tolist(), strict=True) if flag]
 
@@ -250,57 +250,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         What a frozen one needs for training is allocated when it is unfrozen: by `requires_grad_()`.
         """
-        if hasattr(self, "engine"):
-            self.engine.refuse_pending("optimizer.add_param_group()")
-        super().add_param_group(param_group)  # checks it, and fills in the defaults
-        if not hasattr(self, "engine"):
+        if not self._is_made:
+            super().add_param_group(param_group)
             return
+        self.engine.refuse_pending("optimizer.add_param_group()")
+        super().add_param_group(param_group)  # checks it, and fills in the defaults
         try:
-            places = self._find_places(self.param_groups[-1])
-            self._check_states(places)
+            places = new_group.find_places(self.param_groups[-1], self.engine)
+            new_group.check_states(self._given, self.plan.optimizer_format, places)
         except BaseException:
             self.param_groups.pop()
             raise
         for unit, indices in places.items():
             unit.regroup(dict.fromkeys(indices, len(self.param_groups) - 1))
         self._members = self._membership()
-
-    def _find_places(self, group: dict[str, Any]) -> dict[Unit, list[int]]:
-        """All ranks must call this. Where the parameters of a new group are, the same on every rank."""
-        if self.engine.axes.pipeline.size > 1:
-            raise StateError("a group cannot be added to an optimizer over pipeline stages. Add it before `shard`.")
-        places: dict[Unit, list[int]] = {}
-        names = []
-        for parameter in (part for whole in group["params"] for part in parts_of(whole)):
-            if not isinstance(parameter, ManagedParameter) or parameter._unit not in self.engine.units:
-                raise StateError(
-                    "a parameter of the new group is not one of the sharded model. Add parameters to the model before "
-                    "`shard`."
-                )
-            places.setdefault(parameter._unit, []).append(parameter._index)
-            names.append(parameter.name)
-        options = describe_groups(
-            f"params={names!r}", [{key: value for key, value in group.items() if key != "params"}]
-        )
-        with self.engine.phases.together("optimizer.add_param_group()", options):
-            return places
-
-    def _check_states(self, units: Iterable[Unit]) -> None:
-        """Raises if the options of the groups need states that the units do not keep."""
-        if isinstance(self._given, JoinedOptimizer):
-            raise StateError(
-                f"a group cannot be added to {self.kind}: which of them trains it is unknown. Add it before `shard`."
-            )
-        book = RuleBook(self._given, self.plan.optimizer_format)
-        for unit in units:
-            wanted = book.rule(0, unit.dtype, [slot.shape for slot in unit.layout.slots])
-            held = unit.rule_if_trained
-            if wanted is None or held is None or wanted.specs != held.specs:
-                names = [", ".join(s.name for s in rule.specs) if rule else "none" for rule in (wanted, held)]
-                raise StateError(
-                    f"the new group's options need other states ({names[0]}) than the optimizer kept at `shard` "
-                    f"({names[1]}). Give it the switches of the other groups (momentum, amsgrad, centered)."
-                )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning and Fabric wrap an optimizer in a subclass of its class; attributes set there are meant for it."""
@@ -365,38 +328,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [list(map(id, group["params"])) for group in self.param_groups]
 
     def _total_norm(self, units: list[Unit]) -> float | torch.Tensor:
-        engine = self.engine
-        engine.reduction.measure = True
-        squares = self._squares(units)
-        tensors = [part for part in squares if isinstance(part, torch.Tensor)]
-        total: float | torch.Tensor = float(sum(part for part in squares if not isinstance(part, torch.Tensor)))
-        if tensors:
-            total = torch.stack(tensors).double().sum() + total
-        over = (engine.axes.data, *engine.axes.model) if self.plan.stage > 0 else engine.axes.model
-        if any(axis.size > 1 for axis in over):
-            held = total if isinstance(total, torch.Tensor) else torch.tensor(total, dtype=torch.float64)
-            held = held.to(engine.device)
-            for axis in over:
-                held = axis.sum(held)
-            total = held if tensors else float(held)
-        if isinstance(total, torch.Tensor):
-            return total.sqrt().float()
-        return float(torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32))
-
-    def _squares(self, units: list[Unit]) -> list[float | torch.Tensor]:
-        """The sum of squares of every unit's gradient on this rank. Gradients on disk are read for it."""
-        squares: list[float | torch.Tensor] = []
-        with self.engine.failures.noting():
-            squares += [unit.gradient.squares() for unit in units]
-        self.engine.failures.meet()
-        return squares
-
-    @staticmethod
-    def _clip_factor(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
-        if isinstance(norm, torch.Tensor):
-            return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        factor = torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
-        return float(factor.clamp(max=1.0))
+        axes = self.engine.axes
+        self.engine.reduction.measure = True
+        squares = global_norm.unit_squares(units, self.engine.failures)
+        over = (axes.data, *axes.model) if self.plan.stage > 0 else axes.model
+        return global_norm.total_norm(squares, over, self.engine.device)
 
     def _gradient_landed(self, unit: Unit) -> None:
         """A backward has finished the gradient of `unit`, which is being brought to its tier."""

@@ -23,7 +23,7 @@ from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array, Waitable
 from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
-from unbounded.zero.gradients.gradient_array import Factor
+from unbounded.zero.gradients.scale_factor import ScaleFactor
 from unbounded.zero.layout import Run, clip_range, find_runs
 from unbounded.zero.unit import Unit
 
@@ -44,7 +44,7 @@ class Piece:
 
     unit: Unit
     gradient: Array  # as it was at the step: the unit may drop or replace its own meanwhile
-    factor: Factor  # what it is multiplied by
+    factor: ScaleFactor  # what it is multiplied by
     start: int
     stop: int
     jobs: Sequence[Job]

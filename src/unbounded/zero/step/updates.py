@@ -25,7 +25,7 @@ from unbounded.tiers.lane import Handle, Lane
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient import GradientState
-from unbounded.zero.gradients.gradient_array import Factor
+from unbounded.zero.gradients.scale_factor import ScaleFactor
 from unbounded.zero.step.early.drafts import Basis, Draft, Drafts, basis_of
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.tensor_pass import TensorPass, cut_wholes
@@ -58,7 +58,7 @@ class UnitUpdate:
     basis: Basis  # what it is updated from, but for the factor, which the device may still be computing
 
     @property
-    def factor(self) -> Factor:
+    def factor(self) -> ScaleFactor:
         return self.pieces[0].factor
 
     def fail(self, error: BaseException) -> None:
@@ -128,8 +128,8 @@ class Updates:
     ) -> None:
         """Updates `units` in order; returns before the lanes have done their part.
 
-        `outdate` is told of units whose gathered weights are those from before, and must let what is being gathered
-        end first; unless said, `Gathering.invalidate`.
+        `outdate` is told of units whose gathered weights are now old, and must let running gathers end first. By
+        default it is `Gathering.invalidate`.
         """
         outdate = outdate or self.engine.gathering.invalidate
         self.drafts.cancel()
@@ -174,6 +174,7 @@ class Updates:
             unit.steps = steps_after(unit)
             unit.note_change()
             if pieces and kernel_device(unit).type == "cuda" and not unit.streamed and not unit.needs_wholes:
+                self.engine.gathering.order_stream(unit)  # a running gather still reads what this writes
                 self._run_now(unit, pieces)
                 if not unit.is_whole or not unit.resident:
                     outdate(unit)

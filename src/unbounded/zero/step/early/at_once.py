@@ -1,18 +1,18 @@
-"""Updates inside the backward that are final: a unit is updated when its gradient is, which then is gone.
+"""Updates inside the backward that are final: a unit is updated once its gradient is final, which is then gone.
 
     backward   | u3 |    | u2 |    | u1 |    | u0 |
     reduce          | u3 |    | u2 |    | u1 |    | u0 |
-    update                    | u3 |    | u2 |    | u1 | u0 |       a few units behind on several ranks
+    update                    | u3 |    | u2 |    | u1 | u0 |       a few units later on several ranks
     step                                                     |      counts, and compares what they were updated with
 
 This is for loops that say so: `gradients="none"` in the plan, or `last_backward()` around one backward. Nothing is
-guessed and nothing can be taken back, so whatever would make the step another one is refused (`PendingStep`).
+guessed and nothing can be taken back, so whatever would change the step is refused (`PendingStep`).
 
-Note: who waits for whom. Ranks do not come to the same place of a backward at the same time, and one may skip what the
+Note: who waits for whom. Ranks do not come to the same place in a backward at the same time, and one may skip what the
 others run. So inside the backward no rank waits here for a reduction, which others may join only at their end: the
 update of a unit begins when the next unit's gradient is final and its own has arrived, or at the end. The backward
-waits for updates of its own rank alone, as soon as `IN_FLIGHT` of them hold a gradient. And weights that are gathered
-stay so until it ends: to gather them again is an order of collectives, which must not follow from who was faster.
+waits only for updates of its own rank, as soon as `IN_FLIGHT` of them hold a gradient. And gathered weights
+stay so until it ends: to gather them again would be a collective whose place depends on who was faster.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AtOnce:
             raise
 
     def finish(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The step: raises where it would have been another one than the backward has made."""
+        """Called by the step: raises where it would differ from what the backward has done."""
         for unit in self._engine.units:
             if unit.trainable and unit.gradient.state is GradientState.SPENT and not unit.gradient.is_new:
                 spent.refuse_again(unit.name)
@@ -81,7 +81,7 @@ class AtOnce:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is updated and waits for a step."""
+        """From now on, no updated unit waits for a step."""
         self._reduced.clear()
         self._running.clear()
         self._outdated.clear()

@@ -1,0 +1,49 @@
+"""The norm of a model's gradients over every rank and tier, and the factor that clips them to a maximum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from unbounded.ranks.axis import Axis
+from unbounded.ranks.failures import Failures
+from unbounded.zero.gradients.scale_factor import ScaleFactor
+from unbounded.zero.unit import Unit
+
+Number = float | torch.Tensor  # a tensor if the device has it, so that the host does not wait
+
+
+def unit_squares(units: Sequence[Unit], failures: Failures) -> list[Number]:
+    """The sum of squares of every unit's gradient on this rank. Gradients on disk are read for it."""
+    squares: list[Number] = []
+    with failures.noting():
+        squares += [unit.gradient.squares() for unit in units]
+    failures.meet()
+    return squares
+
+
+def total_norm(squares: Sequence[Number], over: Sequence[Axis], device: torch.device) -> Number:
+    """All ranks of the axes `over` must call this. The norm of what has these squares on every rank."""
+    tensors = [part for part in squares if isinstance(part, torch.Tensor)]
+    total: Number = float(sum(part for part in squares if not isinstance(part, torch.Tensor)))
+    if tensors:
+        total = torch.stack(tensors).double().sum() + total
+    if any(axis.size > 1 for axis in over):
+        held = total if isinstance(total, torch.Tensor) else torch.tensor(total, dtype=torch.float64)
+        held = held.to(device)
+        for axis in over:
+            held = axis.sum(held)
+        total = held if tensors else float(held)
+    if isinstance(total, torch.Tensor):
+        return total.sqrt().float()
+    return float(torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32))
+
+
+def clip_factor(norm: Number, max_norm: float) -> ScaleFactor:
+    """What gradients of this norm are multiplied by so that it is at most `max_norm`, as torch computes it."""
+    if isinstance(norm, torch.Tensor):
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
+    return float(factor.clamp(max=1.0))
