@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import signal
@@ -203,6 +204,13 @@ def test_rotation_the_best_model_callbacks_and_evaluation_before_training(tmp_pa
         assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
         assert trainer.predict(make_data(4)).metrics["test_loss"] > 0
         trainer.train()  # once more, with the same optimizer
+        again = build(unbounded.hf.Trainer, str(tmp_path / "second"), trainer.model, max_steps=2)
+        plain_again = build(
+            transformers.Trainer, str(tmp_path / "second_plain"), copy.deepcopy(trainer.model), max_steps=2
+        )
+        again.train()  # another trainer makes another optimizer
+        plain_again.train()
+        assert_close(history(again), history(plain_again))
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_taken_over(tmp_path: Path) -> None:
@@ -211,7 +219,11 @@ def test_a_checkpoint_of_the_plain_trainer_is_taken_over(tmp_path: Path) -> None
         plain.train()
         ours = build(unbounded.hf.Trainer, str(tmp_path))
         ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert_close(history(ours), history(plain))
+        assert_close(history(ours), history(plain))
+        ours = build(unbounded.hf.Trainer, str(tmp_path))
+        ours.evaluate()
+        with pytest.raises(unbounded.StateError, match=r"saved by the plain Trainer.*already happened"):
+            ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 def generate(rank: int, world_size: int, folder: str) -> Any:
@@ -270,17 +282,22 @@ def test_adapters_train_save_and_reload(tmp_path: Path) -> None:
         assert_close(history(resumed), found[1], tolerance=1e-6)
 
 
-def test_a_model_is_streamed_in_and_never_held_whole(tmp_path: Path) -> None:
+def test_a_model_is_streamed_in_and_its_blocks_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # TrainingArguments changes both
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     make_model().save_pretrained(tmp_path / "model")
     model = unbounded.hf.from_pretrained(tmp_path / "model", transformers.AutoModelForCausalLM)
     assert all(parameter.is_meta for parameter in model.parameters())
     with launched(0, 1):
-        plain, ours = (
-            build(transformers.Trainer, str(tmp_path / "a")),
-            build(unbounded.hf.Trainer, str(tmp_path / "b"), model, plan={"weights": "host", "optimizer": "host"}),
-        )
+        few = {"max_steps": 3, "save_strategy": "no", "eval_steps": 2}
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        plain = build(transformers.Trainer, str(tmp_path / "a"), **few)
+        plan = {"weights": "host", "optimizer": "host"}
+        ours = build(unbounded.hf.Trainer, str(tmp_path / "b"), model, plan=plan, **few, **compiled)
         plain.train()
+        torch._dynamo.utils.counters.clear()
         ours.train()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert_close(history(ours), history(plain))
     with pytest.raises(unbounded.PlanError, match="no safetensors"):
         unbounded.hf.from_pretrained(tmp_path)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from unbounded.checkpoint.loading import load
@@ -189,6 +190,12 @@ def attach(accelerator: Accelerator, plan: Plan | None = None) -> Accelerator:
         raise PlanError(
             f"the Accelerator has mixed_precision={accelerator.mixed_precision!r}, which would cast inside the model. "
             f'Make it without, and set precision="{accelerator.mixed_precision}" in the plan.'
+        )
+    compiler = accelerator.state.dynamo_plugin.backend
+    if compiler != DynamoBackend.NO:
+        raise PlanError(
+            f"the Accelerator has dynamo_backend={compiler.value!r}, but a sharded model is compiled block by block. "
+            "Make it without, and call block.compile() on each block before `shard`."
         )
     own = type(accelerator)
     accelerator.__class__ = type(own.__name__, (AttachedAccelerator, own), {"__module__": own.__module__})

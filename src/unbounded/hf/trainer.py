@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from transformers import PreTrainedConfig
 
 from unbounded.checkpoint.exporting import export
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
-from unbounded.errors import PlanError
+from unbounded.errors import PlanError, StateError
 from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
 from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_whole
 from unbounded.planner.plan import Plan, read_plan
-from unbounded.sharding.placing import shard
+from unbounded.sharding.block_policies import find_blocks
+from unbounded.sharding.placing import shard, unshard
 from unbounded.sharding.running import is_sharded, sharded
 
 
@@ -54,6 +56,7 @@ class ShardingTrainer:
     def __init__(self, *args: Any, plan: str | Plan | dict[str, Any] = "auto", **kwargs: Any) -> None:
         self._open_plan = read_plan(plan)
         self._resumed_from: str | None = None
+        self._taken: Path | None = None
         self._uses_cache = _uses_cache(args[0] if args else kwargs.get("model"))
         super().__init__(*args, **kwargs)
         self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel: start one process per GPU
@@ -62,7 +65,10 @@ class ShardingTrainer:
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        found = {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # type: ignore[misc]
+        """The engine casts, and blocks are compiled one by one, so the accelerator does neither."""
+        uncompiled = TorchDynamoPlugin(backend=DynamoBackend.NO)
+        given = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        found = {**given, "mixed_precision": "no", "dynamo_plugin": uncompiled}
         if found.get("deepspeed_plugin") is not None or found.get("fsdp_plugin") is not None:
             raise PlanError(
                 "the training arguments ask for DeepSpeed or FSDP, but this trainer shards the model itself. Leave out "
@@ -85,10 +91,16 @@ class ShardingTrainer:
         return super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """All ranks must call this. Makes the optimizer and shards the model with it, the first time."""
+        """All ranks must call this. Makes the optimizer and shards the model with it, the first time.
+
+        A model that another trainer has sharded becomes whole first, since a new optimizer is made for it.
+        """
+        if is_sharded(self.model) and self.optimizer is None:
+            unshard(self.model)
         if not is_sharded(self.model):
             made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
             self._take_plain_states(made)
+            self._compile_blocks()
             _, placed = shard(self.model, made, self._plan())
             self.optimizer = PreparedOptimizer(placed)
             self._generate_together()
@@ -110,11 +122,23 @@ class ShardingTrainer:
         keeps = self.args.gradient_checkpointing and plan.activations is None
         return replace(plan, precision=plan.precision or asked, activations="keep" if keeps else plan.activations)
 
+    def _compile_blocks(self) -> None:
+        """Graphs of blocks have no breaks; a graph of the whole model would have one wherever weights are gathered."""
+        for block in find_blocks(self.model).values() if self.args.torch_compile else ():
+            block.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+
     def _take_plain_states(self, optimizer: torch.optim.Optimizer) -> None:
         """A plain Trainer's checkpoint has whole states, which `shard` takes over."""
-        file = Path(self._resumed_from or "") / "optimizer.pt"
-        if self._resumed_from is not None and not self._states_in(self._resumed_from) and file.is_file():
+        if (file := self._plain_states()) is not None:
             optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            self._taken = file
+
+    def _plain_states(self) -> Path | None:
+        """The file with a plain Trainer's whole states, if this run resumes from one."""
+        if self._resumed_from is None or self._states_in(self._resumed_from):
+            return None
+        file = Path(self._resumed_from) / "optimizer.pt"
+        return file if file.is_file() else None
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """The engine's gradients are not on a mesh of DTensors, and looking at them would not show it."""
@@ -186,6 +210,11 @@ class ShardingTrainer:
         if self._states_in(checkpoint):
             load(Path(checkpoint) / STATES, self.model, sharded(self.model).optimizer)
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif self._plain_states() != self._taken:
+            raise StateError(
+                f"{checkpoint} was saved by the plain Trainer, and its optimizer states are taken over when the model "
+                "is sharded, which has already happened here. Call train before anything else, in a new trainer."
+            )
         elif (Path(checkpoint) / "scheduler.pt").is_file():  # the states were taken before the model was sharded
             saved = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
             self.lr_scheduler.load_state_dict(saved)  # type: ignore[attr-defined]

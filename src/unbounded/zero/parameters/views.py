@@ -173,15 +173,19 @@ class ModuleViews:
     def watch(self) -> None:
         """Learns from the first trained parameter when the unit's part in a backward is over."""
         first = next((parameter for parameter in self.parameters if parameter.requires_grad), None)
-        held, handle = self._watched or (None, None)
+        held = self._watched[0] if self._watched else None
         if first is held or in_backward():
             return
-        if handle is not None:
-            handle.remove()
-        self.accumulator = self._watched = None
+        self.stop_watching()
         if first is not None and self.unit.trainable:
             self.accumulator = _accumulator(first)
             self._watched = first, self.accumulator.register_hook(partial(_complete, self._unit_ref))
+
+    def stop_watching(self) -> None:
+        """Backwards no longer report here. Whoever keeps a unit keeps the node, which would report to a dead engine."""
+        if self._watched is not None:
+            self._watched[1].remove()
+        self.accumulator = self._watched = None
 
     def _take_data(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """`p.data = x` inside full_params: x is the new value."""
