@@ -173,15 +173,18 @@ def call_the_model(rank: int, size: int, schedule: str) -> Any:
     tokens = models.batch("gpt2", 0)["input_ids"]
     model.eval()
     with torch.no_grad():
-        wanted = model(tokens, use_cache=False).logits
+        wanted = model(tokens, use_cache=False).logits, model.generate(tokens, max_new_tokens=3, do_sample=False)
     model, _ = unbounded.shard(model, optimizer_of(model), {"pipeline": 2, "schedule": schedule})
     with torch.no_grad():
-        found = model(tokens).logits
+        found = model(tokens).logits, model.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=False)
         loss = unbounded.pipeline(model)(**models.batch("gpt2", 0))
-    try:
-        model(tokens)
-    except unbounded.errors.StateError as error:
-        return torch.equal(found, wanted), float(loss), str(error)
+    refusals = []
+    elsewhere = model.transformer.h[3 * (1 - rank)]
+    for call in (lambda: model(tokens), lambda: model.generate(tokens), lambda: elsewhere(torch.ones(1, 2, 16))):
+        with pytest.raises(unbounded.errors.StateError) as caught:
+            call()
+        refusals.append(str(caught.value))
+    return all(map(torch.equal, found, wanted)), float(loss), refusals
 
 
 def test_without_gradients_the_model_itself_may_be_called(ranks: Any) -> None:
@@ -189,7 +192,10 @@ def test_without_gradients_the_model_itself_may_be_called(ranks: Any) -> None:
         found = ranks(2, call_the_model, schedule)
         assert found[0] == found[1]
         assert found[0][0]
-        assert "Train with pipeline = unbounded.pipeline(model)" in found[0][2]
+        training, generating, part = found[0][2]
+        assert "Train with pipeline = unbounded.pipeline(model)" in training
+        assert "Call the model, or model.generate, with use_cache=False" in generating
+        assert "a block was called that another pipeline stage has" in part
 
 
 def test_values_that_only_an_earlier_stage_can_make_are_refused() -> None:

@@ -169,6 +169,8 @@ class HollowModel:
                 dtype = self._lowered or dtypes[module]
                 self._detaches.append(replace_forward(module, _make_nothing(module, dtype)))
         blocks = [block for stack in self.cutting.stacks for block in stack]
+        own = {block for run in self.own_stacks() for block in run}
+        self._detaches.extend(replace_forward(block, _refuse_elsewhere) for block in blocks if block not in own)
         self._detaches.extend(check_inputs(blocks[start]) for start, _ in self._own_bounds() if start)
         self._detaches.append(replace_forward(self.model, self._make_leaving))
         if self.axis.size > 1:
@@ -315,6 +317,18 @@ def check_inputs(block: nn.Module) -> Detach:
 
     handle = block.register_forward_pre_hook(check, with_kwargs=True)
     return handle.remove
+
+
+def _refuse_elsewhere(_: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a block that another stage has: runs only if a part of the model is called by itself."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise StateError(
+            "a block was called that another pipeline stage has. Call the model itself, on every rank, and not one of "
+            "its parts (an encoder, or a generate that calls one)."
+        )
+
+    return refuse
 
 
 def _make_nothing(module: nn.Embedding, dtype: torch.dtype) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -120,6 +120,11 @@ class Pipeline:
                 "the model is cut into pipeline stages, so calling it cannot be followed by a backward. Train with "
                 "pipeline = unbounded.pipeline(model) and loss = pipeline(**batch); call the model under no_grad()."
             )
+        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            raise StateError(
+                "the model is cut into pipeline stages, each of which would cache the keys and values of its own "
+                "layers only. Call the model, or model.generate, with use_cache=False."
+            )
         args, kwargs = self._on_device(args), self._on_device(kwargs)
         if self._without_cache:
             kwargs.setdefault("use_cache", False)
