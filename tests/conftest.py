@@ -83,7 +83,7 @@ def _pool() -> Iterator[None]:
 
 @pytest.fixture
 def ranks(_pool: None) -> Callable[..., list[Any]]:
-    """`run_ranks(world_size, function, *arguments, timeout=180.0)` on the pool of ranks."""
+    """`run_ranks(world_size, function, *arguments, timeout=600.0)` on the pool of ranks."""
     from tests.ranks import run_ranks
 
     return run_ranks

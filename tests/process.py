@@ -3,17 +3,22 @@
 Memory is counted whatever allocator torch is built with. glibc gives large blocks back when they are freed, so the
 growth of the resident set is what is held. mimalloc, which torch uses on aarch64, keeps them for the next allocation
 unless memory is short: there the code runs inside a cgroup with the limit that the test promises, and must not be
-killed in it. Files and threads are read while other threads open, close and end.
+killed in it. Files and threads are read while other threads open, close and end. What other threads give back is
+waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
+import random
+import socket
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +26,8 @@ import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROBE_BYTES = 8 << 20
+PATIENCE_SECONDS = 120.0
+"""However busy the machine is, what other threads and processes do at all they have done by then."""
 
 
 def resident_bytes() -> int:
@@ -111,10 +118,56 @@ def threads() -> dict[int, str]:
     return names
 
 
-def settled(count: int = 20, seconds: float = 0.2) -> tuple[int, int]:
-    """The least number of threads and of descriptors over a while: some come for a moment and are not kept."""
-    seen = []
-    for _ in range(count):
-        seen.append((len(threads()), len(open_files())))
-        time.sleep(seconds / count)
-    return min(number for number, _ in seen), min(number for _, number in seen)
+def held() -> tuple[int, int]:
+    """The number of threads and of descriptors at this moment."""
+    return len(threads()), len(open_files())
+
+
+def settled(
+    *, threads: int | None = None, files: int | None = None, count: int = 20, seconds: float = 0.2
+) -> tuple[int, int]:
+    """The least number of threads and of descriptors over a while: some come for a moment and are not kept.
+
+    Goes on for as long as there are more than `threads` and `files`: others may take their time to end.
+    """
+
+    def is_over() -> bool:
+        seen.append(held())
+        enough = len(seen) >= count
+        return enough and (threads is None or least(0) <= threads) and (files is None or least(1) <= files)
+
+    def least(which: int) -> int:
+        return min(numbers[which] for numbers in seen)
+
+    seen: list[tuple[int, int]] = []
+    eventually(is_over, seconds / count)
+    return least(0), least(1)
+
+
+def eventually(happens: Callable[[], bool], pause_seconds: float = 0.01) -> bool:
+    """Whether it happens, for which other threads and processes have a long time."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (is_over := happens()) and time.monotonic() < deadline:
+        time.sleep(pause_seconds)
+    return is_over
+
+
+def is_freed(*references: weakref.ref[object], collects: bool = True) -> bool:
+    """Whether all of them are gone, for which a lane may still have to give a reference back."""
+
+    def happens() -> bool:
+        if collects:
+            gc.collect()
+        return all(reference() is None for reference in references)
+
+    return eventually(happens)
+
+
+def free_port() -> int:
+    """A port that nobody uses, and that the system gives to no connection by itself until it is used."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(max(1024, first - 16384), first)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

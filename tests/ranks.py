@@ -39,8 +39,11 @@ PRELOAD = [
 """What the fork server imports before the first rank; a test module adds to it with `PRELOAD_IN_RANKS`."""
 
 MAX_RANKS = 4
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 60.0
 """How long the other ranks of a case may take to end after one has failed."""
+
+HANG_SECONDS = 600.0
+"""However busy the machine is, a case that ends at all has ended by then."""
 
 
 class RankError(AssertionError):
@@ -63,10 +66,10 @@ class Worker:
         """What every thread of the rank is doing, written by its own faulthandler."""
         start = self.log.stat().st_size if self.log.exists() else 0
         os.kill(self.process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and self.log.stat().st_size == start:
-            time.sleep(0.02)
-        time.sleep(0.05)
+        deadline, sizes = time.monotonic() + 30.0, [start]
+        while time.monotonic() < deadline and (sizes[-1] == start or len(set(sizes[-5:])) > 1):
+            time.sleep(0.05)
+            sizes.append(self.log.stat().st_size)
         return self.log.read_text(errors="replace")[start:]
 
     def output(self) -> str:
@@ -95,7 +98,9 @@ class Pool:
         self.workers: list[Worker] = []
         self.num_cases = 0
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = HANG_SECONDS
+    ) -> list[Any]:
         """Runs `function(rank, world_size, *arguments)` on every rank; a list of what they returned."""
         if not 1 <= world_size <= MAX_RANKS:
             raise ValueError(f"a case may have 1 to {MAX_RANKS} ranks, not {world_size}")
@@ -132,7 +137,7 @@ class Pool:
                 try:
                     report = pickle.loads(worker.pipe.recv_bytes())
                 except EOFError:
-                    worker.process.join(5)
+                    worker.process.join(60)
                     report = Report(None, f"the process died with exit code {worker.process.exitcode}", died=True)
                 reports[worker.rank] = report
                 if report.failure:
@@ -156,7 +161,9 @@ class Pool:
 _pool: Pool | None = None
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = HANG_SECONDS
+) -> list[Any]:
     """`Pool.run` on the one pool of this test session."""
     global _pool
     if _pool is None:

@@ -59,11 +59,16 @@ except OSError:
                 sys.exit("the server of warm Pythons did not start: " + open({address!r} + ".log").read())
             link = connect()
 request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: link.send(bytes([number])))
 outputs = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))
 link.sendmsg([len(request).to_bytes(4, "little")], [outputs])
 link.sendall(request)
+def pass_on(number, _):
+    try:
+        link.send(bytes([number]))
+    except OSError:
+        pass  # the program has just ended
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, pass_on)
 status = link.recv(4)
 if not status:
     sys.exit("the server of warm Pythons is gone")
@@ -130,7 +135,12 @@ class Server:
             return None
         outputs = array.array("i")
         outputs.frombytes(ancillary[0][2])
-        arguments, variables, folder = json.loads(link.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL))
+        request = link.recv(num_bytes := int.from_bytes(size, "little"), socket.MSG_WAITALL)
+        if len(request) < num_bytes:  # the client was killed as it began
+            for output in outputs:
+                os.close(output)
+            return None
+        arguments, variables, folder = json.loads(request)
         if program := os.fork():
             descriptor = os.pidfd_open(program)
             self.programs[descriptor], self.links[descriptor] = program, link

@@ -14,6 +14,7 @@ from torch import nn
 
 import unbounded
 from tests.checkpoint.jobs import assert_same, whole
+from tests.ranks import HANG_SECONDS
 from unbounded.checkpoint import loading
 from unbounded.checkpoint.format.data_files import Files
 from unbounded.checkpoint.format.parsing import read_manifest
@@ -162,7 +163,7 @@ def test_a_step_beside_a_save_that_stands_still_goes_on_with_its_states_copied_a
     handle = unbounded.save(tmp_path / "background", model, optimizer, wait=False)
     training = threading.Thread(target=step, args=(model, optimizer))
     training.start()
-    training.join(60)
+    training.join(HANG_SECONDS)
     assert not training.is_alive()
     assert not handle.done()
     assert tiers.arena.used_bytes - before[0] >= 48 * MIB
@@ -187,7 +188,7 @@ def test_states_are_copied_aside_before_the_step_comes_to_them(
     handle = unbounded.save(tmp_path / "background", model, optimizer, wait=False)
     readers = [unit._reader for unit in sharded(model).engine.units]
     for reader in readers:
-        reader._launched.wait(60)
+        reader._launched.wait(HANG_SECONDS)
     assert [reader.launched() for reader in readers] == [True] * 4
     assert 48 * MIB <= arena.used_bytes - before < 49 * MIB
     step(model, optimizer)
@@ -218,9 +219,10 @@ def test_a_step_waits_for_a_save_where_the_budget_has_no_room_for_copies(
 
 
 def test_what_a_save_is_reading_is_not_overwritten_before_it_was_read(tmp_path: Path, monkeypatch: Any) -> None:
-    gate, finish = threading.Event(), writer.Writer.finish
+    gate, reached, finish = threading.Event(), threading.Event(), writer.Writer.finish
 
     def held(self: Any, chunk: Any) -> None:
+        reached.set()
         gate.wait()
         finish(self, chunk)
 
@@ -228,10 +230,11 @@ def test_what_a_save_is_reading_is_not_overwritten_before_it_was_read(tmp_path: 
     unbounded.save(tmp_path / "now", model, optimizer)
     monkeypatch.setattr(writer.Writer, "finish", held)
     handle = unbounded.save(tmp_path / "background", model, optimizer, wait=False)
+    reached.wait()  # the first chunks are on their way to the disk from where they are
     training = threading.Thread(target=step, args=(model, optimizer))
     training.start()
     training.join(0.5)
-    assert training.is_alive()  # the first chunks are on their way to the disk from where they are
+    assert training.is_alive()
     gate.set()
     training.join()
     handle.wait()

@@ -18,6 +18,7 @@ from torch import nn
 
 import unbounded
 from tests.checkpoint.marks import Marked, mark, marked, read_mark, start
+from tests.ranks import HANG_SECONDS
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format import leftovers
 from unbounded.errors import CheckpointError, DiskError
@@ -81,6 +82,12 @@ def test_what_another_machine_left_is_kept_for_a_day(tmp_path: Path) -> None:
 
 
 def test_a_save_that_runs_out_of_descriptors_gives_its_lock_back(tmp_path: Path) -> None:
+    child = start(run_out_of_descriptors, tmp_path)  # in which no other thread opens or closes a file
+    child.join(HANG_SECONDS)
+    assert child.exitcode == 0  # its traceback is in the output otherwise
+
+
+def run_out_of_descriptors(tmp_path: Path) -> None:
     model, optimizer = marked(1)
     unbounded.save(tmp_path / "c", model, optimizer, number=1)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -140,9 +147,9 @@ def save_many(folder: str, first: int, results: Any) -> None:
 def test_of_two_jobs_saving_to_one_folder_one_wins_cleanly(tmp_path: Path) -> None:
     results = multiprocessing.get_context("forkserver").Queue()
     jobs = [start(save_many, str(tmp_path / "c"), first, results) for first in (1, 1001)]
-    outcomes = [results.get(timeout=60) for _ in jobs]
+    outcomes = [results.get(timeout=HANG_SECONDS) for _ in jobs]
     for child in jobs:
-        child.join(30)
+        child.join(HANG_SECONDS)
     saved = [number for numbers, _ in outcomes for number in numbers]
     assert read_mark(tmp_path / "c") in saved
     assert all("another job is saving" in text for _, refused in outcomes for text in refused)

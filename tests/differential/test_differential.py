@@ -36,7 +36,7 @@ def run_all(rank: int, world_size: int, cases: list[Case], folder: str) -> list[
 
 
 def check(ranks: Any, world_size: int, cases: list[Case], folder: Path) -> None:
-    for rank, results in enumerate(ranks(world_size, run_all, cases, str(folder), timeout=300.0)):
+    for rank, results in enumerate(ranks(world_size, run_all, cases, str(folder))):
         for case, (kind, found) in zip(cases, results, strict=True):
             assert kind == "seen", (case, found)
             assert find_differences(case, run_plain(case), found, rank)[0] == [], case

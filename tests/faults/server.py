@@ -29,7 +29,7 @@ import unbounded.checkpoint.saving  # noqa: F401
 from tests.faults.scenarios import SCENARIOS, Outcome
 from tests.faults.shim import KILL, Fault
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 600
 
 
 def in_fork(work: Callable[[], Any]) -> tuple[Any, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import process
+from tests.ranks import HANG_SECONDS
 from tests.warm import warm_python
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "integrations" / "scripts"
@@ -45,16 +46,10 @@ def losses(text: str) -> dict[tuple[int, int, int], float]:
 
 def run(command: list[str], **environment: str) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=180, check=False, env={**os.environ, **environment}
+        command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False, env={**os.environ, **environment}
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def test_a_worker_that_dies_is_restarted_and_goes_on_as_tasks_of_slurm_do_without(tmp_path: Path) -> None:
@@ -73,7 +68,7 @@ def run_as_slurm_tasks(folder: Path) -> dict[Any, float]:
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_NODELIST": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(process.free_port()),
     }
     tasks = [
         subprocess.Popen(
@@ -85,7 +80,7 @@ def run_as_slurm_tasks(folder: Path) -> dict[Any, float]:
         )
         for rank in range(2)
     ]
-    done = [task.communicate(timeout=180) for task in tasks]
+    done = [task.communicate(timeout=HANG_SECONDS) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], done
     return losses("".join(out for out, _ in done))
 

@@ -211,6 +211,7 @@ def test_pickled_objects_missing_ranks_and_other_folders_are_refused(
     (tmp_path / "empty").mkdir()
     with pytest.raises(unbounded.CheckpointError, match="neither a DeepSpeed checkpoint"):
         unbounded.import_checkpoint(tmp_path / "empty", tmp_path / "ours")
+    assert main(["import", "~nobody", str(tmp_path / "ours")]) == 2  # an unknown user's name is a plain one
     assert not (tmp_path / "ours").exists()
 
 

@@ -19,6 +19,7 @@ import unbounded
 from tests.integrations.launched import launched
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of, without_dropout
+from tests.ranks import HANG_SECONDS
 from tests.train.corpora import save_tokenizer
 from unbounded.cli import VERBS
 
@@ -163,6 +164,11 @@ def test_no_framework_is_imported_with_the_package() -> None:
         "print([name for name in names if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ)
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=True,
+        env=dict(os.environ),
     )
     assert done.stdout.strip() == "[]"

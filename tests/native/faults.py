@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import HANG_SECONDS
 from unbounded.native.disk import Extent, ExtentStore
 from unbounded.native.disk.striping import parts
 
@@ -59,7 +60,7 @@ def run_python(code: str, *arguments: object, **environment: str) -> subprocess.
     """Runs code in a fresh interpreter and gives its output."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 @contextmanager

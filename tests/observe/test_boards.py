@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import process
+from tests.ranks import HANG_SECONDS
 from tests.train.corpora import write_texts
 from tests.train.jobs import losses, tiny, train
 from tests.train.test_job import Killed, train_until
@@ -47,13 +48,14 @@ def test_tensorboard_reads_back_what_a_resumed_run_wrote(tmp_path: Path) -> None
 def test_an_offline_run_of_wandb_holds_the_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", str(HANG_SECONDS))  # wandb gives up on a busy machine otherwise
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", str(HANG_SECONDS))
     config = tiny(tmp_path / "out", write_texts(tmp_path / "a.jsonl", 200), report_to=("wandb",), steps=3)
     train(config)
     (path,) = (tmp_path / "out").rglob("*.wandb")
-    wanted, deadline = [*enumerate(losses(tmp_path / "out"), start=1)], time.monotonic() + 60
-    while (found := read_losses(path)) != wanted and time.monotonic() < deadline:
-        time.sleep(0.1)  # wandb writes it in another process
-    assert found == wanted
+    wanted = [*enumerate(losses(tmp_path / "out"), start=1)]
+    process.eventually(lambda: read_losses(path) == wanted)  # wandb writes it in another process
+    assert read_losses(path) == wanted
 
 
 def read_losses(path: Path) -> list[tuple[int, float]]:

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.observe.runs import make_run
+from tests.ranks import HANG_SECONDS
 from unbounded.observe.report.page import Report, read_report
 from unbounded.observe.report.serving import open_server
 
@@ -34,7 +35,7 @@ def browse(address: str, folder: Path, *flags: str) -> str:
         *(f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={folder / 'profile'}"),
         *("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", *flags, address),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -190,23 +191,28 @@ def test_adapters_are_cut_with_their_layers(ranks: Any) -> None:
             assert worst[0] < 1e-4, worst
 
 
-def make_and_forget(rank: int, size: int, plans: list[dict[str, Any]]) -> tuple[int, int]:
+def make_and_forget(
+    rank: int, size: int, plans: list[dict[str, Any]], most: list[int] | None = None
+) -> tuple[int, int]:
     """The threads at the start of a job, and the engines that are left once its models are gone."""
     from unbounded.zero.engine import Engine
 
     gc.collect()
-    num_threads, _ = process.settled()
+    num_threads, _ = process.settled(threads=None if most is None else most[rank])
     for plan in plans:
         model = models.build("llama", num_hidden_layers=2)
         unbounded.shard(model, optimizer_of(model), plan)
         del model
-    gc.collect()
-    return num_threads, sum(isinstance(thing, Engine) for thing in gc.get_objects())
+    engines = [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is Engine]  # asking a dead proxy raises
+    process.is_freed(*engines)
+    return num_threads, sum(engine() is not None for engine in engines)
 
 
 def test_models_over_axes_are_freed_with_their_threads_and_groups(ranks: Any) -> None:
     plans = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}]
-    jobs = [ranks(2, make_and_forget, plans) for _ in range(3)]
-    for _, second, third in zip(*jobs, strict=True):
-        assert second[1] == third[1] == 0
-        assert third[0] <= second[0] + 1  # the heartbeat of the last job may still be running
+    ranks(2, make_and_forget, plans)
+    second = ranks(2, make_and_forget, plans)
+    third = ranks(2, make_and_forget, plans, [num_threads + 1 for num_threads, _ in second])
+    for (before, engines), (after, engines_after) in zip(second, third, strict=True):
+        assert engines == engines_after == 0
+        assert after <= before + 1  # the heartbeat of the last job may still be running

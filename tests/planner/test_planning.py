@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
+from tests.ranks import HANG_SECONDS
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
@@ -177,7 +178,7 @@ def test_the_page_is_whole_and_needs_nothing_else(page: Path) -> None:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
 def test_a_browser_draws_the_page(page: Path) -> None:
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert done.stdout.count("<svg") == 3
     assert "the computation" in done.stdout
 

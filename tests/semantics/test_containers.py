@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections import OrderedDict, namedtuple
 from typing import Any
@@ -122,10 +121,7 @@ def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: 
     gc.disable()
     try:
         del model, optimizer
-        deadline = time.monotonic() + 30  # a lane may still be giving a reference back
-        while any(reference() is not None for reference in references) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert [reference() for reference in references] == [None] * 3
+        assert process.is_freed(*references, collects=False)
     finally:
         gc.enable()
 
@@ -147,16 +143,10 @@ def what_is_left(rank: int, world_size: int) -> tuple[list[tuple[int, int]], lis
         step(model, optimizer)
         reference = weakref.ref(optimizer.engine)
         del model, optimizer
-        deadline = time.monotonic() + 8  # a lane may still be giving a reference back, and threads take time to end
-        while time.monotonic() < deadline:
-            gc.collect()
-            held = (len(process.threads()), len(process.open_files()))
-            # No more threads than ever, since torch's own come and go; no more descriptors than with this plan.
-            is_less = len(left) < 4 or (held[0] <= max(threads for threads, _ in left) and held[1] <= left[-2][1])
-            if reference() is None and groups_are_back() and is_less:
-                break
-            time.sleep(0.05)
-        left.append(held)
+        process.is_freed(reference)
+        process.eventually(groups_are_back)
+        limits = {"threads": left[3][0] + 3, "files": left[-2][1]} if len(left) >= 4 else {}  # as the test has them
+        left.append(process.settled(**limits))
     return left, sorted(process.threads().values())
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import unbounded
+from tests import process
 from tests.semantics.programs import PLANS, WORLDS, Net, adamw, compare, make, step, weights
 from unbounded.errors import StateError
 
@@ -136,7 +137,7 @@ def unsharded(model: nn.Module, optimizer: Any) -> Any:
     if hasattr(optimizer, "engine"):
         tiers = weakref.ref(optimizer.tiers)
         model = unbounded.unshard(model)
-        assert tiers() is None  # although the optimizer is still held
+        assert process.is_freed(tiers, collects=False)  # although the optimizer is still held
         with pytest.raises(StateError, match=r"no longer sharded.*new optimizer"):
             optimizer.step()
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

@@ -20,8 +20,8 @@ import unbounded
 from tests.several_ranks.test_whereabouts import COMPILING, SAVING, call_from
 
 PRELOAD_IN_RANKS = ["unbounded.sharding.placing", "unbounded.checkpoint.saving"]
-LIMIT = 2.0
-"""Seconds that a rank is waited for in these cases."""
+LIMIT = 5.0
+"""Seconds that a rank is waited for in these cases: enough for one that only lacks its turn on a busy machine."""
 
 
 class Net(nn.Module):
@@ -229,10 +229,10 @@ def test_a_rank_that_stays_elsewhere_is_named_with_its_place(ranks: Any, stage: 
 
 
 def busy(rank: int, world_size: int, place: str) -> str:
-    job = Job(3, watchdog_seconds=1.0)
+    job = Job(3)
     job.train()
     if rank == 1:
-        call_from(place)(time.sleep, 3.0)  # three times the limit
+        call_from(place)(time.sleep, 1.5 * LIMIT)
     job.train()
     return "went on"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +126,31 @@ def test_a_collective_that_ends_just_after_a_slice_has_not_failed() -> None:
     watch.wait(work, None, post, limit=1.0)
     assert work.num_waits == 2
     assert not post.place().is_inside
+
+
+class Leaving:
+    """A heartbeat that hears why a rank failed, and that it has left, after it was asked for the one."""
+
+    rank, seconds, gaps = 0, 0.01, ()
+
+    def __init__(self) -> None:
+        self.failure: tuple[int, str] | None = None
+        self.contact = time.monotonic()
+
+    def seen(self) -> dict[int, Seen]:
+        self.failure = 1, "ValueError: deliberate"
+        return seen(replace(elsewhere(1, gather=4), has_left=True))
+
+    def looking(self) -> Any:
+        return nullcontext()
+
+
+def test_a_rank_that_failed_and_left_is_told_with_its_own_message() -> None:
+    told = "rank 1 failed: ValueError: deliberate (rank 0 was in the gather of unit 'u')"
+    assert Watch(Leaving())._judge(wait(1), LIMIT) == told  # type: ignore[arg-type]
+    post = Post("gather", BOTH)
+    post.begin("the gather", "unit 'u'")
+    assert Watch(Leaving())._find_reason(RuntimeError("the connection broke"), post) == told  # type: ignore[arg-type]
 
 
 def test_a_rank_is_missing_after_three_beats_at_the_pace_of_this_ones_own() -> None:

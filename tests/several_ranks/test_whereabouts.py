@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import unbounded
+from tests import process
 from unbounded.ranks.watchdog import whereabouts
 
 OURS, TORCH = os.path.dirname(unbounded.__file__), os.path.dirname(torch.__file__)
@@ -38,14 +40,21 @@ def call_from(filename: str) -> Callable[..., Any]:
     ],
 )
 def test_the_innermost_frame_tells_who_is_at_work(filename: str, doing: str) -> None:
-    seen, done = [], threading.Event()
+    seen, done, main = [], threading.Event(), threading.get_ident()
+
+    def is_there() -> bool:
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code.co_filename != filename:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None
 
     def look() -> None:
+        process.eventually(is_there)
         seen.append(whereabouts.look(threading.get_ident()))
         done.set()
 
-    threading.Timer(0.05, look).start()
-    call_from(filename)(done.wait, 60)
+    threading.Thread(target=look).start()
+    call_from(filename)(done.wait)
     where, found = seen[0]
     assert found == doing
     expected = "user/train.py:2 in call" if filename.startswith("/home") else ""

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT = 120.0
+from tests.ranks import HANG_SECONDS
 
 
 class Child:
@@ -31,7 +31,7 @@ class Child:
     def result(self) -> Any:
         """What the function returned, once the child has ended; a child that hangs is killed and reported."""
         parts = []
-        while select.select([self._read], [], [], TIMEOUT)[0]:
+        while select.select([self._read], [], [], HANG_SECONDS)[0]:
             part = os.read(self._read, 1 << 16)
             if not part:
                 break

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
+from tests.ranks import HANG_SECONDS
 from unbounded.errors import BudgetError
 from unbounded.sharding import running
 from unbounded.tiers import budget as budgets
@@ -105,7 +106,7 @@ def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]
     # Buffers of half a MiB then behave like those of real sizes: they leave glibc's heap when they are freed.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
 
 def test_states_of_twice_the_hosts_budget_train_with_the_resident_set_inside_the_budgets(tmp_path: Path) -> None:

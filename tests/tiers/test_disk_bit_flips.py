@@ -11,7 +11,7 @@ import torch
 
 import unbounded
 from tests.native.faults import flip_bit
-from tests.tiers.test_disk_faults_in_a_step import TIMEOUT, describe, make, train
+from tests.tiers.test_disk_faults_in_a_step import describe, make, train
 from tests.zero.training import Batch
 from unbounded.errors import DiskError
 from unbounded.tiers.array import DiskArray
@@ -70,7 +70,7 @@ def flip_in_a_step(rank: int, world_size: int, folder: str, kind: str) -> dict[s
 def test_a_flipped_bit_fails_the_step_and_the_save_on_all_ranks_until_a_load(
     ranks: Any, tmp_path: Path, kind: str, world_size: int
 ) -> None:
-    for rank, found in enumerate(ranks(world_size, flip_in_a_step, str(tmp_path), kind, timeout=TIMEOUT)):
+    for rank, found in enumerate(ranks(world_size, flip_in_a_step, str(tmp_path), kind)):
         for met in (found["met"], found["saved"]):
             assert (met["type"], met["errno"], met["path"]) == ("DiskError", errno.EBADMSG, str(tmp_path)), found
             assert "CRC32C differs from that of what was written" in met["text"]

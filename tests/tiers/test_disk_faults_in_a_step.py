@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests.ranks import HANG_SECONDS
 from tests.warm import warm_python
 from tests.zero.training import Batch, TinyGPT, shard
 from unbounded.checkpoint.format import folder as folders
@@ -32,7 +33,6 @@ from unbounded.sharding.running import sharded
 from unbounded.zero.step.update_pass import Piece
 
 ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
-TIMEOUT = 120.0
 
 
 class FailedTransfer:
@@ -159,13 +159,13 @@ def test_a_failing_disk_fails_the_step_on_all_ranks_with_path_and_errno_and_leav
 ) -> None:
     store, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
     store.mkdir()
-    met = ranks(world_size, break_in_step, str(store), str(checkpoint), fault, timeout=TIMEOUT)
+    met = ranks(world_size, break_in_step, str(store), str(checkpoint), fault)
     for rank, error in enumerate(met):
         assert (error["type"], error["errno"], error["path"]) == ("DiskError", fault[2], str(store)), met
         assert f"errno {fault[2]}" in error["text"]
         assert error["text"].startswith(f"rank {world_size - 1} failed: ") == (rank < world_size - 1)
     verify(checkpoint)
-    for resumed, expected in ranks(world_size, resume, str(store), str(checkpoint), timeout=TIMEOUT):
+    for resumed, expected in ranks(world_size, resume, str(store), str(checkpoint)):
         assert resumed == expected
     assert not list(store.iterdir())
 
@@ -225,7 +225,7 @@ def meet_a_failure(rank: int, world_size: int, store: str, stage: int, where: st
 def test_what_one_rank_cannot_read_or_write_no_rank_takes_for_done(
     ranks: Any, tmp_path: Path, where: str, stage: int
 ) -> None:
-    first, last = ranks(2, meet_a_failure, str(tmp_path), stage, where, timeout=TIMEOUT)
+    first, last = ranks(2, meet_a_failure, str(tmp_path), stage, where)
     assert len(first) == len(last) == 1
     assert first[0] == f"rank 1 failed: {last[0]}"
 
@@ -272,7 +272,7 @@ def lose_the_last_write(rank: int, world_size: int, folder: str) -> tuple[list[s
 def test_a_state_that_was_not_written_fails_whatever_comes_next_until_a_load(
     ranks: Any, tmp_path: Path, world_size: int
 ) -> None:
-    for met, resumed in ranks(world_size, lose_the_last_write, str(tmp_path), timeout=TIMEOUT):
+    for met, resumed in ranks(world_size, lose_the_last_write, str(tmp_path)):
         assert all("write of an extent failed" in text for text in met)
         assert resumed
 
@@ -338,7 +338,7 @@ def test_a_read_that_failed_once_is_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_store_closed_in_a_step_fails_it_on_every_rank(ranks: Any, tmp_path: Path, world_size: int) -> None:
-    for met in ranks(world_size, close_in_step, str(tmp_path), timeout=TIMEOUT):
+    for met in ranks(world_size, close_in_step, str(tmp_path)):
         assert (met["type"], met["errno"], met["path"]) == ("DiskError", errno.EBADF, str(tmp_path))
         assert "used after it was closed" in met["text"]
 
@@ -377,5 +377,5 @@ def test_the_disk_tier_leaves_nothing_behind(tmp_path: Path, end: str) -> None:
         assert process.stdout.readline() == "trained\n"
         if end == "wait":
             process.kill()
-        assert process.wait(TIMEOUT) == (-signal.SIGKILL if end == "wait" else 0)
+        assert process.wait(HANG_SECONDS) == (-signal.SIGKILL if end == "wait" else 0)
     assert not list(tmp_path.iterdir())

@@ -24,6 +24,7 @@ import pytest
 
 import unbounded
 from tests.native.faults import build_shim, flip_bit
+from tests.ranks import HANG_SECONDS
 from tests.tiers.test_disk_faults_in_a_step import FailedTransfer, describe, make, train
 from unbounded.native.disk import ExtentStore
 from unbounded.native.disk.striping import Extent
@@ -97,9 +98,8 @@ def test_a_fault_anywhere_in_a_step_is_told_by_all_ranks_and_nothing_is_lost(
     ranks: Any, tmp_path: Path, world_size: int
 ) -> None:
     seeds = list(range(world_size * 1000, world_size * 1000 + ROUNDS))
-    for seed, outcomes in zip(
-        seeds, zip(*ranks(world_size, storm, str(tmp_path), seeds, timeout=60.0 + 5 * ROUNDS), strict=True), strict=True
-    ):
+    found = ranks(world_size, storm, str(tmp_path), seeds, timeout=HANG_SECONDS + 5 * ROUNDS)
+    for seed, outcomes in zip(seeds, zip(*found, strict=True), strict=True):
         met = next((kind for kind, _ in outcomes if kind), "")
         assert {ended for _, ended in outcomes} == EXPECTED[met], f"seed {seed}: {outcomes}"
 
@@ -127,5 +127,5 @@ def test_transfers_that_fall_short_in_a_step_are_carried_on(tmp_path: Path) -> N
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "LD_PRELOAD": str(shim)}
     command = [sys.executable, "-c", SHORT, str(tmp_path), str(shim), str(ROUNDS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert done.returncode == 0, done.stderr

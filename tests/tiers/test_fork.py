@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.tiers.forking import TIMEOUT, Child, error_in_child
+from tests.ranks import HANG_SECONDS
+from tests.tiers.forking import Child, error_in_child
 from tests.warm import warm_python
 from tests.zero.training import Batch, TinyGPT, shard
 from unbounded.native import kernels
@@ -103,8 +104,8 @@ def train_with_forks(rank: int, world_size: int, tier: str, folder: str, *, fork
 def test_forks_at_any_moment_change_nothing_for_the_parent_and_hang_no_child(
     ranks: Any, tmp_path: Path, tier: str, world_size: int
 ) -> None:
-    forked = ranks(world_size, train_with_forks, tier, str(tmp_path), timeout=2 * TIMEOUT)
-    plain = ranks(world_size, train_without_forks, tier, str(tmp_path), timeout=2 * TIMEOUT)
+    forked = ranks(world_size, train_with_forks, tier, str(tmp_path), timeout=2 * HANG_SECONDS)
+    plain = ranks(world_size, train_without_forks, tier, str(tmp_path), timeout=2 * HANG_SECONDS)
     assert forked == plain
 
 
@@ -194,7 +195,7 @@ assert train(2) == train(0)
 
 def test_the_loop_of_the_readme_trains_with_data_workers() -> None:
     command = [warm_python(), "-c", LOADER]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * TIMEOUT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks import HANG_SECONDS
 from tests.train.corpora import make_corpus, save_model, save_tokenizer, sentences, write_jsonl, write_texts
 from tests.train.jobs import losses
 from tests.warm import warm_python
@@ -86,14 +87,19 @@ def test_the_summary_says_what_a_run_came_to(tmp_path: Path, capsys: pytest.Capt
 def test_a_run_killed_outright_goes_on_with_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
     data = write_texts(tmp_path / "a.jsonl", 400)
     run = [*TINY, "--data", str(data), "--steps", "60", "--checkpoint-every", "5", "--sample", "", "--eval-every", "0"]
-    command = [sys.executable, "-m", "unbounded", "train", *run, "--output", str(tmp_path / "killed")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 12):
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
-    assert len(losses(tmp_path / "killed")) < 60
+    stands_still = (
+        "import sys, time; from unbounded.cli import main; from unbounded.train.step.loop import Trainer; "
+        "seed = Trainer._seed; "  # of the step that begins
+        "Trainer._seed = lambda self, number: time.sleep(1e6) if number == 40 else seed(self, number); "
+        "main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", stands_still, "train", *run, "--output", str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 12):
+            time.sleep(0.005)
+        process.kill()
+    assert 12 < len(losses(tmp_path / "killed")) <= 40
     assert main(["train", *run, "--output", str(tmp_path / "killed")]) == 0
     assert main(["train", *run, "--output", str(tmp_path / "whole")]) == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
@@ -105,7 +111,7 @@ def test_torchrun_starts_it_on_several_ranks(tmp_path: Path) -> None:
     launch = f"{warm_python()} -m torch.distributed.run --standalone --nproc-per-node 2 -m unbounded train".split()
     with (tmp_path / "said").open("w+") as said:  # a file, since a pipe would stay open as long as a rank lives
         command = [*launch, *run, "--output", str(tmp_path / "two")]
-        code = subprocess.run(command, stdout=said, stderr=said, timeout=120, check=False).returncode
+        code = subprocess.run(command, stdout=said, stderr=said, timeout=HANG_SECONDS, check=False).returncode
         said.seek(0)
         text = said.read()
     assert code == 0, text

@@ -31,15 +31,31 @@ def test_closed_and_full_standard_outputs_are_told_in_one_line(tmp_path: Path, r
     assert (done.returncode, done.stderr) == (2, said)
 
 
+WAITS = """
+import os, sys, time
+from unbounded.cli import main
+from unbounded.train.step.loop import Trainer
+seed = Trainer._seed
+def wait(*arguments):
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    seed(*arguments)
+Trainer._seed = wait
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 def test_a_run_whose_reader_goes_away_goes_on_to_its_end(tmp_path: Path) -> None:
-    data = write_texts(tmp_path / "a.jsonl", 50)
+    data, gone = write_texts(tmp_path / "a.jsonl", 50), tmp_path / "gone"
+    (tmp_path / "waits.py").write_text(WAITS)  # with its first step, until the reader is gone
     small = (
         "--layers 1 --width 16 --heads 2 --sequence-length 16 --batch-tokens 64 --steps 5 --device cpu --eval-every 0"
     )
     command = (
-        f"{warm_python()} -m unbounded train {small} --log-every 1 --data {data} --output {tmp_path}/out --sample ''"
+        f"{warm_python()} {tmp_path}/waits.py {gone} train {small} --log-every 1 --data {data} --output {tmp_path}/out "
+        "--sample ''"
     )
-    done = run("sh", "-c", f"({command}; echo $? > {tmp_path}/code) | head -n 1")
+    done = run("sh", "-c", f"({command}; echo $? > {tmp_path}/code) | (head -n 1; exec <&-; touch {gone})")
     assert done.stdout.startswith("training a GPT")
     assert "the output is gone" in done.stderr
     assert "Traceback" not in done.stderr

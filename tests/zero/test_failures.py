@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import process as processes
+from tests.ranks import HANG_SECONDS
 from tests.warm import warm_python
 
 SCRIPT = """
@@ -26,7 +27,7 @@ class Block(nn.Linear):
 
 step = 0
 model = nn.Sequential(*(nn.Sequential(Block(16, 16), nn.Tanh()) for _ in range(4)))
-plan = {"stage": int(sys.argv[3]), "watchdog_seconds": 4}
+plan = {"stage": int(sys.argv[3]), "watchdog_seconds": 10}
 model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
 assert torch.distributed.get_world_size() == 2
 for step in range(100000):
@@ -39,12 +40,6 @@ for step in range(100000):
     optimizer.step()
     optimizer.zero_grad()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def start(rank: int, port: int, script: Path, where: str, culprit: int, stage: int) -> subprocess.Popen[str]:
@@ -77,15 +72,15 @@ def test_a_failing_rank_ends_its_peer_without_a_launchers_help(
 ) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
-    port = free_port()
+    port = processes.free_port()
     pair = [start(rank, port, script, where, culprit, stage) for rank in (0, 1)]
     try:
-        output = pair[1 - culprit].communicate(timeout=120)[0]
+        output = pair[1 - culprit].communicate(timeout=HANG_SECONDS)[0]
         assert pair[1 - culprit].returncode != 0, output  # torch may abort at its own end if the store is stopped
         assert message in output
         if where == "stopped":
             pair[culprit].send_signal(signal.SIGKILL)
-        own = pair[culprit].communicate(timeout=120)[0]
+        own = pair[culprit].communicate(timeout=HANG_SECONDS)[0]
         assert pair[culprit].returncode != 0
         assert where in ("killed", "stopped") or f"deliberate failure of rank {culprit}" in own
     finally:
@@ -99,7 +94,7 @@ def test_torchrun_ends_the_job_with_the_culprits_message(tmp_path: Path) -> None
     script.write_text(SCRIPT)
     launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, str(script), "loop", "1", "2"], capture_output=True, text=True, timeout=180, check=False
+        [*launcher, str(script), "loop", "1", "2"], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
     assert done.returncode != 0
     assert "unbounded: joined 2 ranks started by torchrun, over gloo." in done.stderr

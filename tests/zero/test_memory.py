@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
+from tests import process
 from tests.zero.counting import live_bytes, settled_bytes
 from tests.zero.training import Batch, shard
 from unbounded.zero.gradients.reduction import IN_FLIGHT, Reduction
@@ -151,7 +152,7 @@ def gradients_under_way(rank: int, world_size: int) -> int:
     model = Stack()
     model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"stage": 3, "gradients": "host"})
     alive: list[weakref.ref[Tensor]] = []
-    most = [0]
+    most, num_reduced = [0], [0]
     flatten, reduce = Reduction._flatten, Reduction._reduce
 
     def counting_flatten(*arguments: Any) -> Tensor:
@@ -161,6 +162,8 @@ def gradients_under_way(rank: int, world_size: int) -> int:
         return full
 
     def slow_reduce(*arguments: Any) -> None:
+        num_reduced[0] += 1
+        process.eventually(lambda: len(alive) > min(num_reduced[0], DEPTH - 1))  # the backward has come to another
         time.sleep(0.02)
         reduce(*arguments)
 

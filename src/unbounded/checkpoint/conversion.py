@@ -43,10 +43,10 @@ def export_checkpoint(
     checkpoint's own configuration is written, if it has one.
     """
     max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-    target = Path(folder).expanduser()
+    target = Path(os.path.expanduser(folder))
     manifest = folders.read_whole(checkpoint, lambda source: _export(source, target, max_bytes))
     if config is not None:
-        _copy_beside(Path(config).expanduser(), target)
+        _copy_beside(Path(os.path.expanduser(config)), target)
     elif not manifest.values.get("adapters"):
         _write_config(manifest, target)
     return target

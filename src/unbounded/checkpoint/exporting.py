@@ -51,7 +51,7 @@ def export(
     state.engine.phases.confirm("unbounded.export()")
     settle(state)
     peers = peers_of(model, state.engine.axes.world)
-    target = Path(folder).expanduser()
+    target = Path(os.path.expanduser(folder))
     adapters = describe_adapters(model)
     if adapters:
         _export_adapters(state, model, target, peers, adapters)

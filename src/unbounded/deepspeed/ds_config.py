@@ -91,7 +91,7 @@ def read_config(config: Given) -> DeepSpeedConfig:
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.expanduser().read_text(), object_pairs_hook=_without_doubles)
+        found = json.loads(Path(os.path.expanduser(path)).read_text(), object_pairs_hook=_without_doubles)
     except OSError as error:
         raise PlanError(f"the DeepSpeed config {path} cannot be read: {error.strerror}. Check the path.") from None
     except json.JSONDecodeError as error:

@@ -37,7 +37,7 @@ def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCaus
 
 
 def _find(folder: str | os.PathLike[str]) -> Path:
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 

@@ -43,7 +43,7 @@ def install_weights(
 
     A folder with only adapters stands for its base model's folder, plus the adapters in it.
     """
-    given = Path(folder).expanduser()
+    given = Path(os.path.expanduser(folder))
     base = base_folder(given)
     adapters = read_adapters(given, model) if base != given else {}
     weights = WeightFolder(base)

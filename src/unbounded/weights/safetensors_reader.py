@@ -22,7 +22,7 @@ class WeightFolder:
     """The tensors of a folder of safetensors, by name."""
 
     def __init__(self, folder: str | os.PathLike[str], *, only: str | None = None) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(os.path.expanduser(folder))
         self._files: dict[str, Any] = {}
         self.places = self._find() if only is None else self._list([only])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests import process
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of
 from unbounded.parallel.pipeline import runner
@@ -214,8 +214,7 @@ def release(rank: int, size: int) -> list[bool]:
         run(**models.batch("gpt2", 0))
         seen = weakref.ref(model)
         del model, optimizer, run
-        gc.collect()
-        freed.append(seen() is None)
+        freed.append(process.is_freed(seen))
     return freed
 
 

@@ -55,13 +55,13 @@ def train_compiled(rank: int, world_size: int, task: Task, plan: dict[str, Any])
 @pytest.mark.parametrize("kind", [CompiledBlocks, CompiledWrapped, CompiledWhole], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2), (2, 3)])
 def test_compiled_models_train_as_in_plain_pytorch(ranks: Any, kind: Any, world_size: int, stage: int) -> None:
-    results = ranks(world_size, train_compiled, kind("aot_eager"), {"stage": stage}, timeout=180.0)
+    results = ranks(world_size, train_compiled, kind("aot_eager"), {"stage": stage})
     assert_parity([result[:2] for result in results])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_compiles_sharded_blocks(ranks: Any) -> None:
-    results = ranks(1, train_compiled, CompiledBlocks("inductor"), {"stage": 3}, timeout=300.0)
+    results = ranks(1, train_compiled, CompiledBlocks("inductor"), {"stage": 3})
     assert_parity([result[:2] for result in results], tolerance=1e-5)  # different kernels from the eager reference's
 
 
@@ -83,6 +83,6 @@ def recompiles(rank: int, world_size: int) -> list[int]:
 
 
 def test_nothing_is_compiled_again_after_the_second_step(ranks: Any) -> None:
-    for counts in ranks(2, recompiles, timeout=180.0):
+    for counts in ranks(2, recompiles):
         assert counts[0] > 0
         assert counts[1:] == [counts[1]] * 3

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests.ranks import HANG_SECONDS
 from unbounded.observe import spans as spans_of
 from unbounded.observe.report.lane_chart import draw_lanes
 from unbounded.optim.rules import NativeRule
@@ -116,12 +117,17 @@ def test_a_step_with_lanes_is_faster_than_the_same_step_in_series(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slow_disk(monkeypatch)
-    overlapped = step_seconds(tmp_path)
-    monkeypatch.setenv("UNBOUNDED_OVERLAP", "0")
-    in_series = step_seconds(tmp_path)
+    overlapped, in_series = [], []
     # Series: a block's two computations, two reads of its weights, one wait for its states, all added up.
     # Overlapped, weights are read while the blocks before run, and states during the next forward.
-    assert overlapped < 0.85 * in_series
+    for _ in range(5):  # what else the machine does may come in the way of either
+        monkeypatch.setenv("UNBOUNDED_OVERLAP", "1")
+        overlapped.append(step_seconds(tmp_path))
+        monkeypatch.setenv("UNBOUNDED_OVERLAP", "0")
+        in_series.append(step_seconds(tmp_path))
+        if min(overlapped) < 0.85 * min(in_series):
+            return
+    raise AssertionError(f"{overlapped} s with lanes, {in_series} s in series")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +147,7 @@ def test_a_forward_waits_for_new_weights_and_not_for_states_on_their_way_to_disk
             self.write = write
 
         def wait(self) -> None:
-            assert may_write.wait(60)
+            assert may_write.wait(HANG_SECONDS)
             self.write.wait()
 
     monkeypatch.setattr(DiskArray, "evict", lambda *arguments: HeldWrite(plain_evict(*arguments)))
@@ -174,7 +180,7 @@ def test_states_on_disk_are_read_while_states_in_memory_are_updated(
         return plain_fetch(*arguments)
 
     def apply(*arguments: Any, **named: Any) -> Any:
-        assert reading.wait(30)  # the last unit's, while the first is updated
+        assert reading.wait(HANG_SECONDS)  # the last unit's, while the first is updated
         return plain_apply(*arguments, **named)
 
     monkeypatch.setattr(DiskArray, "fetch", fetch)

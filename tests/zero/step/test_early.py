@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests.ranks import HANG_SECONDS
 from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
 from unbounded.zero.step.early.drafts import Draft
 
@@ -254,7 +255,7 @@ def test_a_unit_is_updated_while_the_backward_of_others_still_runs(monkeypatch: 
         written.clear()
         loss = training.model.loss(Batch(step, 0, 0).tokens())
         if step == 2:
-            training.model.blocks[0].register_full_backward_hook(lambda *_: waited.append(written.wait(30)))
+            training.model.blocks[0].register_full_backward_hook(lambda *_: waited.append(written.wait(HANG_SECONDS)))
             loss = training.model.loss(Batch(step, 0, 0).tokens())
         loss.backward()
         training.optimizer.step()

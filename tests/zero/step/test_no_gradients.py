@@ -101,7 +101,7 @@ def train_cases(
 
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ALONE), (2, TOGETHER)])
 def test_training_without_stored_gradients_is_that_of_torch(ranks: Any, world_size: int, cases: Cases) -> None:
-    results = ranks(world_size, train_cases, cases, SAME_BITS, timeout=300.0)
+    results = ranks(world_size, train_cases, cases, SAME_BITS)
     for index in range(len(cases)):
         assert_parity([found[index] for found, _ in results])
     for _, pairs in results:
@@ -163,7 +163,7 @@ def test_states_take_twelve_bytes_a_parameter_and_what_is_in_flight_is_bounded(m
     counts.clear()
     alive.clear()
     free = train_stack({**HOST, **NONE})
-    assert max(counts) <= 4  # two are being updated, one is taken, one came
+    assert max(counts) <= 5  # of 8: two are being updated, a lane may still hold one that was, one is taken, one came
     assert all(unit.gradient.store.array is None for unit in free.engine.units)
     numel = 8 * 256 * 256
     used = {optimizer: optimizer.memory()["host"].used_bytes for optimizer in (stored, free)}

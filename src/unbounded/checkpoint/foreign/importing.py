@@ -33,10 +33,10 @@ def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[
     ranks raise. Ranks that wait for one that never calls this say so after a minute.
     """
     launch.join(launch.spare_device())
-    content = _read_alike(Path(source).expanduser())
+    content = _read_alike(Path(os.path.expanduser(source)))
     skeleton = build_skeleton(content)
     optimizers = _build_optimizers(skeleton, content)
-    plan = {"stage": 3, "disk_path": str(Path(folder).expanduser().absolute().parent)}
+    plan = {"stage": 3, "disk_path": str(Path(os.path.expanduser(folder)).absolute().parent)}
     model, sharded = shard(skeleton, optimizers[0] if len(optimizers) == 1 else optimizers or None, plan)
     save(folder, model, sharded, **_plain(content.extra))
     return content

@@ -187,7 +187,9 @@ class Heartbeat:
 
     def _look(self) -> None:
         now, everyone = time.monotonic(), self._heard
-        for rank, (beat, seen) in self._notices.read(self._others).items():
+        posts = self._notices.read(self._others)
+        self._hear_failure()  # before anybody here learns who has left, since he said why before he did
+        for rank, (beat, seen) in posts.items():
             heard = everyone.setdefault(rank, _Heard(beat, beat, now, seen))
             if beat != heard.beat:
                 heard.beat, heard.changed = beat, now

@@ -38,7 +38,8 @@ from unbounded.ranks.watchdog.verdict import Wait
 LIMIT_SECONDS = 60.0
 # A store that takes longer than a short limit may be one whose machine is busy.
 LEAST_STORE_SECONDS = 5.0
-# How long a failed rank stays so that its peers can read why, and how long it looks for why a connection broke.
+# How long a failed rank stays so that its peers can read why, and how long it looks for why a connection broke. Where
+# heartbeats are late because the machine is busy, both take longer.
 FAREWELL_SECONDS = 3.0
 _TEXT_CHARS = 4000
 
@@ -117,8 +118,8 @@ class Watch:
             return
         if error is not None:
             heartbeat.fail(f"{type(error).__name__}: {error}"[:_TEXT_CHARS], FAREWELL_SECONDS)
-        deadline = time.monotonic() + FAREWELL_SECONDS
-        while heartbeat.failure is not None and time.monotonic() < deadline:
+        began = time.monotonic()
+        while heartbeat.failure is not None and time.monotonic() - began < self._farewell_seconds():
             if (heartbeat.ask(lambda notices: notices.count("told", 0), FAREWELL_SECONDS) or 0) >= heartbeat.size:
                 break
             time.sleep(self.beat / 4)
@@ -150,7 +151,8 @@ class Watch:
             return reason
         lost = time.monotonic() - self.heartbeat.contact
         if lost < limit:
-            return verdict.judge(wait, self.heartbeat.seen(), limit, self.beat)
+            reason = verdict.judge(wait, self.heartbeat.seen(), limit, self.beat)
+            return reason and (self._told(wait.what) or reason)  # it may have left after it said why
         if lost < max(LEAST_STORE_SECONDS, self._silence_limit()) or wait.seconds < limit:
             return None  # what was heard of others is old
         return (
@@ -175,8 +177,9 @@ class Watch:
         """Why a connection broke: usually the rank at the other end failed or was killed."""
         what, began = post.what, time.monotonic()
         with self.heartbeat.looking():
-            while time.monotonic() - began < max(FAREWELL_SECONDS, 2 * self._silence_limit()):
-                reason = self._reason or self._told(what) or self._missing(what)
+            while time.monotonic() - began < 3 * self._farewell_seconds():
+                missing = self._missing(what)
+                reason = self._reason or self._told(what) or missing  # who is missing may have said why before
                 if reason is not None:
                     return reason
                 time.sleep(self.beat / 4)
@@ -188,6 +191,9 @@ class Watch:
                 why = f"which has ended. {seen.last()}." if seen.has_left else verdict.describe_silence(seen)
                 return f"rank {self.rank} was in {what} with rank {seen.rank}, {why}"
         return None
+
+    def _farewell_seconds(self) -> float:
+        return max(FAREWELL_SECONDS, self._silence_limit())
 
     def _silence_limit(self) -> float:
         return verdict.silence_limit(self.beat, self.heartbeat.gaps)
