@@ -172,12 +172,15 @@ def call_the_model(rank: int, size: int, schedule: str) -> Any:
     model = models.build("gpt2")
     tokens = models.batch("gpt2", 0)["input_ids"]
     model.eval()
+    batch = {**models.batch("gpt2", 0), "num_items_in_batch": torch.tensor(50)}
     with torch.no_grad():
+        divided = model(**batch).loss
         wanted = model(tokens, use_cache=False).logits, model.generate(tokens, max_new_tokens=3, do_sample=False)
     model, _ = unbounded.shard(model, optimizer_of(model), {"pipeline": 2, "schedule": schedule})
     with torch.no_grad():
         found = model(tokens).logits, model.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=False)
         loss = unbounded.pipeline(model)(**models.batch("gpt2", 0))
+        torch.testing.assert_close(unbounded.pipeline(model)(**batch), divided)
     refusals = []
     elsewhere = model.transformer.h[3 * (1 - rank)]
     for call in (lambda: model(tokens), lambda: model.generate(tokens), lambda: elsewhere(torch.ones(1, 2, 16))):

@@ -1,6 +1,7 @@
 """Cuts a batch into micro-batches: every tensor of its length is cut along its first dim, all get everything else.
 
-The loss of a batch is the mean over its counted labels, so each micro-batch is weighted by its number of them.
+The loss of a batch is the mean over its counted labels, so each micro-batch is weighted by its number of them. If the
+caller says by `num_items_in_batch` what the model divides a sum by, the losses of micro-batches add up as they are.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def cut_batch(args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *,
         return leaf[number * size : (number + 1) * size] if is_cut else leaf
 
     cut = [pytree.tree_unflatten([part(leaf, i) for leaf in leaves], structure) for i in range(num_micros)]
+    if kwargs.get("num_items_in_batch") is not None:  # what the model divides a sum by: its losses add up
+        return [Micro(args, dict(kwargs), 1.0) for args, kwargs in cut]
     counts = [_count_labels(kwargs.get("labels"), shifts=shifts) for _, kwargs in cut]
     total = sum(counts)
     return [
