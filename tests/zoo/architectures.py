@@ -36,6 +36,11 @@ class Architecture:
         return model
 
 
+def batch(architecture: Architecture, step: int, rank: int) -> dict[str, Any]:
+    """A batch that follows from its place alone."""
+    return architecture.batch(torch.Generator().manual_seed(step * 10 + rank))
+
+
 def _quieten(config: Any) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and any(word in name for word in ("drop", "noise", "mask_time", "mask_feature")):

@@ -10,8 +10,8 @@ import torch
 
 import unbounded
 from tests.zero.training import small_units
-from tests.zoo.architectures import ARCHITECTURES
-from tests.zoo.test_zoo import batch, optimizer_of
+from tests.zoo.architectures import ARCHITECTURES, batch
+from tests.zoo.test_zoo import optimizer_of
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 

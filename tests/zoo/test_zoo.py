@@ -20,14 +20,11 @@ from torch import nn
 
 import unbounded
 from tests.zero.training import relative_error, small_units
-from tests.zoo.architectures import ARCHITECTURES, BUFFERED, Architecture
+from tests.zoo.architectures import ARCHITECTURES, BUFFERED, Architecture, batch
+from tests.zoo.over_axes import compare_over
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 STEPS = 5
-
-
-def batch(architecture: Architecture, step: int, rank: int) -> dict[str, Any]:
-    return architecture.batch(torch.Generator().manual_seed(step * 10 + rank))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -92,6 +89,14 @@ def test_an_architecture_trains_as_in_plain_pytorch(ranks: Any, name: str, world
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_state_that_is_updated_in_place_trains_off_the_device(ranks: Any, tier: str) -> None:
     check(ranks(1, functools.partial(compare, weights=tier, gradients=tier, optimizer=tier), "rwkv"))
+
+
+@pytest.mark.parametrize("name", ["bart", "distilbert", "gptj", "stablelm", "whisper", "vit"])
+def test_an_architecture_is_cut_by_the_plan_that_comes_with_the_library(ranks: Any, name: str) -> None:
+    plan = {"tensor": 2, "sequence": name != "vit"}  # which has an odd number of tokens
+    losses, weights = ranks(2, compare_over, name, plan)[0]
+    assert losses < 1e-5
+    assert weights < 1e-4
 
 
 def in_16_bits(rank: int, world_size: int, name: str, plan: dict[str, Any]) -> list[float]:

@@ -83,7 +83,7 @@ def take_parts(
     uncounted: set[int] = set()
     if cutting is not None:
         lowered = DTYPES[plan.precision] if plan.precision is not None else None
-        applied.hollow = HollowModel(model, cutting, axes.pipeline, lowered)
+        applied.hollow = HollowModel(model, cutting, axes.pipeline, device, lowered)
         _take_stages(applied, applied.hollow, optimizer, axes.pipeline)
         uncounted |= {id(p) for ranks, held in applied.copies if axes.pipeline.rank > ranks[0] for p in held}
     stacks = applied.hollow.own_stacks() if applied.hollow is not None else None
@@ -113,10 +113,11 @@ def take_parts(
             if places:
                 applied.detaches.append(attach_loading(module, places))
         applied.detaches.append(tensor.detach)
-    check = RecordCheck(model, plan, axes)
-    if applied.hollow is not None:
-        applied.hollow.check = check
-    applied.attaches.append(lambda: applied.detaches.append(check.attach(model)))
+    if axes.data.size < axes.world.size:
+        check = RecordCheck(model, plan, axes)
+        if applied.hollow is not None:
+            applied.hollow.check = check
+        applied.attaches.append(lambda: applied.detaches.append(check.attach(model)))
     applied.uncounted = frozenset(uncounted)
     return applied
 

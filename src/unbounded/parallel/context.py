@@ -106,6 +106,12 @@ class ContextAttention(SlicedDropout):
 _MIXING = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.modules.batchnorm._NormBase)
 
 
+_CROSS = (
+    "attends to another sequence, whose gradients come from every rank's part. Context parallelism is for attention "
+    "inside one sequence: leave context out of the plan."
+)
+
+
 class ContextParallel:
     """The blocks of a model over the ranks of a context axis."""
 
@@ -118,7 +124,10 @@ class ContextParallel:
                 f"{type(base).__name__} has no list of repeated blocks to cut sequences in. "
                 "Leave context out of the plan."
             )
-        kind = getattr(getattr(base, "config", None), "_attn_implementation", "sdpa")
+        config = getattr(base, "config", None)
+        if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+            raise PlanError(f"{type(base).__name__} {_CROSS}")
+        kind = getattr(config, "_attn_implementation", "sdpa")
         if kind != "sdpa":
             raise PlanError(
                 f"the model's attention is {kind!r}, but context parallelism needs scaled_dot_product_attention. "
@@ -189,6 +198,8 @@ class ContextParallel:
             length = parts[0].shape[1] * axis.size
 
             def cut_other(value: Any) -> Any:
+                if isinstance(value, torch.Tensor) and value.requires_grad and value is not parts[0]:
+                    raise StateError(f"{type(block).__name__} is given hidden states twice: it {_CROSS}")
                 return value if value is parts[0] else cut(value, length)
 
             return tuple(map(cut_other, args)), {name: cut_other(value) for name, value in kwargs.items()}

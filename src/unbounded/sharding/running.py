@@ -113,7 +113,7 @@ def pipeline(
         for ranks, parameters in parts.copies:
             sum_copies(parameters, lambda tensor: sum_among(tensor, ranks, wire))  # noqa: B023
 
-    hollow = parts.hollow or HollowModel(model, cut_model(model, 1, 1), axes.pipeline)
+    hollow = parts.hollow or HollowModel(model, cut_model(model, 1, 1), axes.pipeline, state.engine.device)
     return Pipeline(
         model,
         hollow,

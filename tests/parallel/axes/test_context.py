@@ -34,7 +34,9 @@ def test_what_ranks_of_a_context_hold_is_saved_once(ranks: Any, tmp_path: Path) 
 
 def refusals(rank: int, size: int, kind: str) -> str:
     changes = {"attn_implementation": "eager"} if kind == "eager" else {}
-    model = models.build(kind if kind in models.FAMILIES else "gpt2", **changes)
+    family = kind.rpartition(" ")[2]
+    model = models.build(family if family in models.FAMILIES else "gpt2", **changes)
+    model.config.is_encoder_decoder = kind == "t5"
     batch = models.batch("gpt2", 0, length=7 if kind == "odd" else 8)
     try:
         model, _ = unbounded.shard(model, optimizer_of(model), {"context": 2})
@@ -49,7 +51,8 @@ def refusals(rank: int, size: int, kind: str) -> str:
     [
         ("eager", "attention is 'eager'"),
         ("odd", "7 tokens"),
-        ("t5", "made inside a block"),
+        ("t5", "T5ForConditionalGeneration attends to another sequence"),
+        ("stack of t5", "made inside a block"),
         ("falcon_h1", "the blocks have a Conv1d, which mixes tokens besides attention"),
     ],
 )

@@ -6,7 +6,7 @@ the forward. What goes from stage to stage is what the blocks return, so values 
 bias of T5) and the result of an encoder travel too.
 
     rank 0    embedding  b0  b1  | leaves
-    rank 1    (nothing)  =   =   b2  b3  norm  head  loss        = returns what was received
+    rank 1    (NaN)      =   =   b2  b3  norm  head  loss        = returns what was received
 """
 
 from __future__ import annotations
@@ -83,9 +83,16 @@ class _Ending(_Beside):
 class HollowModel:
     """The stages of one rank inside the whole model. `run` is a forward of one of them."""
 
-    def __init__(self, model: nn.Module, cutting: Cutting, axis: Axis, lowered: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cutting: Cutting,
+        axis: Axis,
+        device: torch.device,
+        lowered: torch.dtype | None = None,
+    ) -> None:
         self.model, self.cutting, self.axis, self.rank = model, cutting, axis, axis.rank
-        self._lowered = lowered  # the dtype that weights are computed in, if it is not their own
+        self._device, self._lowered = device, lowered  # `lowered`: what weights are computed in, if not their own dtype
         self._received: Payload = {}
         self._kept: Payload = {}
         self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -112,16 +119,15 @@ class HollowModel:
                 if parameter is not None and self.rank not in self.cutting.holders(parameter, owners[id(parameter)]):
                     self._removed.append((module, name, parameter))
                     gone[id(parameter)] = parameter
-        for module, name, parameter in self._removed:
+        for module, name, _ in self._removed:
             module._parameters[name] = None
-            module.__dict__[name] = self._nothing(parameter.dtype, parameter.device).expand(parameter.shape)
         return list(gone.values())
 
-    def _nothing(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _nothing(self, dtype: torch.dtype) -> torch.Tensor:
         """NaN, so that any use of what another stage has shows. Model code may ask for its device, dtype and shape."""
         if dtype.is_floating_point:
-            return torch.full((), float("nan"), dtype=self._lowered or dtype, device=device)
-        return torch.zeros((), dtype=dtype, device=device)
+            return torch.full((), float("nan"), dtype=self._lowered or dtype, device=self._device)
+        return torch.zeros((), dtype=dtype, device=self._device)
 
     def absent(self) -> dict[int, dict[str, torch.Tensor]]:
         """What was taken out, by the id of its module and its name there."""
@@ -162,12 +168,9 @@ class HollowModel:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Makes absent embeddings answer, and the model's forward end where a stage does."""
-        dtypes = {module: parameter.dtype for module, _, parameter in self._removed}
-        for module, homes in self.cutting.homes.items():
-            if self.rank not in homes and isinstance(module, nn.Embedding) and module in dtypes:
-                dtype = self._lowered or dtypes[module]
-                self._detaches.append(replace_forward(module, _make_nothing(module, dtype)))
+        """Makes the model's forward end where a stage does, with NaN for the parameters of other stages."""
+        for module, name, parameter in self._removed:
+            module.__dict__[name] = self._nothing(parameter.dtype).expand(parameter.shape)
         blocks = [block for stack in self.cutting.stacks for block in stack]
         own = {block for run in self.own_stacks() for block in run}
         self._detaches.extend(replace_forward(block, _refuse_elsewhere) for block in blocks if block not in own)
@@ -182,7 +185,7 @@ class HollowModel:
         together(*self._detaches)()
         self._detaches.clear()
         for module, name, parameter in self._removed:
-            del module.__dict__[name]
+            module.__dict__.pop(name, None)
             module._parameters[name] = parameter
         self._removed.clear()
 
@@ -329,16 +332,3 @@ def _refuse_elsewhere(_: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return refuse
-
-
-def _make_nothing(module: nn.Embedding, dtype: torch.dtype) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An embedding of another stage gives NaNs of the right shape and dtype, so any use of them shows."""
-    width = module.embedding_dim
-
-    def make(_: Callable[..., Any]) -> Callable[..., Any]:
-        def nothing(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.full((), float("nan"), dtype=dtype, device=tokens.device).expand(*tokens.shape, width)
-
-        return nothing
-
-    return make

@@ -1,7 +1,7 @@
 """Which layers of a model are cut: read from a transformers model's own plan, or from a plan in this file.
 
 A plan is (pattern, style) pairs over the names of modules and parameters. Models with a `tp_plan` bring their own;
-GPT-2, BERT, T5, OPT and their relatives have none and are listed here by the type in their configuration. The
+GPT-2, BERT, T5, OPT, BART, ViT and others have none and are listed here by the type in their configuration. The
 embedding and the head are cut by vocabulary in all of them.
 """
 
@@ -62,6 +62,35 @@ def _under(prefix: str, plan: dict[str, str]) -> dict[str, str]:
     return {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
 
 
+def _attention(name: str, out: str = "out_proj") -> dict[str, str]:
+    return {**{f"{name}.{part}_proj": "column" for part in "qkv"}, f"{name}.{out}": "row"}
+
+
+_BART = {
+    f"{stack}.layers.*.{name}": style
+    for stack in ("encoder", "decoder")
+    for name, style in {**_attention("self_attn"), **_attention("encoder_attn"), "fc1": "column", "fc2": "row"}.items()
+}
+_DISTILBERT = {
+    **{f"transformer.layer.*.attention.{part}_lin": "column" for part in "qkv"},
+    "transformer.layer.*.attention.out_lin": "row",
+    "transformer.layer.*.ffn.lin1": "column",
+    "transformer.layer.*.ffn.lin2": "row",
+}
+_GPTJ = _under("h.*", {**_attention("attn"), "mlp.fc_in": "column", "mlp.fc_out": "row"})
+_GPT_NEO = _under("h.*", {**_attention("attn.attention"), "mlp.c_fc": "column", "mlp.c_proj": "row"})
+_STABLELM = _under(
+    "layers.*",
+    {
+        **_attention("self_attn", "o_proj"),
+        "mlp.gate_proj": "column",
+        "mlp.up_proj": "column",
+        "mlp.down_proj": "row",
+    },
+)
+_VIT = _under("layers.*", {**_attention("attention", "o_proj"), "mlp.fc1": "column", "mlp.fc2": "row"})
+
+
 FAMILIES: dict[str, dict[str, str]] = {
     "gpt2": _GPT2 | {pattern.removeprefix("transformer."): style for pattern, style in _GPT2.items()},
     "bert": _BERT | _under("bert", _BERT),
@@ -70,6 +99,13 @@ FAMILIES: dict[str, dict[str, str]] = {
     "electra": _BERT | _under("electra", _BERT),
     "t5": _T5 | _under("transformer", _T5),
     "mt5": _T5 | _under("transformer", _T5),
+    **{name: _BART | _under("model", _BART) for name in ("bart", "mbart", "pegasus", "marian", "whisper")},
+    "distilbert": _DISTILBERT | _under("distilbert", _DISTILBERT),
+    "gptj": _GPTJ | _under("transformer", _GPTJ),
+    "gpt_neo": _GPT_NEO | _under("transformer", _GPT_NEO),
+    "stablelm": _STABLELM | _under("model", _STABLELM),
+    "vit": _VIT | _under("vit", _VIT),
+    "deit": _VIT | _under("deit", _VIT),
     "opt": _OPT | {pattern.removeprefix("model."): style for pattern, style in _OPT.items()},
 }
 """Plans by `config.model_type`, with and without the prefix that a model with a head puts before its base."""
@@ -95,8 +131,11 @@ def _vocabulary(base: nn.Module) -> Pairs:
     """The embedding and the head of a transformers model, by name."""
     pairs = []
     names = {id(module): name for name, module in base.named_modules()}
-    for getter, style in (("get_input_embeddings", "vocabulary"), ("get_output_embeddings", "head")):
+    for getter, style, kind in (
+        ("get_input_embeddings", "vocabulary", nn.Embedding),  # that of an image model is none
+        ("get_output_embeddings", "head", nn.Module),
+    ):
         module = getattr(base, getter, lambda: None)()
-        if isinstance(module, nn.Module) and id(module) in names:
+        if isinstance(module, kind) and id(module) in names:
             pairs.append((names[id(module)], style))
     return tuple(pairs)
