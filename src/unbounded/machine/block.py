@@ -8,6 +8,7 @@ the time that the planner would predict from the rates alone, divided by it, is 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,14 @@ _GPU, _CPU = Shape("7B", 1, 4096, 1, 32, 32, 11008), Shape("tiny", 1, 256, 1, 4,
 _GPU_ROWS, _CPU_ROWS = (4, 2048), (4, 256)
 
 
-def reached_part(device: torch.device, rates: dict[str, float]) -> float:
+def reached_part(device: torch.device, rates: dict[str, Any]) -> float:
     """The part of `rates` ("matmul_flops", "device_bandwidth", "kernel_seconds", each alone) that a block reaches."""
     is_gpu = device.type == "cuda"
     shape, (rows, sequence) = (_GPU, _GPU_ROWS) if is_gpu else (_CPU, _CPU_ROWS)
     return _modelled(shape, rows, sequence, rates, is_cpu=not is_gpu) / _measured(shape, rows, sequence, device)
 
 
-def _modelled(shape: Shape, rows: int, sequence: int, rates: dict[str, float], *, is_cpu: bool) -> float:
+def _modelled(shape: Shape, rows: int, sequence: int, rates: dict[str, Any], *, is_cpu: bool) -> float:
     """What the planner predicts for the forward and backward of the block."""
     (cost,) = (part.cost for part in footprint_of(shape, kernels=EAGER).parts if part.is_block)
     cost = widen(cost) if is_cpu else cost
@@ -52,6 +53,9 @@ def _measured(shape: Shape, rows: int, sequence: int, device: torch.device) -> f
 
 class Block(nn.Module):
     """A block of a Llama, operation by operation as eager models run it, which is what `EAGER` counts."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, shape: Shape, sequence: int) -> None:
         super().__init__()

@@ -22,7 +22,8 @@ def least_seconds(work: Callable[[], object], device: torch.device, repetitions:
 def sustained_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Of one run of `work` among many: the median of those in the second half of `SUSTAINED_SECONDS`."""
     _timed(work, device)
-    began, taken = time.perf_counter(), []
+    began = time.perf_counter()
+    taken: list[float] = []
     while len(taken) < REPETITIONS or time.perf_counter() - began < SUSTAINED_SECONDS:
         taken.append(_timed(work, device))
     return statistics.median(taken[len(taken) // 2 :])
