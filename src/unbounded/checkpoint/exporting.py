@@ -26,8 +26,8 @@ from unbounded.planner.sizes import parse_bytes
 from unbounded.sharding.running import sharded
 from unbounded.weights.adapter_files import adapter_folder, describe_adapters, file_names, write_config
 from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS
+from unbounded.zero.members import persistent_buffers
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.sites import persistent_buffers
 from unbounded.zero.whole_values import whole_values
 
 logger = logging.getLogger("unbounded")

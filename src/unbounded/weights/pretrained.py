@@ -22,9 +22,9 @@ from unbounded.weights.adapter_files import base_folder, read_adapters
 from unbounded.weights.grafts import Grafts
 from unbounded.weights.recipes import Recipe, Recipes, ignored
 from unbounded.weights.safetensors_reader import WeightFolder
+from unbounded.zero.members import persistent_buffers
 from unbounded.zero.setup.initial import Entries, Installer
 from unbounded.zero.setup.meta import ModuleFill
-from unbounded.zero.sites import persistent_buffers
 
 logger = logging.getLogger("unbounded")
 
