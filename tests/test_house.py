@@ -61,7 +61,7 @@ OWNERS_OF_A_UNIT = {
 
 
 OWNERS_OF_A_GRADIENT = {
-    "zero/gradients/reduction.py": {"adding"},
+    "zero/reduction/reduction.py": {"adding"},
     "zero/step/updates.py": {"reading"},
     "zero/unit.py": {"layout"},
     "zero/setup/thawing.py": {"is_kept", "counted"},

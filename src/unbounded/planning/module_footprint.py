@@ -31,9 +31,10 @@ from unbounded.planner.models.footprint import (
 )
 from unbounded.planner.models.shapes import Shape
 from unbounded.planner.plan import Plan
+from unbounded.zero.members import find_members
 from unbounded.zero.setup.admission import check_optimizer, common_precision
+from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import UnitSpec, find_specs
-from unbounded.zero.sites import find_members, find_sites
 
 
 def read_footprint(

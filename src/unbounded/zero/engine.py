@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,8 +27,6 @@ from unbounded.process import OwningProcess
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
-from unbounded.zero.gradients.agreement import GradientAgreement
-from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.lending import Lending
 from unbounded.zero.parameters.views import refuse_stray_gradients, takes_gradients
 from unbounded.zero.parameters.writes import Writes
@@ -39,10 +37,21 @@ from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.passes.order import Order
-from unbounded.zero.passes.saved import Saving
 from unbounded.zero.pending import PendingStep
-from unbounded.zero.setup.thawing import Thawing
+from unbounded.zero.reduction.agreement import GradientAgreement
+from unbounded.zero.reduction.reduction import Reduction
+from unbounded.zero.saved import Saving
 from unbounded.zero.unit import Unit, WeightState
+
+
+class Thaw(Protocol):
+    """What gives a unit that was frozen at `shard` all that its training needs (`Thawing`)."""
+
+    def thaw(self, unit: Unit, units: Sequence[Unit]) -> None: ...
+
+    def note(self, unit: Unit, index: int, *, is_trained: bool) -> None: ...
+
+    def describe(self) -> str: ...
 
 
 class Engine:
@@ -65,7 +74,7 @@ class Engine:
         inputs: Inputs,
         failures: Failures,
         writes: Writes,
-        thawing: Thawing,
+        thawing: Thaw,
         buffers: ModuleBuffers,
     ) -> None:
         self._owner = OwningProcess()

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
+from unbounded.zero.members import Member
 from unbounded.zero.parameters.parameter import (
     ManagedParameter,
     hide,
@@ -32,7 +33,6 @@ from unbounded.zero.parameters.parameter import (
     take_stray_gradients,
 )
 from unbounded.zero.passes.hooks import in_backward
-from unbounded.zero.sites import Member
 from unbounded.zero.unit import Unit
 
 _OWN = {"_unit_ref", "_index"}
