@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unbounded.errors import PlanError
-from unbounded.machine.block import Block
+from unbounded.machine.block import MeasuredBlock
 from unbounded.planner.models.configs import read_model, shape_of
 from unbounded.planner.models.footprint import expand, footprint_of
 from unbounded.planner.models.shapes import PRESETS
@@ -92,7 +92,7 @@ def test_a_block_keeps_what_autograd_saves(is_measured: bool) -> None:
     angles = torch.randn(2, 128, 32, dtype=torch.bfloat16)
     given: dict[str, Any] = {"position_embeddings": (angles, angles), "attention_mask": None}
     if is_measured:
-        block, given = Block(shape_of(config.to_dict(), "config"), 128), {}
+        block, given = MeasuredBlock(shape_of(config.to_dict(), "config"), 128), {}
     block = block.to(torch.bfloat16)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
     x = torch.randn(2, 128, 128, dtype=torch.bfloat16, requires_grad=True)

@@ -44,14 +44,14 @@ def _modelled(shape: Shape, rows: int, sequence: int, rates: dict[str, Any], *, 
 def _measured(shape: Shape, rows: int, sequence: int, device: torch.device) -> float:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
-        block = Block(shape, sequence).to(dtype)
+        block = MeasuredBlock(shape, sequence).to(dtype)
         x = torch.randn(rows, sequence, shape.hidden, dtype=dtype, requires_grad=True)
         upstream = torch.randn(rows, sequence, shape.hidden, dtype=dtype)
     wanted = [x, *block.parameters()]
     return sustained_seconds(lambda: torch.autograd.grad(block(x), wanted, upstream), device)
 
 
-class Block(nn.Module):
+class MeasuredBlock(nn.Module):
     """A block of a Llama, operation by operation as eager models run it, which is what `EAGER` counts."""
 
     cos: Tensor
