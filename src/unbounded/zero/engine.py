@@ -175,7 +175,7 @@ class Engine:
             self.phases.leave()
 
     def _begin_forward(self) -> None:
-        self.lending.snapshots.settle()
+        self.lending.copies.settle()
         self.settle()
         self.phases.enter("a forward with gradients" if torch.is_grad_enabled() else "a forward without gradients")
         self.forward.begin()
