@@ -52,7 +52,7 @@ class StateDictCopies:
         unit, name = taken.unit, taken.unit.layout.slots[taken.index].name
         if unit.generation != taken.generation or not unit.is_whole:
             self._taken.clear()
-            why = "of before the last step" if unit.is_whole else "of a partitioned parameter"
+            why = "from before the last step" if unit.is_whole else "of a partitioned parameter"
             raise StateError(
                 f"the value of {name!r} that state_dict() gave was changed in place, but it is a copy {why}, so the "
                 "change would be lost. Clone a state dict before changing it, or write inside "
