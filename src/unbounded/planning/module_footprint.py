@@ -139,7 +139,8 @@ def _part(
     cost = replace(cost, trained=cost.products * learnt / max(1, total))
     cost = widen(cost) if spec.dtype == torch.float32 else cost
     largest = max((slot.numel for slot in spec.layout.slots), default=0)
-    return UnitFootprint(spec.name, numel, cost=cost, trained_numel=trained, is_block=is_block, largest=largest)
+    module = spec.site.name
+    return UnitFootprint(spec.name, numel, 1, cost, trained, is_block=is_block, largest=largest, module=module)
 
 
 def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bool) -> Cost:
