@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.recover()
         self.engine.pending.refuse_broken()
         refuse_stray_gradients(self.engine.units)
-        self.engine.lending.snapshots.settle()
+        self.engine.lending.copies.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)
         self._at_once.finish(self.param_groups)

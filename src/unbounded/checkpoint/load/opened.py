@@ -36,7 +36,7 @@ from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.step.step_progress import StepProgress
 
 
-class Contents:
+class OpenedCheckpoint:
     """What a load brings in. Call `open`, then `prepare`; afterwards every attribute is there."""
 
     def __init__(self, state: Sharded, model: nn.Module, folder: Path, peers: Peers, *, with_optimizer: bool) -> None:
