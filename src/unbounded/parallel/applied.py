@@ -114,10 +114,10 @@ def take_parts(
                 applied.detaches.append(attach_loading(module, places))
         applied.detaches.append(tensor.detach)
     if axes.data.size < axes.world.size:
-        check = RecordCheck(model, plan, axes)
+        records = RecordCheck(model, plan, axes)
         if applied.hollow is not None:
-            applied.hollow.check = check
-        applied.attaches.append(lambda: applied.detaches.append(check.attach(model)))
+            applied.hollow.check = records.check
+        applied.attaches.append(lambda: applied.detaches.append(records.attach(model)))
     applied.uncounted = frozenset(uncounted)
     return applied
 

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError, StateError
+from unbounded.parallel.attachments import Detach, replace_forward, together
 from unbounded.parallel.blocks import change_hidden, find_stacks, unwrap
 from unbounded.parallel.collectives import LayerSite, exchange_parts
 from unbounded.parallel.partial_gradients import Partial, attach_sum
 from unbounded.parallel.tensor.dropout import SlicedDropout
-from unbounded.parallel.tensor.layers import Detach, replace_forward, together
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.axis import Axis
 

@@ -46,10 +46,13 @@ class RecordCheck:
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Checks every call of the model; the returned function ends that."""
-        hook = lambda _, args, kwargs: self(kwargs)  # noqa: E731
-        return model.register_forward_pre_hook(hook, with_kwargs=True).remove
+        return model.register_forward_pre_hook(self._before_call, with_kwargs=True).remove
 
-    def __call__(self, kwargs: Mapping[str, Any]) -> None:
+    def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.check(kwargs)
+
+    def check(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises if a call of the model with these arguments asks for it."""
         if self._has_context and kwargs.get("past_key_values") is not None:
             raise StateError(
                 "with a context axis a rank would cache the keys and values of its own part of the sequence only. Call "

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import PlanError, StateError
+from unbounded.parallel.attachments import Detach, replace_forward, together
 from unbounded.parallel.pipeline.stages import Cutting
-from unbounded.parallel.tensor.layers import Detach, replace_forward, together
 from unbounded.ranks.axis import Axis
 
 # What the blocks of each stack returned last, by the stack's number.

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import PlanError
+from unbounded.parallel.attachments import Detach, replace_forward
 from unbounded.parallel.blocks import change_hidden
 from unbounded.parallel.collectives import take_part
-from unbounded.parallel.tensor.layers import Detach, replace_forward
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from unbounded.parallel.attachments import Detach, together
 from unbounded.parallel.blocks import find_stacks, unwrap
 from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.partial_gradients import Partial, attach_sum
@@ -53,7 +54,7 @@ class TensorParallel:
         self._dropping = [block for stack in found for block in stack] if sequence or by_context else []
         self.heads: dict[nn.Module, HeadPart] = {}
         self._is_given, self._trials = styles is not None, list[Trial]()
-        self._detaches: list[layers.Detach] = []
+        self._detaches: list[Detach] = []
 
     def cut(self) -> None:
         """Leaves this rank's part in every parameter that is cut. They stay the same objects."""
@@ -88,16 +89,16 @@ class TensorParallel:
         if self.sequence is not None:
             self._detaches.extend(self.sequence.attach())
 
-    def _attach(self, layer: Layer) -> layers.Detach:
+    def _attach(self, layer: Layer) -> Detach:
         kind, module, scene, site = layer.style.kind, layer.module, self.scene, self.scene.at(layer.name)
         base = layers.adapted_layers(module)[0]
         if kind is Kind.COLUMN:
             cut = layer.cuts[base, "weight"]
             attached = layers.attach_column(module, scene, site, joins=layer.style.joins, width=cut.shape[cut.dim])
-            return layers.together(attached, layers.adjust_sizes(base, cut, is_row=False))
+            return together(attached, layers.adjust_sizes(base, cut, is_row=False))
         if kind is Kind.ROW:
             attached = layers.attach_row(module, scene, site, splits=layer.style.splits, inner=base)
-            return layers.together(attached, layers.adjust_sizes(base, layer.cuts[base, "weight"], is_row=True))
+            return together(attached, layers.adjust_sizes(base, layer.cuts[base, "weight"], is_row=True))
         if kind is Kind.VOCABULARY:
             return layers.attach_vocabulary(module, scene, site, layer.cuts[module, "weight"])  # type: ignore[arg-type]
         if kind is Kind.EXPERTS:
@@ -106,13 +107,13 @@ class TensorParallel:
             return self._attach_head(layer, layer.cuts[base, "weight"])
         return lambda: None
 
-    def _attach_head(self, layer: Layer, cut: Cut) -> layers.Detach:
+    def _attach_head(self, layer: Layer, cut: Cut) -> Detach:
         part = HeadPart(self.scene, self.scene.at(layer.name), cut)
         attached = attach_head(layer.module, part)
         self.heads[layer.module] = part
         if not TokenLoss.fits(self.base):
             return attached
-        return layers.together(TokenLoss(self.base, part).attach(), attached)
+        return together(TokenLoss(self.base, part).attach(), attached)
 
     def _attentions(self) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
         """The attention modules whose heads are cut, with the key heads of the whole and those held here."""

@@ -14,7 +14,7 @@ from unbounded.errors import StateError
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import join_cut
 from unbounded.ranks.phases import Phases
-from unbounded.zero.parameters.snapshots import Snapshots
+from unbounded.zero.parameters.state_dict_copies import StateDictCopies
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.unit import Unit, WeightState
@@ -38,7 +38,7 @@ class Lending:
     def __init__(
         self, engine: Running, gathering: Gathering, writes: Writes, phases: Phases, *, num_ranks: int, tensor: Axis
     ) -> None:
-        self.snapshots = Snapshots()
+        self.copies = StateDictCopies()
         self._engine, self._gathering, self._writes, self._phases = engine, gathering, writes, phases
         self._num_ranks, self._tensor = num_ranks, tensor
         self._looked_at: Unit | None = None  # gathered for a look from outside, until another look or a pass
@@ -73,7 +73,7 @@ class Lending:
             cut = unit.layout.slots[index].cut
             if cut is not None:  # a copy of the whole, from which no write goes back
                 return join_cut(cut, value, self._tensor).cpu()
-        return self.snapshots.take(unit, index, value)
+        return self.copies.take(unit, index, value)
 
     def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
         """Brings a new value of a parameter to its tier."""

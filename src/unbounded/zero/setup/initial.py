@@ -19,7 +19,7 @@ from unbounded.ranks.axis import Axis
 from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.pool import BufferPool
 from unbounded.tiers.tiers import Tiers
-from unbounded.zero.sites import Member
+from unbounded.zero.members import Member
 from unbounded.zero.unit import Unit
 
 Places = Mapping[str, str]  # "weights", "optimizer", "remainder" -> tier

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from unbounded.parallel import collectives
+from unbounded.parallel.attachments import Detach, replace_forward
 from unbounded.parallel.blocks import asked_loss
 from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.tensor.head.whole_logits import WholeLogits
-from unbounded.parallel.tensor.layers import Detach, replace_forward
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
 
