@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.train.corpora import make_corpus, save_tokenizer, write_texts
 
+from unbounded.train.data.corpus import Corpus
 from unbounded.train.data.loader import Loader
-from unbounded.train.data.sequences import Corpus
 from unbounded.train.data.tokenizer import FolderTokenizer
 
 TOKENS_PER_SECOND = 100_000

@@ -7,6 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ LAYERS = {
     "planning": 5,
     "checkpoint": 5,
     "weights": 4,
+    "machine": 4,
     "zero": 3,
     "activations": 3,
     "parallel": 3,
-    "machine": 3,
     "tiers": 2,
     "optim": 2,
     "ranks": 2,
@@ -38,7 +39,7 @@ LAYERS = {
 LEAVES = {"planner", "observe"}
 """Import nothing of the package but the ground; anyone may import them."""
 
-GROUND = {"errors", "process", "launcher", "version"}
+GROUND = {"errors", "paths", "process", "launcher", "version"}
 TOGETHER = {("cli", "train"), ("checkpoint", "sharding"), ("planning", "sharding")}
 """Pairs of one layer of which the first may import the second."""
 
@@ -134,6 +135,35 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_the_rooms_of_every_folder_have_an_order() -> None:
+    """A room is a file, or a folder with all that is in it: where one imports another, nothing there imports it back.
+
+    Packages themselves (`__init__.py`) hand names on and are no rooms.
+    """
+    modules = {module_of(path): path for path in files() if path.name != "__init__.py"}
+    folders = {".".join(name.split(".")[:depth]) for name in modules for depth in range(1, name.count(".") + 1)}
+    wrong = []
+    for folder in sorted(folders):
+        inside = {name: _room(folder, name) for name in modules if name.startswith(f"{folder}.")}
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for name, room in inside.items():
+            for target in imports_of(modules[name]):
+                if target in inside and inside[target] != room:
+                    reasons.setdefault((room, inside[target]), []).append(f"{name} imports {target}")
+        graph: dict[str, set[str]] = {}
+        for room, target in reasons:
+            graph.setdefault(room, set()).add(target)
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:  # each is imported by the next
+            wrong += [reason for target, room in pairwise(error.args[1]) for reason in reasons[room, target]]
+    assert not wrong
+
+
+def _room(folder: str, module: str) -> str:
+    return module.removeprefix(f"{folder}.").split(".")[0]
 
 
 def test_every_part_of_the_package_has_a_layer() -> None:

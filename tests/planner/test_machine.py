@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import unbounded
 from unbounded.errors import PlanError
-from unbounded.machine import disk
+from unbounded.machine import disk, measuring, timing
+from unbounded.machine.block import reached_part
 from unbounded.planner.machine import VERSION, MachineRates
 from unbounded.planner.presets import NAMES, UNMEASURED, find_machine
 
@@ -61,7 +63,8 @@ def break_file(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": VERSION + 1}, r"has version 2, but this release reads 1. Measure again"),
+        ({"version": VERSION - 1}, r"has version 1, but this release reads 2. Measure again"),
+        ({"version": VERSION + 1}, r"has version 3, but this release reads 2. Measure again"),
         ({"version": None}, r"has no version"),
         ({"matmul_flops": -1}, r"matmul_flops is -1, which is impossible"),
         ({"device_bytes": 0}, r"device_bytes is 0, which is impossible"),
@@ -90,9 +93,22 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
 def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(disk, "FILE_BYTES", 64 << 20)
+    monkeypatch.setattr(timing, "SUSTAINED_SECONDS", 0.0)
+    parts: list[float] = []
+    alone: dict[str, float] = {}
+
+    def reached(device: torch.device, rates: dict[str, float]) -> float:
+        alone.update(rates)
+        parts.append(reached_part(device, rates))
+        return parts[-1]
+
+    monkeypatch.setattr(measuring, "reached_part", reached)
     machine = unbounded.Machine.measure(tmp_path)
+    for name in ("matmul_flops", "device_bandwidth"):
+        assert getattr(machine, name) == pytest.approx(parts[0] * alone[name])
     assert unbounded.Machine.load() == machine
     assert machine.host_rate > 0
+    assert machine.host_add_rate > 0
     assert machine.disk_both > 0
     assert not list(tmp_path.glob("*.tmp"))
     assert not [path for path in tmp_path.iterdir() if path.is_file()]  # the disk's file is gone

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unbounded.errors import PlanError
+from unbounded.machine.block import MeasuredBlock
 from unbounded.planner.models.configs import read_model, shape_of
 from unbounded.planner.models.footprint import expand, footprint_of
 from unbounded.planner.models.shapes import PRESETS
@@ -83,12 +84,18 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert footprint.flops(32) * 64 == pytest.approx(3 * ours)
 
 
-def test_a_block_keeps_what_autograd_saves() -> None:
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_block_keeps_what_autograd_saves(is_measured: bool) -> None:
+    """A block of transformers, and the one that `Machine.measure()` times as such."""
     config = llama(hidden_size=128, intermediate_size=344)
-    block = transformers.models.llama.modeling_llama.LlamaDecoderLayer(config, 0).to(torch.bfloat16)
-    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    x = torch.randn(2, 128, 128, dtype=torch.bfloat16, requires_grad=True)
+    block = transformers.models.llama.modeling_llama.LlamaDecoderLayer(config, 0)
     angles = torch.randn(2, 128, 32, dtype=torch.bfloat16)
+    given: dict[str, Any] = {"position_embeddings": (angles, angles), "attention_mask": None}
+    if is_measured:
+        block, given = MeasuredBlock(shape_of(config.to_dict(), "config"), 128), {}
+    block = block.to(torch.bfloat16)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
+    x = torch.randn(2, 128, 128, dtype=torch.bfloat16, requires_grad=True)
     saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +105,7 @@ def test_a_block_keeps_what_autograd_saves() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = block(x, position_embeddings=(angles, angles), attention_mask=None)
+        out = block(x, **given)
     del out
     part = next(part for part in footprint_of(shape_of(config.to_dict(), "config")).parts if part.is_block)
     assert 256 * part.cost.kept == pytest.approx(sum(saved.values()), rel=0.15)

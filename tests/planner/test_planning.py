@@ -21,6 +21,7 @@ from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
 from unbounded.errors import BudgetError, PlanError
+from unbounded.planner.machine import saved_path
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planning.running_step import predict_step
 from unbounded.sharding import block_policies
@@ -43,8 +44,11 @@ def make(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_a_plan_for_a_module_is_closed_says_why_and_is_what_shard_does() -> None:
-    model, optimizer = make()
-    plan = unbounded.plan(model, optimizer, machine=UNMEASURED, tokens_per_step=64, sequence=16)
+    model, _ = make()
+    for layer in model.layers:  # each block has a unit that is frozen and one that is not
+        layer[0].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    plan = unbounded.plan(model, optimizer, machine=UNMEASURED, tokens_per_step=64, sequence=16, weights="host")
     assert plan.predicted_seconds is not None
     assert plan.predicted_seconds > 0
     assert "bottleneck" in plan.reasons
@@ -54,6 +58,11 @@ def test_a_plan_for_a_module_is_closed_says_why_and_is_what_shard_does() -> None
     stepped.step()
     assert stepped.plan.weights == plan.weights
     assert stepped.plan.optimizer == plan.optimizer
+    assert stepped.plan.activations == plan.activations
+    assert "frozen" in str(plan.weights)
+    found = predict_step(placed, tokens=64, sequence=16, machine=UNMEASURED)
+    assert found is not None
+    assert "weights" not in found.held["device"]
 
 
 def test_budgets_of_a_plan_are_kept_and_contradictions_refused() -> None:
@@ -94,6 +103,12 @@ def test_a_sharded_model_is_predicted_only_with_a_measured_machine(
     assert twice is not None
     assert once.held["host"]["optimizer"] == pytest.approx(8 * sum(p.numel() for p in model.parameters()), rel=0.05)
     assert twice.seconds > once.seconds
+    adds_slowly = replace(UNMEASURED, host_add_rate=UNMEASURED.host_rate / 1e6)
+    slow = predict_step(model, tokens=64, sequence=16, accumulate=2, machine=adds_slowly)
+    assert slow is not None
+    assert slow.seconds > 2 * twice.seconds
+    saved_path().write_text(UNMEASURED.to_json().replace('"version": 2', '"version": 1'))
+    assert predict_step(model, tokens=64, sequence=16) is None
 
 
 class Idle:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import unbounded
 from tests.semantics.programs import PLANS, WORLDS, adamw, compare, data, make, step, weights
-from unbounded.zero.gradients.agreement import GradientAgreement
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.parameters.writes import Writes
+from unbounded.zero.reduction.agreement import GradientAgreement
 
 
 class Breaking(torch.autograd.Function):

@@ -122,7 +122,7 @@ def test_a_write_to_an_old_state_dict_is_refused() -> None:
     step(model, optimizer)
     with torch.no_grad():
         state["last.weight"].mul_(2.0)
-    with pytest.raises(StateError, match=r"last\.weight.*copy of before the last step"):
+    with pytest.raises(StateError, match=r"last\.weight.*copy from before the last step"):
         step(model, optimizer)
     step(model, optimizer)
 

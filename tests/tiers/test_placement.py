@@ -16,8 +16,8 @@ from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.step.streaming import choose_streamed, streamed_part
 from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_patterns, read_placement
 from unbounded.zero.setup.blueprint import Means, draw
+from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import find_specs
-from unbounded.zero.sites import find_sites
 
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.

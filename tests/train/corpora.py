@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from unbounded.train.data.corpus import Corpus
 from unbounded.train.data.document import Split, open_reader
-from unbounded.train.data.sequences import Corpus
 from unbounded.train.data.source import open_source
 from unbounded.train.data.tokenizer import ByteTokenizer, Tokenizer
 

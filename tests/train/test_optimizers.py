@@ -18,7 +18,7 @@ from unbounded.errors import InputError
 from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.options.config import OPTIMIZERS, Config
 from unbounded.train.options.settings import close_settings
-from unbounded.train.step.optimizers import make_optimizer
+from unbounded.train.step.optimizer_choice import make_optimizer
 
 SETTINGS = replace(close_settings(Config(), kind="cpu", num_ranks=1), lr=1e-2, weight_decay=0.1)
 PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding.placing"]

@@ -8,8 +8,9 @@ from torch import nn
 
 from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.step import objective
+from unbounded.train.step.learning_rate import lr_factor
 from unbounded.train.step.objective import MicroBatch, summed_loss
-from unbounded.train.step.schedule import lr_factor, weight_decay_groups
+from unbounded.train.step.optimizer_choice import weight_decay_groups
 
 
 def test_the_rate_rises_over_the_warm_up_and_falls_to_its_end() -> None:

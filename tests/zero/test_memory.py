@@ -14,7 +14,7 @@ import unbounded
 from tests import process
 from tests.zero.counting import live_bytes, settled_bytes
 from tests.zero.training import Batch, shard
-from unbounded.zero.gradients.reduction import IN_FLIGHT, Reduction
+from unbounded.zero.reduction.reduction import IN_FLIGHT, Reduction
 
 WIDTH = 128
 DEPTH = 16

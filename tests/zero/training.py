@@ -181,14 +181,14 @@ def average_gradients(model: nn.Module, world_size: int) -> None:
 @contextmanager
 def small_units(numel: int | None) -> Iterator[None]:
     """Leaf modules of at least `numel` elements become their own units, so that tiny models have many."""
-    from unbounded.zero import sites as units
+    from unbounded.zero.setup import sites
 
-    before = units.SMALL_NUMEL
-    units.SMALL_NUMEL = before if numel is None else numel
+    before = sites.SMALL_NUMEL
+    sites.SMALL_NUMEL = before if numel is None else numel
     try:
         yield
     finally:
-        units.SMALL_NUMEL = before
+        sites.SMALL_NUMEL = before
 
 
 def shard(model: nn.Module, optimizer: Any, plan: dict[str, Any]) -> tuple[nn.Module, Any]:

@@ -100,7 +100,7 @@ class Checkpointed:
         if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
             return self.inner(*args, **kwargs)
         tensors, template = take_tensors((args, kwargs))
-        run = _Run(self, args, kwargs, template)
+        run = _BlockCall(self, args, kwargs, template)
         if policy == "recompute":
             return checkpoint(run, *tensors, use_reentrant=False)
         inputs = self.shelf.hold(self.name, tensors)
@@ -158,7 +158,7 @@ def _call(block: Checkpointed, *args: Any, **kwargs: Any) -> Any:
     return outputs
 
 
-class _Run:
+class _BlockCall:
     """The block's call: first with what the caller gave, then, in the backward, with what was kept of it."""
 
     def __init__(self, block: Checkpointed, args: Any, kwargs: Any, template: ArgumentTemplate) -> None:

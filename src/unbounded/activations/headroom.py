@@ -99,7 +99,7 @@ def choose_policy(
 
 
 @dataclass(eq=False)
-class _Pass:
+class _SeenForward:
     """One forward of the model."""
 
     start_bytes: int  # allocated when it began, with the growth
@@ -141,7 +141,7 @@ class Headroom:
         self._has_host_room, self._trim_host, self._growth_bytes = has_host_room, trim_host, growth_bytes
         self._tails, self._ratio, self._has_kept = Tails(), FIRST_RATIO, False
         self._own_peak_size, self._forgets_peak = 0, False  # the largest input whose pass reached its own peak
-        self._pass = _Pass(0, 0)
+        self._pass = _SeenForward(0, 0)
         self.begin()
 
     def begin(self) -> None:
@@ -151,7 +151,7 @@ class Headroom:
         if self._renew_limit is not None:
             self._limit = self._renew_limit()
         growth, self.num_kept = self._growth_bytes(), 0
-        self._pass = _Pass(self._meter.allocated_bytes() + growth, growth)
+        self._pass = _SeenForward(self._meter.allocated_bytes() + growth, growth)
 
     def choose(self, inputs: Any) -> str:
         """The policy of the block that is about to run with `inputs`."""
@@ -222,7 +222,7 @@ class Headroom:
         if not passed.is_watched:
             passed.is_watched = self._watch(passed, outputs)
 
-    def _watch(self, passed: _Pass, outputs: Any) -> bool:
+    def _watch(self, passed: _SeenForward, outputs: Any) -> bool:
         """Makes the tail be read when the backward reaches the output of the first block.
 
         A tail includes a recomputed block; if there was none, what a block keeps is added.

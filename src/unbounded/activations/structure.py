@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _Hole:
     """Where a tensor was."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class _Record:
+class _Dataclass:
     """A dataclass without its fields, and the templates of those."""
 
     shell: Any
@@ -58,7 +58,7 @@ def _take(value: Any, tensors: list[torch.Tensor]) -> ArgumentTemplate:
 def _take_leaf(leaf: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(leaf, torch.Tensor):
         tensors.append(leaf)
-        return _Slot(len(tensors) - 1)
+        return _Hole(len(tensors) - 1)
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
     before, fields = len(tensors), {}
@@ -66,13 +66,13 @@ def _take_leaf(leaf: Any, tensors: list[torch.Tensor]) -> Any:
         fields[field.name] = _take(getattr(leaf, field.name, None), tensors)
     if len(tensors) == before:
         return leaf
-    return _Record(_with_fields(leaf, dict.fromkeys(fields)), fields)
+    return _Dataclass(_with_fields(leaf, dict.fromkeys(fields)), fields)
 
 
 def _put(leaf: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(leaf, _Slot):
+    if isinstance(leaf, _Hole):
         return tensors[leaf.index]
-    if isinstance(leaf, _Record):
+    if isinstance(leaf, _Dataclass):
         return _with_fields(leaf.shell, {name: part.fill(tensors) for name, part in leaf.fields.items()})
     return leaf
 

@@ -22,6 +22,7 @@ from unbounded.checkpoint.format.manifest import BUFFER, WEIGHT, Manifest, Tenso
 from unbounded.checkpoint.format.parsing import read_manifest
 from unbounded.checkpoint.safetensors_writer import Planned, ShardWriter, plan_file, plan_shards
 from unbounded.errors import CheckpointError
+from unbounded.paths import expand_home
 from unbounded.planner.sizes import parse_bytes
 from unbounded.weights.adapter_files import adapter_folder, file_names, write_config
 from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS
@@ -43,10 +44,10 @@ def export_checkpoint(
     checkpoint's own configuration is written, if it has one.
     """
     max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-    target = Path(os.path.expanduser(folder))
+    target = expand_home(folder)
     manifest = folders.read_whole(checkpoint, lambda source: _export(source, target, max_bytes))
     if config is not None:
-        _copy_beside(Path(os.path.expanduser(config)), target)
+        _copy_beside(expand_home(config), target)
     elif not manifest.values.get("adapters"):
         _write_config(manifest, target)
     return target

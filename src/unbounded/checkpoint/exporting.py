@@ -22,12 +22,13 @@ from unbounded.checkpoint.format.folder import told
 from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.safetensors_writer import Planned, ShardWriter, plan_file, plan_shards
 from unbounded.checkpoint.saving import refuse_strangers, settle
+from unbounded.paths import expand_home
 from unbounded.planner.sizes import parse_bytes
 from unbounded.sharding.running import sharded
 from unbounded.weights.adapter_files import adapter_folder, describe_adapters, file_names, write_config
 from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS
+from unbounded.zero.members import persistent_buffers
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.sites import persistent_buffers
 from unbounded.zero.whole_values import whole_values
 
 logger = logging.getLogger("unbounded")
@@ -51,7 +52,7 @@ def export(
     state.engine.phases.confirm("unbounded.export()")
     settle(state)
     peers = peers_of(model, state.engine.axes.world)
-    target = Path(os.path.expanduser(folder))
+    target = expand_home(folder)
     adapters = describe_adapters(model)
     if adapters:
         _export_adapters(state, model, target, peers, adapters)

@@ -26,7 +26,7 @@ from torch import nn
 
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format.folder import ATTEMPTS
-from unbounded.checkpoint.load.contents import Contents
+from unbounded.checkpoint.load.opened import OpenedCheckpoint
 from unbounded.checkpoint.load.transfer import Transfer
 from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.random_states import restore_random_states
@@ -100,20 +100,20 @@ class _Loading:
 
     def _load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         self._find(folder)
-        contents = Contents(self.state, self.model, self._folder, self.peers, with_optimizer=self.with_optimizer)
+        opened = OpenedCheckpoint(self.state, self.model, self._folder, self.peers, with_optimizer=self.with_optimizer)
         try:
-            marks = self.peers.agree(contents.open)
+            marks = self.peers.agree(opened.open)
             if len(set(marks)) > 1:
                 raise CheckpointError(
                     f"the ranks see different checkpoints in {self._folder}. Load from a shared disk."
                 )
-            needs = self.peers.agree(contents.prepare)
+            needs = self.peers.agree(opened.prepare)
             rooms = self.peers.agree(self._room)
             staged = all(need <= room for need, room in zip(needs, rooms, strict=True))
-            self._bring_in(contents, staged=staged)
+            self._bring_in(opened, staged=staged)
         finally:
-            contents.close()
-        return dict(contents.extra)
+            opened.close()
+        return dict(opened.extra)
 
     def _find(self, folder: str | os.PathLike[str]) -> None:
         """Only the first rank looks, and all of them get its answer."""
@@ -146,30 +146,30 @@ class _Loading:
             return STAGED_BYTES
         return min(STAGED_BYTES, budget - tiers.arena.used_bytes - pool.count * pool.buffer_bytes)
 
-    def _bring_in(self, contents: Contents, *, staged: bool) -> None:
-        assert contents.files is not None
+    def _bring_in(self, opened: OpenedCheckpoint, *, staged: bool) -> None:
+        assert opened.files is not None
         staging = self.state.tiers.staging
-        transfer = Transfer(contents.files, contents.source, staging, staged=staged)
+        transfer = Transfer(opened.files, opened.source, staging, staged=staged)
         has_begun = not staged
         try:
-            self.peers.agree(lambda: self._transfer(contents, transfer))
+            self.peers.agree(lambda: self._transfer(opened, transfer))
             has_begun = True
             self.peers.agree(transfer.install)
             self._is_over = True  # the others may be done from here on
-            self._finish(contents)
+            self._finish(opened)
         except BaseException as error:
             if has_begun:
                 self._mark(str(error))
             raise
 
-    def _transfer(self, contents: Contents, transfer: Transfer) -> None:
+    def _transfer(self, opened: OpenedCheckpoint, transfer: Transfer) -> None:
         with torch.no_grad():
-            transfer.copy(contents.copies)
-            transfer.convert(contents.conversions)
+            transfer.copy(opened.copies)
+            transfer.convert(opened.conversions)
             if self.with_optimizer:
                 assert self.state.optimizer is not None
                 transfer.later(self.state.optimizer.forget_gradients)
-                contents.put_gradients(transfer.later)
+                opened.put_gradients(transfer.later)
 
     def _mark(self, reason: str) -> None:
         """Makes every use of the model's states raise, until a load succeeds."""
@@ -182,12 +182,12 @@ class _Loading:
             )
             self.state.engine.gathering.invalidate(unit)
 
-    def _finish(self, contents: Contents) -> None:
+    def _finish(self, opened: OpenedCheckpoint) -> None:
         """Nothing here can fail, because everything was read and checked before."""
         engine = self.state.engine
         with torch.no_grad():
-            for name, value in contents.new_buffers.items():
-                contents.buffers[name].copy_(value)
+            for name, value in opened.new_buffers.items():
+                opened.buffers[name].copy_(value)
         for unit in engine.units:
             unit.forget_update()
             if unit.resident and not unit.is_whole:
@@ -195,19 +195,19 @@ class _Loading:
         if engine.device.type == "cuda":
             torch.cuda.current_stream(engine.device).synchronize()
         if self.with_optimizer:
-            self._finish_optimizer(contents)
-        if contents.random is not None:
-            restore_random_states(contents.random, engine.device)
+            self._finish_optimizer(opened)
+        if opened.random is not None:
+            restore_random_states(opened.random, engine.device)
 
-    def _finish_optimizer(self, contents: Contents) -> None:
+    def _finish_optimizer(self, opened: OpenedCheckpoint) -> None:
         optimizer = self.state.optimizer
         assert optimizer is not None
         for unit in self.state.engine.units:
             for index, slot in enumerate(unit.layout.slots):
-                unit.steps[index], unit.scalars[index] = contents.counts[slot.name]
-        for group, options in zip(optimizer.param_groups, contents.options, strict=True):
+                unit.steps[index], unit.scalars[index] = opened.counts[slot.name]
+        for group, options in zip(optimizer.param_groups, opened.options, strict=True):
             group.update(options)
-        optimizer.resume(contents.progress)
-        if contents.factor is not None:
+        optimizer.resume(opened.progress)
+        if opened.factor is not None:
             for unit in self.state.engine.units:
-                unit.gradient.scale(contents.factor)
+                unit.gradient.scale(opened.factor)

@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from unbounded.checkpoint.conversion import export_checkpoint
+    from unbounded.paths import expand_home
 
-    # The ~name of an unknown user is a plain name here; Path.expanduser would raise.
-    out, config = (path and os.path.abspath(os.path.expanduser(path)) for path in (args.out, args.config))
+    out, config = (path and os.path.abspath(expand_home(path)) for path in (args.out, args.config))
     folder = export_checkpoint(args.checkpoint, out, config=config, max_shard_bytes=args.max_shard)
     files = sorted(folder.rglob("*.safetensors"))
     print(f"{folder}: {sum(path.stat().st_size for path in files):,} bytes in {len(files)} file(s) of weights")

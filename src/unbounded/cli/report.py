@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unbounded.cli.parser import whole_number
+from unbounded.paths import expand_home
 
 if TYPE_CHECKING:
     from unbounded.observe.report.page import Report
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     html_path = None
     if args.html is not None:
-        folder = Path(os.path.expanduser(args.run))
+        folder = expand_home(args.run)
         named = args.html or (folder if folder.is_dir() else Path()) / "report.html"
         html_path = check_replaceable(named, "the page", page.BEGINNING.encode())
     svg_path = check_replaceable(args.svg, "the drawing", lane_chart.BEGINNING.encode()) if args.svg else None

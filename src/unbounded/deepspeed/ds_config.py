@@ -17,6 +17,7 @@ from typing import Any
 from unbounded.deepspeed.keys import CHANGES_TRAINING, KEYS, READ, Table
 from unbounded.errors import PlanError
 from unbounded.launcher import read_numbers
+from unbounded.paths import expand_home
 from unbounded.planner.plan import Plan
 
 _TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
@@ -91,7 +92,7 @@ def read_config(config: Given) -> DeepSpeedConfig:
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(Path(os.path.expanduser(path)).read_text(), object_pairs_hook=_without_doubles)
+        found = json.loads(expand_home(path).read_text(), object_pairs_hook=_without_doubles)
     except OSError as error:
         raise PlanError(f"the DeepSpeed config {path} cannot be read: {error.strerror}. Check the path.") from None
     except json.JSONDecodeError as error:

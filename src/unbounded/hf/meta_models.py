@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from unbounded.errors import PlanError
+from unbounded.paths import expand_home
 from unbounded.sharding.placing import expect_weights
 
 
@@ -37,7 +38,7 @@ def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCaus
 
 
 def _find(folder: str | os.PathLike[str]) -> Path:
-    path = Path(os.path.expanduser(folder))
+    path = expand_home(folder)
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 

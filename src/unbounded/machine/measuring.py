@@ -1,8 +1,9 @@
 """Measures each rate of this machine with the work that training does: the fastest of a few repetitions.
 
 Shapes are those of steps, not the ones that are fastest: products of a few thousand tokens with matrices of a few
-thousand rows, forwards and backwards; elementwise operations over tensors that no cache holds; the host's own fused
-optimizer; the disk engine with several transfers in flight.
+thousand rows, forwards and backwards; elementwise operations over tensors that no cache holds; both as far as a whole
+transformer block reaches them; the host's own fused optimizer and additions; the disk engine with several transfers in
+flight.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from unbounded.machine.additions import measure_additions
+from unbounded.machine.block import reached_part
 from unbounded.machine.disk import measure_disk
+from unbounded.machine.timing import least_seconds
 from unbounded.native import kernels
 from unbounded.native.host_memory import available_bytes, host_buffer
 from unbounded.native.kernels import Pool, Rule
 from unbounded.planner.step.streaming import UPDATED
 from unbounded.tiers.arena import HostArena
 
-REPETITIONS = 5
 COMPACTED = 12.125  # bytes per parameter that AdamW of the compact format reads and writes; of the exact one UPDATED
 
 
@@ -35,9 +37,16 @@ def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = Path(disk_path) if disk_path is not None else Path(tempfile.gettempdir())
     began = time.perf_counter()
-    values = {**_measure_device(device), **_measure_links(device), **_measure_host(), **measure_disk(folder)}
+    values = {
+        **_measure_device(device),
+        **_measure_links(device),
+        **_measure_host(),
+        **measure_additions(device),
+        **measure_disk(folder),
+    }
     free = available_bytes()
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured with is free again
         name, on_device = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
         host = int(free * 0.9)
     else:
@@ -56,30 +65,16 @@ def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     }
 
 
-def _least_seconds(work: Callable[[], object], device: torch.device, repetitions: int = REPETITIONS) -> float:
-    """Of one run of `work` until the device has finished; the first run is a warm-up."""
-    taken = []
-    for _ in range(repetitions + 1):
-        _finish(device)
-        start = time.perf_counter()
-        work()
-        _finish(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _measure_device(device: torch.device) -> dict[str, float]:
+    """What products and memory-bound operations reach inside a block, and what launching an operation takes."""
     is_gpu = device.type == "cuda"
-    return {
+    alone = {
         "matmul_flops": _matmul_flops(device, torch.bfloat16 if is_gpu else torch.float32),
         "device_bandwidth": _elementwise_rate(device),
         "kernel_seconds": _kernel_seconds(device),
     }
+    part = reached_part(device, alone)
+    return {**alone, "matmul_flops": part * alone["matmul_flops"], "device_bandwidth": part * alone["device_bandwidth"]}
 
 
 def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -99,7 +94,7 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
             upstream @ weight
             upstream.t() @ x
 
-    return flops / _least_seconds(work, device)
+    return flops / least_seconds(work, device)
 
 
 def _elementwise_rate(device: torch.device) -> float:
@@ -115,7 +110,7 @@ def _elementwise_rate(device: torch.device) -> float:
 
     # A tensor that already has the dtype is not copied.
     num_bytes = (6 + 8 + 4 + 8 + 6 + 4) if dtype == torch.bfloat16 else (8 + 4 + 8 + 8)
-    return num_bytes * x.numel() / _least_seconds(work, device)
+    return num_bytes * x.numel() / least_seconds(work, device)
 
 
 def _kernel_seconds(device: torch.device) -> float:
@@ -125,7 +120,7 @@ def _kernel_seconds(device: torch.device) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads would slow down such small operations, which is not Python's time
     try:
-        return _least_seconds(lambda: model(x), device) / len(model)
+        return least_seconds(lambda: model(x), device) / len(model)
     finally:
         torch.set_num_threads(before)
 
@@ -134,7 +129,7 @@ def _measure_links(device: torch.device) -> dict[str, float]:
     """Copies between host and device, alone and both ways; on a CPU copies within its memory."""
     if device.type != "cuda":
         source, target = (host_buffer(2**27) for _ in range(2))
-        rate = source.nbytes / _least_seconds(lambda: target.copy_(source), device)
+        rate = source.nbytes / least_seconds(lambda: target.copy_(source), device)
         return {"to_device": rate, "to_host": rate, "both_ways": rate, "link_bandwidth": rate}
     arena = HostArena(pin=True, num_threads=os.cpu_count() or 1)
     hosts = [arena.allocate(torch.uint8, 2**29) for _ in range(2)]
@@ -148,9 +143,9 @@ def _measure_links(device: torch.device) -> dict[str, float]:
             hosts[1].copy_(devices[1], non_blocking=True)
 
     size = hosts[0].nbytes
-    up = size / _least_seconds(lambda: devices[0].copy_(hosts[0], non_blocking=True), device)
-    down = size / _least_seconds(lambda: hosts[1].copy_(devices[1], non_blocking=True), device)
-    each = size / _least_seconds(both, device)
+    up = size / least_seconds(lambda: devices[0].copy_(hosts[0], non_blocking=True), device)
+    down = size / least_seconds(lambda: hosts[1].copy_(devices[1], non_blocking=True), device)
+    each = size / least_seconds(both, device)
     for host in hosts:
         arena.release(host)
     arena.close()
@@ -181,10 +176,10 @@ def _measure_host() -> dict[str, float]:
             def work() -> None:
                 kernels.update(rule, state_format, weight=weight[:part], grad=grad[:part], states=states, pool=pool)
 
-            return part / _least_seconds(work, cpu, 3)
+            return part / least_seconds(work, cpu, 3)
 
     alone, together = UPDATED * rate("exact", 1, numel // 8), UPDATED * rate("exact", threads, numel)
-    plain = 2 * memory[0].nbytes / _least_seconds(lambda: memory[1].copy_(memory[0]), cpu)
+    plain = 2 * memory[0].nbytes / least_seconds(lambda: memory[1].copy_(memory[0]), cpu)
     is_full = together < 0.9 * threads * alone  # then memory is the kernel's limit, whatever a copy reaches
     return {
         "host_bandwidth": together if is_full else max(together, plain),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 _RENEW_NS = 10_000_000_000  # 10 s: elapsed_time then resolves about a microsecond
 
 
-class _Pending(NamedTuple):
+class _OpenSpan(NamedTuple):
     lane: str
     name: str
     num_bytes: int
@@ -38,7 +38,7 @@ class DeviceClock:
         self._lock = threading.Lock()
         self._pool: dict[int, list[Any]] = {}
         self._references: dict[int, _Reference] = {}
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_OpenSpan] = deque()
 
     def begin(self, stream: Any) -> Any:
         """Record the start of a span on `stream` (a torch.cuda.Stream)."""
@@ -49,7 +49,7 @@ class DeviceClock:
 
     def end(self, lane: str, name: str, num_bytes: int, stream: Any, start: Any) -> None:
         """Record the end of the span that `begin` returned `start` for."""
-        pending = _Pending(lane, name, num_bytes, stream.device_index, start, self._record(stream))
+        pending = _OpenSpan(lane, name, num_bytes, stream.device_index, start, self._record(stream))
         with self._lock:
             self._pending.append(pending)
             crowded = len(self._pending) > 4096
@@ -58,7 +58,7 @@ class DeviceClock:
 
     def drain(self, *, wait: bool = False) -> None:
         """Resolve the spans that have happened; with `wait`, all of them."""
-        done: list[_Pending] = []
+        done: list[_OpenSpan] = []
         with self._lock:
             for _ in range(len(self._pending)):
                 pending = self._pending.popleft()
@@ -72,7 +72,7 @@ class DeviceClock:
         for pending, (start_ns, end_ns) in zip(done, resolved, strict=True):
             self._sink(pending.lane, pending.name, start_ns, end_ns, pending.num_bytes)
 
-    def _resolve(self, pending: _Pending) -> tuple[int, int]:
+    def _resolve(self, pending: _OpenSpan) -> tuple[int, int]:
         reference = self._references[pending.device]
         start_ns = reference.host_ns + int(reference.event.elapsed_time(pending.start) * 1e6)
         end_ns = start_ns + int(pending.start.elapsed_time(pending.end) * 1e6)

@@ -12,11 +12,12 @@ import stat
 from pathlib import Path
 
 from unbounded.errors import PlanError
+from unbounded.paths import expand_home
 
 
 def check_replaceable(path: str | os.PathLike[str], what: str, begins: bytes) -> Path:
     """The real path to write `what` to. A file that is already there must begin with `begins`, or be empty."""
-    target = Path(os.path.realpath(os.path.expanduser(path)))
+    target = Path(os.path.realpath(expand_home(path)))
     try:
         found = os.stat(target)
     except FileNotFoundError:

@@ -23,9 +23,9 @@ from unbounded.parallel.pipeline.schedules import check_schedule
 from unbounded.parallel.pipeline.stages import Cutting, cut_model
 from unbounded.parallel.recorded import RecordCheck
 from unbounded.parallel.tensor.given import GivenTensors, find_given
+from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.parallel.tensor.layers import attach_loading
 from unbounded.parallel.tensor.tensor_parallel import TensorParallel
-from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.planner.plan import Plan
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
@@ -114,10 +114,10 @@ def take_parts(
                 applied.detaches.append(attach_loading(module, places))
         applied.detaches.append(tensor.detach)
     if axes.data.size < axes.world.size:
-        check = RecordCheck(model, plan, axes)
+        records = RecordCheck(model, plan, axes)
         if applied.hollow is not None:
-            applied.hollow.check = check
-        applied.attaches.append(lambda: applied.detaches.append(check.attach(model)))
+            applied.hollow.check = records.check
+        applied.attaches.append(lambda: applied.detaches.append(records.attach(model)))
     applied.uncounted = frozenset(uncounted)
     return applied
 

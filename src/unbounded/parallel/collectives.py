@@ -141,7 +141,7 @@ class _Join(torch.autograd.Function):
         return take_part(gradient, ctx.dim, ctx.site), None, None, None
 
 
-class _Split(torch.autograd.Function):
+class _SplitCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
         ctx.dim, ctx.site, ctx.length = dim, site, x.shape[dim]
@@ -173,4 +173,4 @@ def join(x: torch.Tensor, dim: int, site: LayerSite, length: int | None = None) 
 
 
 def split(x: torch.Tensor, dim: int, site: LayerSite) -> torch.Tensor:
-    return _Split.apply(x, dim, site) if site.size > 1 else x
+    return _SplitCopy.apply(x, dim, site) if site.size > 1 else x

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.parallel.attachments import Detach, together
 from unbounded.parallel.collectives import LayerSite, sum_parts
-from unbounded.parallel.tensor.layers import Detach, together
 from unbounded.ranks.cut import Cut
 
 

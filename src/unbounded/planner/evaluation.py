@@ -112,7 +112,7 @@ def _variants(parts: Sequence[UnitFootprint], setup: Setup, plan: Plan) -> list[
     """Whether units are gathered and whether blocks run again, which take working memory. Variants without them exist
     only if neither the axes nor the plan need them."""
     weights = {read_placement(plan.weights, part.name) for part in parts}
-    policies = {read_placement(plan.activations, part.name) for part in parts if part.is_block}
+    policies = {read_placement(plan.activations, part.block_name) for part in parts if part.is_block}
     must_gather = (setup.stage == 3 and setup.data > 1) or not weights <= {None, "device"}
     must_recompute = not policies <= {None, "auto", "keep"}
     return [
@@ -151,7 +151,7 @@ class _Joint:
         alike: dict[tuple[Cost, tuple[str, ...]], list[UnitFootprint]] = {}
         for part in parts:
             if part.is_block:
-                alike.setdefault((part.cost, self._policies(part.name)), []).append(part)
+                alike.setdefault((part.cost, self._policies(part.block_name)), []).append(part)
         self.blocks = [(policies, members) for (_, policies), members in alike.items()]
 
     def _policies(self, name: str) -> tuple[str, ...]:
@@ -207,7 +207,7 @@ class _Joint:
         names = [part.name for part in self.parts]
         return Candidate(
             self.footprint, self.setup, state_format, prediction,
-            tuple(zip(names, places, strict=True)), tuple((part.name, policy) for part, policy in policies),
+            tuple(zip(names, places, strict=True)), tuple((part.block_name, policy) for part, policy in policies),
             self._capacity(),
         )  # fmt: skip
 

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 from unbounded.errors import PlanError
 
-VERSION = 1
+VERSION = 2
 _M = TypeVar("_M", bound="MachineRates")
 _OPTIONAL = (
-    "kernel_seconds", "host_compact_rate", "peer_bandwidth", "network_bandwidth",
+    "kernel_seconds", "host_compact_rate", "host_add_rate", "peer_bandwidth", "network_bandwidth",
     "disk_bytes", "disk_read", "disk_write", "disk_both",
 )  # fmt: skip
 
@@ -35,9 +35,9 @@ class MachineRates:
     """
 
     name: str
-    matmul_flops: float  # of a device, large 16-bit matrix products
+    matmul_flops: float  # of a device, 16-bit matrix products inside a transformer block
     device_bytes: int  # of a device
-    device_bandwidth: float  # of a device's memory
+    device_bandwidth: float  # of a device's memory, operations bound by it inside a block
     to_device: float  # of a device, from pinned host memory, alone
     to_host: float
     both_ways: float  # of a device, each way while both run
@@ -47,6 +47,7 @@ class MachineRates:
     host_threads: int
     host_thread_rate: float
     host_compact_rate: float = 0.0  # of one thread with `compact` states; 0: as with others
+    host_add_rate: float = 0.0  # of a node: gradients added up in fp32; 0: as updates
     disk_bytes: int = 0
     disk_read: float = 0.0
     disk_write: float = 0.0
@@ -87,6 +88,11 @@ class MachineRates:
         if state_format != "compact" or not self.host_compact_rate:
             return self.host_rate
         return min(self.host_bandwidth, self.host_threads * self.host_compact_rate)
+
+    @property
+    def addition_rate(self) -> float:
+        """What the ranks of a node move together while they add gradients up, in bytes of memory traffic per second."""
+        return self.host_add_rate or self.host_rate
 
     def up(self, *, both: bool = True) -> float:
         """To one device while all devices of its node are served, in bytes per second."""
@@ -146,6 +152,14 @@ def saved_path() -> Path:
     """Where this host's machine is kept."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(root) / "unbounded" / f"machine-{os.uname().nodename}.json"
+
+
+def saved_machine() -> MachineRates | None:
+    """This host as it was measured; None if it was not, or by another version. `unbounded plan` says what is wrong."""
+    try:
+        return MachineRates.load()
+    except (OSError, PlanError):
+        return None
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -119,7 +119,12 @@ def read_placement(placement: Placement | None, unit: str) -> str | None:
     """The tier that `placement` names for `unit`: the first pattern that matches, or None if it is left open."""
     if placement is None or isinstance(placement, str):
         return placement
-    return next((tier for pattern, tier in placement if fnmatch.fnmatchcase(unit, pattern)), None)
+    return next((tier for pattern, tier in placement if _matches(unit, pattern)), None)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A closed plan names units, and such a name may have brackets: "layers.0[bfloat16, frozen]"."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def check_patterns(placement: Placement | None, kind: str, names: Sequence[str]) -> None:
@@ -127,7 +132,7 @@ def check_patterns(placement: Placement | None, kind: str, names: Sequence[str])
     if placement is None or isinstance(placement, str):
         return
     for pattern, _ in placement:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if not any(_matches(name, pattern) for name in names):
             raise PlanError(
                 f"the pattern {pattern!r} in {kind} matches no unit. The units are {', '.join(names[:8])}..."
             )

@@ -31,9 +31,10 @@ from unbounded.planner.models.footprint import (
 )
 from unbounded.planner.models.shapes import Shape
 from unbounded.planner.plan import Plan
+from unbounded.zero.members import find_members
 from unbounded.zero.setup.admission import check_optimizer, common_precision
+from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import UnitSpec, find_specs
-from unbounded.zero.sites import find_members, find_sites
 
 
 def read_footprint(
@@ -138,7 +139,8 @@ def _part(
     cost = replace(cost, trained=cost.products * learnt / max(1, total))
     cost = widen(cost) if spec.dtype == torch.float32 else cost
     largest = max((slot.numel for slot in spec.layout.slots), default=0)
-    return UnitFootprint(spec.name, numel, cost=cost, trained_numel=trained, is_block=is_block, largest=largest)
+    module = spec.site.name
+    return UnitFootprint(spec.name, numel, 1, cost, trained, is_block=is_block, largest=largest, module=module)
 
 
 def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bool) -> Cost:

@@ -13,7 +13,7 @@ from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import choose_policy
 from unbounded.optim.formats import DTYPES
 from unbounded.planner.evaluation import Request, evaluate
-from unbounded.planner.machine import MachineRates, saved_path
+from unbounded.planner.machine import MachineRates, saved_machine
 from unbounded.planner.models.footprint import (
     STATE_BYTES,
     Footprint,
@@ -36,13 +36,12 @@ def predict_step(
 ) -> Prediction | None:
     """One step of a sharded model as it is placed: `tokens` of each of `accumulate` micro-batches on this rank.
 
-    None if the machine was never measured, because typical rates would say nothing about this one. What blocks keep
-    is what "auto" will decide while it runs.
+    None if the machine was not measured by this version, because typical rates would say nothing about this one. What
+    blocks keep is what "auto" will decide while it runs.
     """
+    machine = machine or saved_machine()
     if machine is None:
-        if not saved_path().is_file():
-            return None
-        machine = MachineRates.load()
+        return None
     state = sharded(model)
     placed, ranks = state.plan, state.engine.ranks.size
     local = budgets.local_size(ranks)
@@ -98,7 +97,7 @@ def _running_policies(
     sizes = [(setup.tokens * part.cost.input, kept_bytes(part, setup)) for part in blocks]
     turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=False)
     if turn + sum(kept for _, kept in sizes) <= free:
-        return tuple((part.name, "keep") for part in blocks)
+        return tuple((part.block_name, "keep") for part in blocks)
     turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=True)
     chosen = []
     for index, (part, (entering, kept)) in enumerate(zip(blocks, sizes, strict=True)):
@@ -111,7 +110,7 @@ def _running_policies(
             first_tail=0,
         )
         free -= {"keep": kept, "recompute": entering, "host": 0.0}[policy]
-        chosen.append((part.name, policy))
+        chosen.append((part.block_name, policy))
     return tuple(chosen)
 
 

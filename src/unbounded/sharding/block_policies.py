@@ -18,8 +18,9 @@ from unbounded.activations.tiled.feedforward import Sizes, find_feed_forwards, p
 from unbounded.errors import PlanError
 from unbounded.planner.plan import Placement, Plan
 from unbounded.sharding.device_room import device_limit, forget_shelf, make_headroom, shelf_of
+from unbounded.zero.members import find_members
 from unbounded.zero.setup.admission import compute_device
-from unbounded.zero.sites import find_members, find_sites
+from unbounded.zero.setup.sites import find_sites
 
 
 def checkpoint_activations(

@@ -24,9 +24,9 @@ from unbounded.ranks.mesh import Axes
 from unbounded.sharding.running import find_sharded
 from unbounded.tiers.room import FreeRoom, TierRoom
 from unbounded.tiers.tiers import Tiers
+from unbounded.zero.members import find_members
 from unbounded.zero.setup.admission import compute_device
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.sites import find_members
 from unbounded.zero.step.balancer import Balancer
 from unbounded.zero.step.relocation import Relocation
 

@@ -40,8 +40,8 @@ from unbounded.zero.setup.assembly import Assembly, Fill
 from unbounded.zero.setup.blueprint import plan_units
 from unbounded.zero.setup.initial import Entries, Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
+from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import Holdings, find_specs
-from unbounded.zero.sites import find_sites
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
 _expected: weakref.WeakKeyDictionary[nn.Module, os.PathLike[str]] = weakref.WeakKeyDictionary()

@@ -16,10 +16,10 @@ from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.runner import Loss, Pipeline
 from unbounded.parallel.pipeline.stage_exchange import sum_among
 from unbounded.parallel.pipeline.stages import cut_model
-from unbounded.parallel.tensor.vocabulary import HeadPart
+from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.ranks.wire import Wire
 from unbounded.zero.full_values import full_values
-from unbounded.zero.gradients.copies import leave_to_first, sum_copies
+from unbounded.zero.parameters.stage_copies import leave_to_first, sum_copies
 from unbounded.zero.setup.assembly import Sharded
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
@@ -51,7 +51,7 @@ def sharded(model: nn.Module) -> Sharded:
     except KeyError:
         raise StateError("this model is not sharded. Call unbounded.shard(model, optimizer) first.") from None
     state.engine.recover()
-    state.engine.lending.snapshots.settle()
+    state.engine.lending.copies.settle()
     return state
 
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unbounded.errors import PlanError
 from unbounded.launcher import read_local
 from unbounded.native.disk.bindings import ALIGNMENT
 from unbounded.native.host_memory import available_bytes
-from unbounded.planner.machine import MachineRates
+from unbounded.planner.machine import MachineRates, saved_machine
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.unit_bytes import Budget
@@ -137,10 +136,7 @@ def set_aside(
 
 def this_machine(plan: Plan, device: torch.device, num_ranks: int) -> MachineRates:
     """The machine as measured and saved here, otherwise typical rates; with the ranks and threads of this job."""
-    try:
-        machine = MachineRates.load()
-    except (OSError, PlanError):  # `unbounded plan --measure` says what is wrong with the file
-        machine = UNMEASURED
+    machine = saved_machine() or UNMEASURED
     if machine.is_cpu != (device.type != "cuda"):
         machine = UNMEASURED
     local = local_size(num_ranks)

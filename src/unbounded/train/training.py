@@ -25,9 +25,9 @@ from unbounded.train.run.finish import export_model, sample_text
 from unbounded.train.run.guard import Guard, name_shortage
 from unbounded.train.run.interrupts import Interrupts
 from unbounded.train.run.output import RunFolder
-from unbounded.train.run.places import check_places, describe_run
+from unbounded.train.run.outputs import check_outputs, describe_run
 from unbounded.train.run.prepare import count_epoch, open_data, set_schedule, shard_subject
-from unbounded.train.run.record import Record
+from unbounded.train.run.run_record import RunRecord
 from unbounded.train.run.summary import Summary, predict_seconds
 from unbounded.train.step.loop import Outcome, Trainer
 from unbounded.train.step.meter import SpeedMeter, tiers_of
@@ -55,7 +55,7 @@ class TrainingJob:
     def __init__(self, config: Config, world: World) -> None:
         self.world = world
         settings = close_settings(config, kind=world.device.type, num_ranks=world.data.size)
-        check_places(settings)
+        check_outputs(settings)
         self.subject = build(settings)
         self.train_data, self.eval_data = open_data(settings, self.subject.tokenizer)
         tokens = 0 if settings.steps else count_epoch(self.train_data, world)
@@ -86,7 +86,7 @@ class TrainingJob:
         if self.settings.packing == "separated":
             check_separation(self.model, self.world.device)
         step = 0 if anew else self._resume()
-        self.record = Record(self.settings, self.folder.root, self.world, step)
+        self.record = RunRecord(self.settings, self.folder.root, self.world, step)
         self.guard = Guard(self.settings, self.trainer, self.folder, self.record.say)
         trace.time_device(True)
         try:

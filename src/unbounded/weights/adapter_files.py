@@ -19,8 +19,8 @@ from torch import nn
 from unbounded.errors import CheckpointError
 from unbounded.weights.recipes import Recipe, read_recipe
 from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS, WeightFolder
+from unbounded.zero.members import find_members, persistent_buffers
 from unbounded.zero.setup.meta import shown
-from unbounded.zero.sites import find_members, persistent_buffers
 
 ADAPTER_CONFIG = "adapter_config.json"
 

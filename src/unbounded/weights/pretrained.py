@@ -10,21 +10,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from unbounded.errors import CheckpointError
+from unbounded.paths import expand_home
 from unbounded.ranks.cut import Cut
 from unbounded.weights.adapter_files import base_folder, read_adapters
 from unbounded.weights.grafts import Grafts
 from unbounded.weights.recipes import Recipe, Recipes, ignored
 from unbounded.weights.safetensors_reader import WeightFolder
+from unbounded.zero.members import persistent_buffers
 from unbounded.zero.setup.initial import Entries, Installer
 from unbounded.zero.setup.meta import ModuleFill
-from unbounded.zero.sites import persistent_buffers
 
 logger = logging.getLogger("unbounded")
 
@@ -43,7 +43,7 @@ def install_weights(
 
     A folder with only adapters stands for its base model's folder, plus the adapters in it.
     """
-    given = Path(os.path.expanduser(folder))
+    given = expand_home(folder)
     base = base_folder(given)
     adapters = read_adapters(given, model) if base != given else {}
     weights = WeightFolder(base)

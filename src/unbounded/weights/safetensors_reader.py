@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unbounded.errors import CheckpointError, MissingCheckpointError
+from unbounded.paths import expand_home
 from unbounded.ranks.cut import Cut
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -22,7 +23,7 @@ class WeightFolder:
     """The tensors of a folder of safetensors, by name."""
 
     def __init__(self, folder: str | os.PathLike[str], *, only: str | None = None) -> None:
-        self.folder = Path(os.path.expanduser(folder))
+        self.folder = expand_home(folder)
         self._files: dict[str, Any] = {}
         self.places = self._find() if only is None else self._list([only])
 

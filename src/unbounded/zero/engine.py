@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,22 +27,31 @@ from unbounded.process import OwningProcess
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
-from unbounded.zero.gradients.agreement import GradientAgreement
-from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.lending import Lending
 from unbounded.zero.parameters.views import refuse_stray_gradients, takes_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
 from unbounded.zero.passes.compute_span import ComputeSpan
-from unbounded.zero.passes.direction import Pass, RunningSite
+from unbounded.zero.passes.direction import Backward, Forward, RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.passes.order import Order
-from unbounded.zero.passes.saved import Saving
 from unbounded.zero.pending import PendingStep
-from unbounded.zero.setup.thawing import Thawing
+from unbounded.zero.reduction.agreement import GradientAgreement
+from unbounded.zero.reduction.reduction import Reduction
+from unbounded.zero.saved import Saving
 from unbounded.zero.unit import Unit, WeightState
+
+
+class Thaw(Protocol):
+    """What gives a unit that was frozen at `shard` all that its training needs (`Thawing`)."""
+
+    def thaw(self, unit: Unit, units: Sequence[Unit]) -> None: ...
+
+    def note(self, unit: Unit, index: int, *, is_trained: bool) -> None: ...
+
+    def describe(self) -> str: ...
 
 
 class Engine:
@@ -65,7 +74,7 @@ class Engine:
         inputs: Inputs,
         failures: Failures,
         writes: Writes,
-        thawing: Thawing,
+        thawing: Thaw,
         buffers: ModuleBuffers,
     ) -> None:
         self._owner = OwningProcess()
@@ -81,14 +90,11 @@ class Engine:
         self._defer_reduction = defer_reduction
         indices = [site.index for site in sites]
         ahead = {"num_ranks": axes.data.size, "num_ahead": prefetch_units}
-        self.forward = Pass(sites, Order(indices), gathering, **ahead)
-        self.backward = Pass(sites, Order(indices[:1] + indices[:0:-1]), gathering, **ahead)
+        self.forward = Forward(sites, Order(indices), gathering, **ahead)
+        self.backward = Backward(sites, Order(indices[:1] + indices[:0:-1]), gathering, **ahead)
         self._site_of = {unit: site for site in sites for unit in site.units}
         self._saving = Saving()
-        self._is_evaluating = False
-        self._is_reducing = False
         self._no_sync = False
-        self._ending: weakref.ref[Any] | None = None  # what the running backward calls at its end
         self._compute = ComputeSpan()
         orders = (self.forward.order, self.backward.order)
         self.gradients = GradientAgreement(self.units, orders, axes, device, phases, reduction, failures)
@@ -148,7 +154,7 @@ class Engine:
             if not (site.is_outer and torch.is_grad_enabled()):
                 self.gathering.drop(site.units)
         if index == 0:
-            self.raise_failures(alone=self._is_evaluating)
+            self.raise_failures(alone=self.forward.is_evaluating)
 
     def _end_site(self, site: RunningSite) -> dict[Unit, list[int]]:
         """Undoes what `before_forward` did, whatever fails; returns which slots of which units the forward wrote to."""
@@ -169,10 +175,9 @@ class Engine:
             self.phases.leave()
 
     def _begin_forward(self) -> None:
-        self.lending.snapshots.settle()
+        self.lending.copies.settle()
         self.settle()
-        self._is_evaluating = not torch.is_grad_enabled()
-        self.phases.enter("a forward without gradients" if self._is_evaluating else "a forward with gradients")
+        self.phases.enter("a forward with gradients" if torch.is_grad_enabled() else "a forward without gradients")
         self.forward.begin()
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -181,11 +186,10 @@ class Engine:
         """A backward reads a saved weight of `unit`."""
         if unit in self.pending.units:
             self.pending.refuse(f"a read of the weights of unit {unit.name!r} after their gradient was complete")
-        site = self._site_of[unit]
-        if unit.state is WeightState.GATHERED and (unit.resident or site is self.backward.current):
+        if unit.state is WeightState.GATHERED and (unit.resident or self._site_of[unit] is self.backward.current):
             return
         if hooks.in_backward():
-            self.before_backward(site)
+            self.before_backward(self._site_of[unit])
         else:  # somebody looks at what a node has saved
             self.gathering.claim_alone([unit])
         self.gathering.gather([unit])
@@ -237,8 +241,8 @@ class Engine:
 
     def _drop_broken_backward(self) -> None:
         """Gives up a backward that ended in an exception: torch has dropped what it would have called at the end."""
-        if self.backward.is_running and (self._ending is None or self._ending() is None):
-            if self._is_reducing:
+        if self.backward.is_broken:
+            if self.backward.is_reducing:
                 self.pending.break_off()
             self._compute.end()
             self.backward.abandon()
@@ -250,19 +254,16 @@ class Engine:
     def _begin_backward(self) -> None:
         self.phases.enter("a backward")
         self.backward.begin()
-        self._is_reducing = False
         if takes_gradients(self.units):
             self._begin_reducing()
-        end = partial(self._end_backward)
-        self._ending = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        self.backward.queue_end(partial(self._end_backward))
 
     def _begin_reducing(self) -> None:
         """Not called for `torch.autograd.grad`, which gives its gradients to its caller."""
-        if self._is_reducing:
+        if self.backward.is_reducing:
             return
         self.pending.refuse("another backward")
-        self._is_reducing = True
+        self.backward.reduce()
         self.num_backwards += 1
         if self._is_deferring:
             self.reduction.defer()
@@ -272,10 +273,10 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._compute.end()
-        last = self.backward.current
+        last, is_reducing = self.backward.current, self.backward.is_reducing
         try:
             self.backward.end()
-            if self._is_reducing:
+            if is_reducing:
                 self.reduction.end(defer=self._is_deferring)
                 if not self._no_sync:
                     self.gradients.vote()
@@ -383,3 +384,8 @@ class Engine:
         """Whether the model's own code, its loss or a backward is running."""
         self._drop_broken_backward()
         return self.backward.is_running or self.forward.is_running or hooks.in_module_call()
+
+    def is_held(self, unit: Unit) -> bool:
+        """Whether the backward keeps the unit gathered until it goes on: a part of its site is recomputed, perhaps."""
+        is_here = hooks.in_backward() and self._site_of[unit] is self.backward.current
+        return is_here and unit.state is WeightState.GATHERED

@@ -30,10 +30,10 @@ from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.reader import Reader
+from unbounded.zero import saved
 from unbounded.zero.factors import Factors
 from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.layout import Layout, clip_range, find_runs
-from unbounded.zero.passes import saved
 
 _data = operator.attrgetter("data")
 _owners = torch._C._storage_Use_Count

@@ -16,7 +16,7 @@ from torch import nn
 import unbounded
 from tests.checkpoint.jobs import Odd, assert_same, build, train, whole
 from unbounded.checkpoint import loading
-from unbounded.checkpoint.load import contents
+from unbounded.checkpoint.load import opened
 from unbounded.cli import main
 from unbounded.errors import CheckpointError
 
@@ -89,7 +89,7 @@ def damaged_in_place(rank: int, world_size: int, folder: str) -> tuple[list[str]
         flip(Path(f"{folder}/bad/data-00000.bin"), size - 5000, 1)
     if world_size > 1:
         torch.distributed.barrier()
-    before = loading.STAGED_BYTES, contents.Contents.prepare
+    before = loading.STAGED_BYTES, opened.OpenedCheckpoint.prepare
     prepare = before[1]
     loading.STAGED_BYTES = 0
 
@@ -102,7 +102,7 @@ def damaged_in_place(rank: int, world_size: int, folder: str) -> tuple[list[str]
         finally:
             files.verify, files.expected = kept
 
-    contents.Contents.prepare = skip_small
+    opened.OpenedCheckpoint.prepare = skip_small
     messages = []
     try:
         for action in (
@@ -115,7 +115,7 @@ def damaged_in_place(rank: int, world_size: int, folder: str) -> tuple[list[str]
             messages.append(str(caught.value))
         unbounded.load(f"{folder}/c", model, optimizer)
     finally:
-        loading.STAGED_BYTES, contents.Contents.prepare = before
+        loading.STAGED_BYTES, opened.OpenedCheckpoint.prepare = before
     return messages, train(model, optimizer, 2, 4, rank) == expected
 
 

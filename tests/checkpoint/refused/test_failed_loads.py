@@ -261,7 +261,7 @@ def test_another_optimizer_is_refused_with_what_differs(
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: Any, moment: str, staged: int
 ) -> None:
-    from unbounded.checkpoint.load.contents import Contents
+    from unbounded.checkpoint.load.opened import OpenedCheckpoint
 
     monkeypatch.setattr(loading, "STAGED_BYTES", staged)
     saver, saver_optimizer = build({})
@@ -269,7 +269,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
     shutil.copytree(tmp_path / "c", tmp_path / "1")
     train(saver, saver_optimizer, 0, 1, 0)
     model, optimizer = build({}, seed=9)
-    owner, name = (Files, "read") if moment == "read" else (Contents, moment)
+    owner, name = (Files, "read") if moment == "read" else (OpenedCheckpoint, moment)
     real, replaced = getattr(owner, name), threading.Event()
 
     def replace(self: Any, *arguments: Any) -> Any:
@@ -288,13 +288,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
 
 
 def test_a_damaged_checkpoint_is_not_read_again_and_again(tmp_path: Path, monkeypatch: Any) -> None:
-    from unbounded.checkpoint.load.contents import Contents
+    from unbounded.checkpoint.load.opened import OpenedCheckpoint
 
     model, optimizer = build({})
     unbounded.save(tmp_path / "c", model, optimizer)
     shutil.copyfile("/dev/null", tmp_path / "c" / "data-00000.bin")
-    real, opened = Contents.open, []
-    monkeypatch.setattr(Contents, "open", lambda self: (opened.append(1), real(self))[1])
+    real, opened = OpenedCheckpoint.open, []
+    monkeypatch.setattr(OpenedCheckpoint, "open", lambda self: (opened.append(1), real(self))[1])
     with pytest.raises(CheckpointError, match="has 0 bytes instead of"):
         unbounded.load(tmp_path / "c", model, optimizer)
     assert len(opened) == 1

@@ -22,10 +22,22 @@ def save_and_load(rank: int, size: int, folder: str) -> Any:
     train_parallel(model, optimizer, "gpt2", steps=2)
     unbounded.save(folder, model, optimizer)
     other = models.build("gpt2")
-    other, other_optimizer = unbounded.shard(other, optimizer_of(other), {"tensor": 2})
+    other, other_optimizer = unbounded.shard(other, optimizer_of(other), {"tensor": 2, "sequence": True})
     unbounded.load(folder, other, other_optimizer)
     found, wanted = other.state_dict(), model.state_dict()
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    plain = models.build("gpt2")
+    plain.load_state_dict(wanted)
+    tokens = models.batch("gpt2", 0)["input_ids"]
+    for one, cached in ((model, False), (other, False), (other, True)):  # also sequences that do not divide
+        generated = [
+            m.eval().generate(tokens, max_new_tokens=3, do_sample=False, use_cache=cached) for m in (plain, one)
+        ]
+        if not torch.equal(*generated):
+            different.append(f"what {optimizer.engine.axes.sizes} generates, {cached}")
+    with pytest.raises(unbounded.errors.StateError, match=r"model.generate, with use_cache=False"):
+        model.generate(tokens, max_new_tokens=3)
+    return different
 
 
 def test_what_ranks_of_a_context_hold_is_saved_once(ranks: Any, tmp_path: Path) -> None:

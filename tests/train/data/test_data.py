@@ -10,10 +10,10 @@ import pytest
 
 from tests.train.corpora import make_corpus, sentences, write_jsonl, write_texts
 from unbounded.errors import DataError, InputError
+from unbounded.train.data.corpus import Corpus, count_tokens
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.heldout import pack_held_out, share
 from unbounded.train.data.loader import Batch, Loader, merge
-from unbounded.train.data.sequences import Corpus, count_tokens
 from unbounded.train.data.source import Block, DataFile, open_source, read_text
 from unbounded.train.data.tokenizer import IGNORED
 

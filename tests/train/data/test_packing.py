@@ -13,8 +13,8 @@ from tests.train.corpora import make_corpus, save_model, save_tokenizer, write_j
 from tests.train.jobs import losses, tiny, train
 from unbounded.errors import InputError
 from unbounded.observe.metrics import read_metrics
+from unbounded.train.data.corpus import Stream
 from unbounded.train.data.loader import Loader, stack
-from unbounded.train.data.sequences import Stream
 from unbounded.train.data.tokenizer import IGNORED
 from unbounded.train.gpt import GPT, GPTShape
 from unbounded.train.options.config import Config

@@ -11,7 +11,7 @@ import pytest
 from tests.train.corpora import make_corpus, write_jsonl
 from tests.train.jobs import losses, tiny, train
 from unbounded.errors import DataError
-from unbounded.train.data import arrays
+from unbounded.train.data import json_arrays
 from unbounded.train.data.document import DocumentReader, open_reader
 from unbounded.train.data.records import Prompted
 from unbounded.train.data.source import open_source
@@ -79,7 +79,7 @@ def test_a_completion_alone_is_trained_on_and_ends_with_the_end_of_text() -> Non
 def test_an_array_is_cut_into_blocks_whose_elements_are_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "_WINDOW_BYTES", 64)  # elements lie across windows
+    monkeypatch.setattr(json_arrays, "_WINDOW_BYTES", 64)  # elements lie across windows
     texts = ["é" * (1 + i % 50) + '"]},\\' + str(i) for i in range(3000)]
     path = write_in("array", tmp_path, [{"text": text} for text in texts])
     reader = open_one(path)

@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from unbounded.activations.tiled.recipe import ELEMENTWISE, Application, Product, Recipe, map_inputs, products_of
+from unbounded.activations.tiled.logits_recipe import (
+    ELEMENTWISE,
+    Application,
+    LogitsRecipe,
+    Product,
+    map_inputs,
+    products_of,
+)
 
 # Takes a recipe of (rows, classes), labels and the arguments of cross_entropy; None if it wants to see logits.
-Loss = Callable[[Recipe, torch.Tensor, Mapping[str, Any]], torch.Tensor | None]
+Loss = Callable[[LogitsRecipe, torch.Tensor, Mapping[str, Any]], torch.Tensor | None]
 
 _Tensor = torch.Tensor
 _METADATA = {
@@ -34,7 +41,7 @@ _METADATA = {
 class Deferred(torch.Tensor):
     """See the module's docstring. `source` makes the values, `loss` is what cross_entropy becomes."""
 
-    _recipe: Recipe
+    _recipe: LogitsRecipe
     _source: Callable[[], torch.Tensor]
     _loss: Loss
     _made: torch.Tensor | None
@@ -43,7 +50,7 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def __new__(  # type: ignore[misc]
-        cls: type[Deferred], like: torch.Tensor, recipe: Recipe, source: Callable[[], torch.Tensor], loss: Loss
+        cls: type[Deferred], like: torch.Tensor, recipe: LogitsRecipe, source: Callable[[], torch.Tensor], loss: Loss
     ) -> Deferred:
         inputs = next(products_of(recipe)).inputs
         deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -191,7 +198,7 @@ def _plain_values(args: Any, kwargs: Any) -> list[Any]:
     return [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, (torch.device, str))]
 
 
-def _with_step(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe | None:
+def _with_step(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any) -> LogitsRecipe | None:
     operands: list[Any] = []
     for value in args:
         if isinstance(value, Deferred):
@@ -212,7 +219,7 @@ def _with_step(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any
     return Application(func, tuple(operands), kwargs)
 
 
-def _with_rows(owner: Deferred, name: str, rest: tuple[Any, ...], shape: torch.Size) -> Recipe | None:
+def _with_rows(owner: Deferred, name: str, rest: tuple[Any, ...], shape: torch.Size) -> LogitsRecipe | None:
     if name in ("contiguous", "clone"):
         return owner._recipe
     if name == "__getitem__":

@@ -24,8 +24,15 @@ from torch import nn
 
 from unbounded.activations.tiled.deferred import defer
 from unbounded.activations.tiled.entropy import Entropy, Vocabulary
+from unbounded.activations.tiled.logits_recipe import (
+    LogitsRecipe,
+    Product,
+    RecipeProjection,
+    map_inputs,
+    products_of,
+    read_head,
+)
 from unbounded.activations.tiled.loss import LinearProjection, choose_tile_rows, sum_of_losses, values_of
-from unbounded.activations.tiled.recipe import Product, Recipe, RecipeProjection, map_inputs, products_of, read_head
 from unbounded.planner.step.logits import tile_bytes
 
 
@@ -49,7 +56,7 @@ class DeferredHeads:
     ) -> None:
         self._handles: list[Callable[[], None]] = []
         for owner, head in find_heads(model):
-            layers = [_Layer(linear, device_bytes, (cut or {}).get(linear)) for linear in _layers_of(head)]
+            layers = [_HeadLayer(linear, device_bytes, (cut or {}).get(linear)) for linear in _layers_of(head)]
             for layer in layers:
                 layer.attach()
                 self._handles.append(layer.detach)
@@ -59,7 +66,7 @@ class DeferredHeads:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def _follow(self, owner: nn.Module, layers: Sequence[_Layer]) -> None:
+    def _follow(self, owner: nn.Module, layers: Sequence[_HeadLayer]) -> None:
         """Layers defer inside forwards of their model that have labels."""
         names = list(inspect.signature(type(owner).forward).parameters)[1:]
         position = names.index("labels") if "labels" in names else len(names)
@@ -121,7 +128,7 @@ def _layers_of(head: nn.Module) -> list[nn.Linear]:
     ]
 
 
-class _Layer:
+class _HeadLayer:
     """One linear layer. `depth` counts the forwards with labels that are running."""
 
     def __init__(self, linear: nn.Linear, device_bytes: int | None, part: CutHead | None) -> None:
@@ -170,7 +177,7 @@ class _Layer:
         return defer(Product(self.linear, inputs), like, make, partial(_tiled_loss, self, autocast))
 
 
-def _call(layer: _Layer, *args: Any, **kwargs: Any) -> Any:
+def _call(layer: _HeadLayer, *args: Any, **kwargs: Any) -> Any:
     """The call of a layer that makes logits."""
     if len(args) == 1 and not kwargs and layer.may_defer(args[0]):
         return layer.defer(args[0])
@@ -184,9 +191,9 @@ def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[A
 
 
 def _tiled_loss(
-    layer: _Layer,
+    layer: _HeadLayer,
     autocast: Callable[[], AbstractContextManager[Any]] | None,
-    recipe: Recipe,
+    recipe: LogitsRecipe,
     labels: torch.Tensor,
     options: Mapping[str, Any],
 ) -> torch.Tensor | None:
@@ -236,7 +243,7 @@ def _call_around(
             linear.__dict__["forward"] = had
 
 
-def _reduce(layer: _Layer, recipe: Recipe, labels: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+def _reduce(layer: _HeadLayer, recipe: LogitsRecipe, labels: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
     """Inside the layers' calls."""
     products, head = list(products_of(recipe)), read_head(recipe)
     ignore_index = options["ignore_index"]

@@ -20,6 +20,7 @@ from unbounded.checkpoint.foreign.distributed import is_distributed, read_distri
 from unbounded.checkpoint.format.values import encode
 from unbounded.checkpoint.saving import save
 from unbounded.errors import CheckpointError, UnsavableError
+from unbounded.paths import expand_home
 from unbounded.ranks import launch
 from unbounded.ranks.mesh import world_axis
 from unbounded.sharding.placing import shard
@@ -33,10 +34,10 @@ def import_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[
     ranks raise. Ranks that wait for one that never calls this say so after a minute.
     """
     launch.join(launch.spare_device())
-    content = _read_alike(Path(os.path.expanduser(source)))
+    content = _read_alike(expand_home(source))
     skeleton = build_skeleton(content)
     optimizers = _build_optimizers(skeleton, content)
-    plan = {"stage": 3, "disk_path": str(Path(os.path.expanduser(folder)).absolute().parent)}
+    plan = {"stage": 3, "disk_path": str(expand_home(folder).absolute().parent)}
     model, sharded = shard(skeleton, optimizers[0] if len(optimizers) == 1 else optimizers or None, plan)
     save(folder, model, sharded, **_plain(content.extra))
     return content

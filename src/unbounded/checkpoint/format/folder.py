@@ -26,6 +26,7 @@ from typing import TypeVar
 from unbounded.checkpoint.format.leftovers import SaveLock, beside, left_beside, remove_dead_saves
 from unbounded.checkpoint.format.manifest import FILE_NAME
 from unbounded.errors import CheckpointError, DiskError, MissingCheckpointError, UnboundedError
+from unbounded.paths import expand_home
 
 _OURS = re.compile(r"manifest\.json|data-\d+\.bin")
 _EXCHANGE = 2
@@ -179,7 +180,7 @@ def sync_folder(folder: Path) -> None:
 
 def real(folder: str | os.PathLike[str]) -> Path:
     """The folder itself, with links followed."""
-    return Path(os.path.realpath(os.path.expanduser(folder)))
+    return Path(os.path.realpath(expand_home(folder)))
 
 
 @contextlib.contextmanager

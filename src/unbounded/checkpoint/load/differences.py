@@ -15,8 +15,8 @@ from unbounded.checkpoint.load.load_plan import StoredTensors, wanted_groups
 from unbounded.errors import CheckpointError
 from unbounded.optim.formats import MASTER_STATES
 from unbounded.zero.layout import Slot
+from unbounded.zero.members import find_members, persistent_buffers
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.sites import find_members, persistent_buffers
 from unbounded.zero.unit import Unit
 
 SHOWN = 8

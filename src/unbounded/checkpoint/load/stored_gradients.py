@@ -11,7 +11,7 @@ import torch
 from unbounded.checkpoint.format.data_files import Files
 from unbounded.checkpoint.format.manifest import GRADIENT, UNREDUCED, Manifest, TensorEntry
 from unbounded.checkpoint.load.load_plan import StoredTensors, stored_ranges
-from unbounded.zero.gradients.reduction import Reduction
+from unbounded.zero.reduction.reduction import Reduction
 from unbounded.zero.unit import Unit
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from unbounded.checkpoint.format import values
 from unbounded.errors import StateError
-from unbounded.zero.sites import find_members
+from unbounded.zero.members import find_members
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.unit import Unit
 

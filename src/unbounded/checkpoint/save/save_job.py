@@ -35,8 +35,8 @@ from unbounded.errors import CheckpointError
 from unbounded.optim.formats import MASTER_STATES
 from unbounded.version import __version__
 from unbounded.weights.adapter_files import describe_adapters
+from unbounded.zero.members import persistent_buffers
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.sites import persistent_buffers
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from unbounded.observe.metrics import FILE_NAME, read_metrics
 from unbounded.observe.report.charts import Line, draw_chart, draw_tiers, show_number
 from unbounded.observe.report.lane_chart import draw_lanes
 from unbounded.observe.spans import TraceSpan, read_spans
+from unbounded.paths import expand_home
 
 BEGINNING = "<!doctype html>\n<!-- a run of unbounded -->\n"
 """Every page begins like this; a file that does not is not ours to replace."""
@@ -135,7 +135,7 @@ _TILES = (
 
 def read_report(run: str | Path, trace: str | Path | None = None) -> Report:
     """What the folder of a run holds now, or a trace alone; raises if `run` is neither."""
-    path = Path(os.path.expanduser(run))
+    path = expand_home(run)
     if path.is_file():
         return Report(path.name, spans=read_spans(path))
     if not (path / FILE_NAME).is_file():

@@ -25,7 +25,7 @@ Draw = tuple[str, tuple[int, ...], torch.dtype, float]
 _PLAIN = {torch.rand: "rand", torch.randn: "randn", torch.rand_like: "rand", torch.randn_like: "randn"}
 
 
-class _Recorder(TorchFunctionMode):
+class _DrawRecorder(TorchFunctionMode):
     """Notes what is drawn."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class HostNumbers:
     """Random numbers on the CPU: there is only a state, and skipping numbers means drawing them."""
 
     def __init__(self) -> None:
-        self._recorder = _Recorder()
+        self._recorder = _DrawRecorder()
 
     def state(self) -> Any:
         return torch.get_rng_state()
@@ -68,7 +68,7 @@ class HostNumbers:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        self._recorder = _Recorder()
+        self._recorder = _DrawRecorder()
         with self._recorder:
             yield
 

@@ -42,7 +42,7 @@ class WeightWork:
             torch.autograd.backward([weight for weight, _ in found.values()], [g for _, g in found.values()])
 
 
-class _Product(torch.autograd.Function):
+class _LinearProduct(torch.autograd.Function):
     """x W^T, or x W if the weight is stored as (inputs, outputs)."""
 
     @staticmethod
@@ -73,11 +73,11 @@ class Deferring(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.linear and not kwargs and self._fits(args[0], args[1]):
             x, weight, *bias = args
-            product = _Product.apply(x, weight, self.work, self.work.note(weight), False)
+            product = _LinearProduct.apply(x, weight, self.work, self.work.note(weight), False)
             return product if not bias or bias[0] is None else product + bias[0]
         if func is torch.addmm and not kwargs and self._fits(args[1], args[2]):
             bias, x, weight = args
-            return _Product.apply(x, weight, self.work, self.work.note(weight), True) + bias
+            return _LinearProduct.apply(x, weight, self.work, self.work.note(weight), True) + bias
         return func(*args, **kwargs)
 
     @staticmethod

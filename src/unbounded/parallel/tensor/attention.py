@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from unbounded.errors import PlanError
-from unbounded.parallel.tensor.layers import Detach, set_attributes
+from unbounded.parallel.attachments import Detach, set_attributes
 from unbounded.ranks.cut import Cut, cut_heads
 
 _WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "head_size")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from unbounded.parallel.tensor.layers import Detach, replace_forward
+from unbounded.parallel.attachments import Detach, replace_forward
 from unbounded.parallel.tensor.scene import Hold, Scene
 
 

@@ -14,25 +14,10 @@ from torch import nn
 
 from unbounded.errors import PlanError
 from unbounded.parallel import collectives
+from unbounded.parallel.attachments import Detach, replace_forward, set_attributes, together
 from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
-
-Detach = Callable[[], None]
-
-
-def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Detach:
-    """Gives the instance another `forward`, made from the one it has."""
-    had = module.__dict__.get("forward")
-    module.__dict__["forward"] = make(module.forward)
-
-    def detach() -> None:
-        if had is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = had
-
-    return detach
 
 
 def attach_column(module: nn.Module, scene: Scene, site: LayerSite, *, joins: bool, width: int) -> Detach:
@@ -133,19 +118,6 @@ def adjust_sizes(module: nn.Module, cut: Cut, *, is_row: bool) -> Detach:
     return set_attributes(module, {name: cut.local_shape[cut.dim] for name in names if hasattr(module, name)})
 
 
-def set_attributes(module: nn.Module, values: Mapping[str, Any]) -> Detach:
-    """Gives attributes that the module has other values."""
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-
-    def restore() -> None:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-    return restore
-
-
 def attach_loading(module: nn.Module, cuts: Mapping[str, Cut]) -> Detach:
     """Makes `load_state_dict` take this rank's part of whole values."""
 
@@ -156,16 +128,6 @@ def attach_loading(module: nn.Module, cuts: Mapping[str, Cut]) -> Detach:
                 state[prefix + name] = cut.take(value)
 
     return module.register_load_state_dict_pre_hook(before).remove
-
-
-def together(*detaches: Detach) -> Detach:
-    """One function that calls several removing functions, last first."""
-
-    def detach() -> None:
-        for each in reversed(detaches):
-            each()
-
-    return detach
 
 
 def is_transposed(module: nn.Module) -> bool:

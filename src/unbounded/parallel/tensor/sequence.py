@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from unbounded.errors import PlanError
+from unbounded.parallel.attachments import Detach, together
 from unbounded.parallel.blocks import change_hidden
 from unbounded.parallel.tensor import layers
 from unbounded.parallel.tensor.cutting import Layer
@@ -79,7 +80,7 @@ class SequenceBlocks:
             for parameter in inner._parameters.values()
         )
 
-    def attach(self) -> Iterator[layers.Detach]:
+    def attach(self) -> Iterator[Detach]:
         """Makes every module see what was decided."""
         for stack in self.stacks:
             for block in stack:
@@ -107,7 +108,7 @@ class SequenceBlocks:
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def _attach_block(self, block: nn.Module, *, is_first: bool, is_last: bool) -> layers.Detach:
+    def _attach_block(self, block: nn.Module, *, is_first: bool, is_last: bool) -> Detach:
         scene, site = self.scene, self.scene.at(self._names[block])
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -120,9 +121,9 @@ class SequenceBlocks:
             block.register_forward_pre_hook(before, with_kwargs=True),
             block.register_forward_hook(after, prepend=True),  # inside the engine's own
         ]
-        return layers.together(*(handle.remove for handle in handles))
+        return together(*(handle.remove for handle in handles))
 
-    def _attach_gathered(self, module: nn.Module) -> layers.Detach:
+    def _attach_gathered(self, module: nn.Module) -> Detach:
         scene, site = self.scene, self.scene.at(self._names[module])
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -132,7 +133,7 @@ class SequenceBlocks:
 
         return module.register_forward_pre_hook(before, with_kwargs=True).remove
 
-    def _attach_whole(self, module: nn.Module) -> layers.Detach:
+    def _attach_whole(self, module: nn.Module) -> Detach:
         scene, site = self.scene, self.scene.at(self._names[module])
         is_joined = False
 
@@ -150,7 +151,7 @@ class SequenceBlocks:
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, prepend=True),
         ]
-        return layers.together(*(handle.remove for handle in handles))
+        return together(*(handle.remove for handle in handles))
 
 
 def outside(module: nn.Module, regions: Any) -> Iterator[nn.Module]:

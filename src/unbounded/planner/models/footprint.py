@@ -81,10 +81,15 @@ class UnitFootprint:
     trained_numel: int | None = None  # None: all of it
     is_block: bool = False
     largest: int = 0  # elements of its largest matrix
+    module: str = ""  # the name by which policies go, if the module has several units; "": the unit's
 
     @property
     def trained(self) -> int:
         return self.numel if self.trained_numel is None else self.trained_numel
+
+    @property
+    def block_name(self) -> str:
+        return self.module or self.name
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup:
         loads.add("backward", "to host", unit.gradients / machine.down())
         again = (setup.accumulate - 1) / setup.accumulate  # the backwards that add to earlier ones
         summed = (2 * unit.summed_gradients + unit.gradients) * again
-        loads.add("backward", "host memory", summed * machine.devices / machine.host_rate)
+        loads.add("backward", "host memory", summed * machine.devices / machine.addition_rate)
         if where.gradients == "disk":
             stored = unit.size("gradients", "disk")
             loads.add_disk(machine, "backward", read=stored * again, write=stored)

@@ -1,8 +1,9 @@
 """What a step holds of each tier when it holds the most.
 
 On a device there are two such moments. At the *turn*, when the forward ends, everything that blocks keep is there, and
-the loss. At the *end* of the backward all of that is gone, and all gradients are there. In between, each block replaces
-what it kept by a gradient, so the peak is one of the two. Gradients of earlier backwards are there at both.
+the loss, or the last block's backward with its gradient. At the *end* of the backward all of that is gone, and all
+gradients are there. In between, each block replaces what it kept by a gradient, so the peak is one of the two.
+Gradients of earlier backwards are there at both.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomput
     if setup.tile_bytes:
         largest, trained = min(largest, setup.tile_bytes), min(trained, setup.tile_bytes)
     ring = (setup.prefetch_units + 2) * largest if gathers else 0.0
-    block = max((kept_bytes(part, setup) for part in footprint.parts if part.is_block), default=0.0)
-    back = max((_back_bytes(part, setup) for part in footprint.parts if part.is_block), default=0.0)
-    back += block if recomputes else 0.0
-    return ring + max(back, loss_bytes(footprint, setup)), ring + back + 2 * trained
+    blocks = [part for part in footprint.parts if part.is_block]
+    back = max((_back_bytes(part, setup) for part in blocks), default=0.0)
+    back += max((kept_bytes(part, setup) for part in blocks), default=0.0) if recomputes else 0.0
+    made = min(trained, max((part.trained for part in blocks), default=0) / setup.tensor * states.gradients)
+    return ring + max(back + made, loss_bytes(footprint, setup)), ring + back + 2 * trained
 
 
 def _back_bytes(part: UnitFootprint, setup: Setup) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from unbounded.errors import DataError
-from unbounded.train.data.arrays import read_elements
+from unbounded.train.data.json_arrays import read_elements
 from unbounded.train.data.records import TEXT as TEXT_KIND
 from unbounded.train.data.records import Document, RecordKind, kind_named, recognise
 from unbounded.train.data.source import (

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from unbounded.errors import DataError
+from unbounded.train.data.corpus import Corpus
 from unbounded.train.data.loader import Batch, stack
 from unbounded.train.data.sample import Sequence
-from unbounded.train.data.sequences import Corpus
 from unbounded.train.data.tokenizer import IGNORED
 
 _LEAST_DOCUMENTS = 16

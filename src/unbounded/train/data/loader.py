@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbounded.errors import DataError, InputError
+from unbounded.train.data.corpus import Corpus, Stream, StreamPlace
 from unbounded.train.data.sample import Sequence
-from unbounded.train.data.sequences import Corpus, Stream, StreamPlace
 from unbounded.train.data.tokenizer import IGNORED
 
 State = dict[str, Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 from unbounded.errors import DataError
 from unbounded.planner.spelling import did_you_mean
-from unbounded.train.data.arrays import cut_array, is_array
+from unbounded.train.data.json_arrays import cut_array, is_array
 
 TEXT, JSONL, ARRAY, PARQUET = "text", "jsonl", "array", "parquet"
 RECORDS = ("chat", "sharegpt", "alpaca", "prompt")

@@ -13,15 +13,15 @@ from unbounded.errors import DataError, InputError
 from unbounded.native.host_memory import available_bytes
 from unbounded.optim.formats import DTYPES
 from unbounded.tiers.budget import HOST_ACTIVATION_PART
+from unbounded.train.data.corpus import Corpus, count_tokens
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.sample import Masking
-from unbounded.train.data.sequences import Corpus, count_tokens
 from unbounded.train.data.source import open_source
 from unbounded.train.data.tokenizer import Tokenizer
 from unbounded.train.model import Subject
 from unbounded.train.options.settings import Settings
-from unbounded.train.step.optimizers import make_optimizer
-from unbounded.train.step.schedule import lr_factor, make_scheduler
+from unbounded.train.step.learning_rate import lr_factor, make_scheduler
+from unbounded.train.step.optimizer_choice import make_optimizer
 from unbounded.train.world import World
 
 _SHOWN_SHARES = {"device_bytes": 0.35, "host_bytes": 0.7, "disk_bytes": 1.0}

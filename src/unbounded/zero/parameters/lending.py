@@ -14,7 +14,7 @@ from unbounded.errors import StateError
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import join_cut
 from unbounded.ranks.phases import Phases
-from unbounded.zero.parameters.snapshots import Snapshots
+from unbounded.zero.parameters.state_dict_copies import StateDictCopies
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.unit import Unit, WeightState
@@ -29,6 +29,8 @@ class Running(Protocol):
 
     def is_in_pass(self) -> bool: ...
 
+    def is_held(self, unit: Unit) -> bool: ...
+
     def raise_failures(self) -> None: ...
 
 
@@ -38,7 +40,7 @@ class Lending:
     def __init__(
         self, engine: Running, gathering: Gathering, writes: Writes, phases: Phases, *, num_ranks: int, tensor: Axis
     ) -> None:
-        self.snapshots = Snapshots()
+        self.copies = StateDictCopies()
         self._engine, self._gathering, self._writes, self._phases = engine, gathering, writes, phases
         self._num_ranks, self._tensor = num_ranks, tensor
         self._looked_at: Unit | None = None  # gathered for a look from outside, until another look or a pass
@@ -73,7 +75,7 @@ class Lending:
             cut = unit.layout.slots[index].cut
             if cut is not None:  # a copy of the whole, from which no write goes back
                 return join_cut(cut, value, self._tensor).cpu()
-        return self.snapshots.take(unit, index, value)
+        return self.copies.take(unit, index, value)
 
     def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
         """Brings a new value of a parameter to its tier."""
@@ -100,6 +102,8 @@ class Lending:
 
     def _gather(self, unit: Unit, *, until_settled: bool, is_agreed: bool) -> None:
         """Gathers a unit for a look and releases the last one: a loop over all parameters takes unit after unit."""
+        if self._engine.is_held(unit):
+            return
         if until_settled or unit is not self._looked_at:
             before = self._looked_at
             (self._gathering.claim if is_agreed else self._gathering.claim_alone)([unit])

@@ -1,7 +1,7 @@
 """What modules hold: views of the gathered buffer inside a forward, the user's own Parameter objects outside.
 
-The views of one forward come from one autograd node per unit (`_Views`), whose inputs are the parameters themselves.
-Its backward gets every gradient of the unit in one call. In `backward()` the engine takes them; `torch.autograd.grad`
+The views of one forward come from one autograd node per unit (`_GraphViews`), whose inputs are the parameters. Its
+backward gets every gradient of the unit in one call. In `backward()` the engine takes them; `torch.autograd.grad`
 and `backward(inputs=...)` get exactly what they ask for, since autograd sees the parameters as leaves of the graph. The
 first parameter's accumulator says when the last use of the unit in a backward is over.
 """
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
+from unbounded.zero.members import Member
 from unbounded.zero.parameters.parameter import (
     ManagedParameter,
     hide,
@@ -32,7 +33,6 @@ from unbounded.zero.parameters.parameter import (
     take_stray_gradients,
 )
 from unbounded.zero.passes.hooks import in_backward
-from unbounded.zero.sites import Member
 from unbounded.zero.unit import Unit
 
 _OWN = {"_unit_ref", "_index"}
@@ -83,7 +83,7 @@ class ModuleViews:
                     "torch.func's transforms (grad, vmap, jacrev) cannot follow the weights of a sharded model, which "
                     "come and go. Use torch.autograd.grad, or give the transform a plain copy: copy.deepcopy(model)."
                 )
-            views = _Views.apply(self.unit, *self.parameters)
+            views = _GraphViews.apply(self.unit, *self.parameters)
             if views[0].requires_grad:
                 return views  # type: ignore[no-any-return]
         return self.unit.lasting_views()
@@ -231,7 +231,7 @@ def refuse_stray_gradients(units: Iterable[Unit]) -> None:
         )
 
 
-class _Views(torch.autograd.Function):
+class _GraphViews(torch.autograd.Function):
     """The gathered buffer as tensors of the graph; its backward is one call with every gradient of the unit."""
 
     @staticmethod

@@ -1,9 +1,12 @@
 """A pass over the sites of a model: what it has visited, what it expects next, and which weights that keeps gathered.
 
-    IDLE --begin--> RUNNING --end--> IDLE
-                       |--abandon--> IDLE       (an exception ended it)
+    from       by        to         when
+    IDLE       begin     RUNNING    a forward enters the model; a backward reaches it
+    RUNNING    reduce    REDUCING   a backward has gradients for the parameters themselves, not for autograd.grad
+    RUNNING    end       IDLE       also from REDUCING
+    RUNNING    abandon   IDLE       also from REDUCING: an exception ended it
 
-A model has two of them, one that goes forward and one that goes backward; a backward may run inside a forward. Neither
+A model has two of them, a `Forward` and a `Backward`; a backward may run inside a forward. Neither
 leaves anything open when it ends: a backward finds weights again by tokens (see `saved`), so any number of forwards may
 wait for their backwards, in any order, as in pipeline schedules.
 
@@ -14,9 +17,12 @@ and a few are kept in case they come later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+import torch
 
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.order import Order
@@ -29,6 +35,7 @@ KEPT_SITES = 8
 class PassState(Enum):
     IDLE = "idle"
     RUNNING = "running"
+    REDUCING = "reducing"
 
 
 @dataclass(eq=False)
@@ -55,7 +62,7 @@ class Pass:
 
     @property
     def is_running(self) -> bool:
-        return self.state is PassState.RUNNING
+        return self.state is not PassState.IDLE
 
     def begin(self) -> None:
         self.state, self.current = PassState.RUNNING, None
@@ -120,3 +127,41 @@ class Pass:
             for unit in self._sites[index].units:
                 if unit.claims:
                     self._gathering.drop([unit])
+
+
+class Forward(Pass):
+    """The pass through the model's own code. `is_evaluating`: the last one to begin records no gradients."""
+
+    is_evaluating = False
+
+    def begin(self) -> None:
+        super().begin()
+        self.is_evaluating = not torch.is_grad_enabled()
+
+
+class Backward(Pass):
+    """The pass through the graph. Torch calls what it queued for the end, or drops it if there was an exception."""
+
+    _end: weakref.ref[Callable[[], None]] | None = None
+
+    @property
+    def is_reducing(self) -> bool:
+        return self.state is PassState.REDUCING
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it has ended in an exception, which no hook sees."""
+        return self.is_running and (self._end is None or self._end() is None)
+
+    def begin(self) -> None:
+        super().begin()
+        self._end = None
+
+    def queue_end(self, end: Callable[[], None]) -> None:
+        """Has torch call `end`, a new object that nobody else holds, when the backward is over."""
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+
+    def reduce(self) -> None:
+        """Parameters take gradients from here on."""
+        self.state = PassState.REDUCING

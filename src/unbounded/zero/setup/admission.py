@@ -24,8 +24,8 @@ from unbounded.planner.plan import Plan, read_plan
 from unbounded.ranks import launch
 from unbounded.ranks.mesh import Axes, make_axes, world_axis
 from unbounded.ranks.phases import describe_groups
+from unbounded.zero.members import Member, find_members
 from unbounded.zero.parameters.parameter import ManagedParameter, refuse_accumulate_hook
-from unbounded.zero.sites import Member, find_members
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
 

@@ -22,7 +22,6 @@ from unbounded.tiers.pool import BufferPool
 from unbounded.tiers.tiers import Tiers
 from unbounded.zero.engine import Engine
 from unbounded.zero.factors import Factors, find_factors
-from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.parameters.views import ModuleViews
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
@@ -30,10 +29,11 @@ from unbounded.zero.passes.direction import RunningSite
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.passes.module_buffers import ModuleBuffers
+from unbounded.zero.reduction.reduction import Reduction
 from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Entries, Installer
+from unbounded.zero.setup.sites import Site
 from unbounded.zero.setup.thawing import Thawing, make_gradient
-from unbounded.zero.sites import Site
 from unbounded.zero.step.early.drafts import Draft
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.optimizer import ShardedOptimizer

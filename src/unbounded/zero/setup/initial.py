@@ -19,7 +19,7 @@ from unbounded.ranks.axis import Axis
 from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.pool import BufferPool
 from unbounded.tiers.tiers import Tiers
-from unbounded.zero.sites import Member
+from unbounded.zero.members import Member
 from unbounded.zero.unit import Unit
 
 Places = Mapping[str, str]  # "weights", "optimizer", "remainder" -> tier
@@ -50,7 +50,7 @@ class Installer:
         owned = values[low:high]
         narrowed = unit.dtype != values.dtype
         arrays = (
-            formats.encode_weight(owned.float(), unit.dtype, rule)
+            formats.encode_weight(owned, unit.dtype, rule)
             if narrowed or (rule is not None and values.dtype != torch.float64)
             else {"weight": owned}
         )

@@ -19,10 +19,10 @@ from torch import nn
 
 from unbounded.errors import PlanError
 from unbounded.ranks.cut import Cut
+from unbounded.zero.members import Member
 from unbounded.zero.setup.initial import Carried, Entries, Installer, carry_over, gather_values
 from unbounded.zero.setup.reach import Reaches, absent_shown, find_reaches, in_order
 from unbounded.zero.setup.tile_steps import is_hidden, rows_of, with_tiles
-from unbounded.zero.sites import Member
 from unbounded.zero.unit import Unit
 
 

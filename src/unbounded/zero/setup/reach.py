@@ -31,7 +31,7 @@ def find_reaches(
         for module in model.modules():
             if next(module.children(), None) is None or not wanted(module):
                 continue
-            seen = _Seen()
+            seen = _UsedTensors()
             with suppress(Exception), seen:  # what fails on the meta device runs later for real, or raises there
                 initialise(module)
             own = {id(parameter) for parameter in module._parameters.values()}
@@ -93,7 +93,7 @@ def _on_meta(model: nn.Module, absent: Absent) -> Iterator[dict[int, nn.Module]]
                 module._buffers.update(buffers)
 
 
-class _Seen(TorchFunctionMode):
+class _UsedTensors(TorchFunctionMode):
     """Notes by id the tensors that functions get."""
 
     def __init__(self) -> None:

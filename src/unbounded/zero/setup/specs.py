@@ -23,7 +23,8 @@ from unbounded.ranks.cut import Cut
 from unbounded.tiers.tiers import disk_size
 from unbounded.zero.factors import find_factors
 from unbounded.zero.layout import ALIGN, WHOLE_ALIGN, Layout, deal_slots, lay_out
-from unbounded.zero.sites import Member, Site, split_members
+from unbounded.zero.members import Member
+from unbounded.zero.setup.sites import Site, split_members
 
 
 @dataclass(eq=False, kw_only=True)

@@ -23,9 +23,10 @@ from unbounded.planner.plan import Plan
 from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.tiers import Tiers, TierUse
 from unbounded.zero.engine import Engine
-from unbounded.zero.gradients import global_norm, spent
+from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.managed_grad import keep_alive
 from unbounded.zero.parameters.views import refuse_stray_gradients
+from unbounded.zero.reduction import global_norm
 from unbounded.zero.step import digest, new_group
 from unbounded.zero.step.early.at_once import AtOnce
 from unbounded.zero.step.loss_scale import LossScale
@@ -73,7 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         self._scaled = False
         self._members = self._membership()
-        self._at_once = AtOnce(engine, updates, self.kind)
+        self._at_once = AtOnce(engine, updates.run, self.kind)
         self._is_last_backward = False
         self._updates_at_once = not plan.keeps_gradients
         engine.reduction.on_final = weakref.WeakMethod(self._gradient_landed)
@@ -94,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.recover()
         self.engine.pending.refuse_broken()
         refuse_stray_gradients(self.engine.units)
-        self.engine.lending.snapshots.settle()
+        self.engine.lending.copies.settle()
         units = self._collect("optimizer.step()")
         self._refuse_unscaled(units)
         self._at_once.finish(self.param_groups)

@@ -18,7 +18,7 @@ stay so until it ends: to gather them again would be a collective whose place de
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unbounded.errors import StateError
@@ -26,20 +26,22 @@ from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.lane import Handle
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients import spent
-from unbounded.zero.gradients.gradient import GradientState
-from unbounded.zero.step.updates import Updates
+from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.unit import Unit
 
 # Updates under way before the backward waits for the first: their gradients are all that is held.
 IN_FLIGHT = 2
 
+# Updates units with the options of these groups, and says which gathered weights are old (`Updates.run`).
+RunUpdates = Callable[[Sequence[Unit], Sequence[dict[str, Any]], Callable[[Unit], None]], None]
+
 
 class AtOnce:
     """Begins the updates of one model's units inside a backward. `kind` names the optimizer."""
 
-    def __init__(self, engine: Engine, updates: Updates, kind: str) -> None:
+    def __init__(self, engine: Engine, run_updates: RunUpdates, kind: str) -> None:
         self._engine, self.pending = engine, engine.pending
-        self._updates, self._kind = updates, kind
+        self._run_updates, self._kind = run_updates, kind
         self._reduced: deque[Unit] = deque()  # their gradients are on their way
         self._running: deque[Handle] = deque()
         self._outdated: list[Unit] = []  # what is gathered of them is older than their weights
@@ -104,7 +106,7 @@ class AtOnce:
     def _update(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> None:
         while len(self._running) >= IN_FLIGHT:
             self._running.popleft().finish()
-        self._updates.run([unit], groups, self._outdate)
+        self._run_updates([unit], groups, self._outdate)
         unit.gradient.spend()
         is_alone = unit.is_whole or not unit.needs_wholes  # otherwise peers take part, and may wait for this rank
         if unit.states_written is not None and is_alone:

@@ -99,7 +99,7 @@ class Corpus:
         return int.from_bytes(digest, "little")
 
 
-class _Piece:
+class _OpenDocument:
     """A tokenised document and the place it came from; its first `offset` tokens are already used."""
 
     __slots__ = ("document", "epoch", "offset", "position", "targets", "tokens")
@@ -115,7 +115,7 @@ class Stream:
     def __init__(self, corpus: Corpus, index: int, place: StreamPlace | None = None) -> None:
         self._corpus, self._index = corpus, index
         self._place = place or StreamPlace()
-        self._pieces: deque[_Piece] = deque()
+        self._pieces: deque[_OpenDocument] = deque()
         self._num_ready = -self._place.offset  # tokens available, minus those that a resumed stream used before
         self._source = self._encoded(self._place)
 
@@ -171,7 +171,7 @@ class Stream:
         number = self._place.taken * self._corpus.num_streams + self._index
         return self._corpus.ask(np.concatenate(tokens), wanted, np.concatenate(starts), number)
 
-    def _encoded(self, start: StreamPlace) -> Iterator[_Piece]:
+    def _encoded(self, start: StreamPlace) -> Iterator[_OpenDocument]:
         group: list[tuple[StreamPlace, Document]] = []
         characters = 0
         for place, document in self._documents(start):
@@ -181,11 +181,11 @@ class Stream:
                 yield from self._encode(group)
                 group, characters = [], 0
 
-    def _encode(self, group: list[tuple[StreamPlace, Document]]) -> Iterator[_Piece]:
+    def _encode(self, group: list[tuple[StreamPlace, Document]]) -> Iterator[_OpenDocument]:
         encoded = self._corpus.tokenizer.encode([document for _, document in group])
         for (place, _), one in zip(group, encoded, strict=True):
             if len(one.tokens):
-                yield _Piece(place, one)
+                yield _OpenDocument(place, one)
 
     def _documents(self, start: StreamPlace) -> Iterator[tuple[StreamPlace, Document]]:
         corpus, epoch, num_empty = self._corpus, start.epoch, 0

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from unbounded.zero.members import Member, find_members
 from unbounded.zero.parameters.tiles import has_tiles, tiled_of
 
 _no_forward = nn.Module.forward
@@ -28,17 +29,6 @@ LARGE_PART = 0.25
 
 
 @dataclass(eq=False)
-class Member:
-    """One parameter with every place in the module tree that holds it; the first is its name."""
-
-    parameter: nn.Parameter
-    names: list[str]
-    holders: list[tuple[nn.Module, str]]
-    whole: nn.Parameter | None = None  # the parameter that this is a tile of
-    first: int = 0  # the element of that parameter that this begins with
-
-
-@dataclass(eq=False)
 class Site:
     """A module whose forward needs its units, and whether other sites lie inside it."""
 
@@ -46,30 +36,6 @@ class Site:
     module: nn.Module
     is_outer: bool = False  # other sites lie inside it
     members: list[Member] = field(default_factory=list)
-
-
-def find_members(model: nn.Module) -> list[Member]:
-    """Every distinct parameter with elements, in the order of registration."""
-    members: dict[int, Member] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter.numel() == 0:
-                continue
-            member = members.setdefault(id(parameter), Member(parameter, [], []))
-            member.names.append(f"{prefix}.{name}" if prefix else name)
-            if not any(holder is module and attribute == name for holder, attribute in member.holders):
-                member.holders.append((module, name))
-    return list(members.values())
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that `state_dict` has."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
 
 
 def find_sites(model: nn.Module, *, with_tiles: bool = False) -> list[Site]:

@@ -32,10 +32,10 @@ class Application:
     options: Mapping[str, Any]
 
 
-Recipe = Product | Application
+LogitsRecipe = Product | Application
 
 
-def products_of(recipe: Recipe) -> Iterator[Product]:
+def products_of(recipe: LogitsRecipe) -> Iterator[Product]:
     if isinstance(recipe, Product):
         yield recipe
     else:
@@ -44,7 +44,7 @@ def products_of(recipe: Recipe) -> Iterator[Product]:
                 yield from products_of(operand)
 
 
-def map_inputs(recipe: Recipe, change: Callable[[torch.Tensor], torch.Tensor]) -> Recipe:
+def map_inputs(recipe: LogitsRecipe, change: Callable[[torch.Tensor], torch.Tensor]) -> LogitsRecipe:
     """The same recipe for other rows."""
     if isinstance(recipe, Product):
         return replace(recipe, inputs=change(recipe.inputs))
@@ -65,7 +65,7 @@ class Head(NamedTuple):
     softcap: float | None
 
 
-def read_head(recipe: Recipe) -> Head | None:
+def read_head(recipe: LogitsRecipe) -> Head | None:
     """The recipe as scale and cap of one product, if it is that."""
     steps: list[tuple[str, float]] = []
     while isinstance(recipe, Application):
@@ -113,7 +113,7 @@ ELEMENTWISE = CASTS | TIMES | OVER | PLUS | {"tanh"}
 class RecipeProjection:
     """Any recipe as a projection of the tiled loss. `weights` are weight and bias of each of its layers, in order."""
 
-    def __init__(self, recipe: Recipe, weights: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(self, recipe: LogitsRecipe, weights: Sequence[Sequence[torch.Tensor]]) -> None:
         self._recipe = recipe
         inputs = [product.inputs.reshape(-1, product.inputs.shape[-1]) for product in products_of(recipe)]
         values = [value for layer in weights for value in layer] + list(_tensors_of(recipe))
@@ -146,7 +146,7 @@ class RecipeProjection:
             self._logits = self._evaluate(self._recipe, iter([first, *rest]), _Values(values, self._has_bias))
         return self._logits.detach().clone()
 
-    def _evaluate(self, recipe: Recipe, inputs: Iterator[torch.Tensor], values: _Values) -> torch.Tensor:
+    def _evaluate(self, recipe: LogitsRecipe, inputs: Iterator[torch.Tensor], values: _Values) -> torch.Tensor:
         if isinstance(recipe, Product):
             return nn.functional.linear(next(inputs), *values.next_layer())
         operands = [
@@ -188,7 +188,7 @@ class _Values:
         return next(self._tensors)
 
 
-def _tensors_of(recipe: Recipe) -> Iterator[torch.Tensor]:
+def _tensors_of(recipe: LogitsRecipe) -> Iterator[torch.Tensor]:
     """The tensors of steps, in the order in which `_evaluate` needs them."""
     if isinstance(recipe, Application):
         for operand in recipe.operands:

@@ -16,7 +16,7 @@ from unbounded.zero.unit import Unit
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class _HeldCopy:
     tensor: weakref.ref[torch.Tensor]
     version: int
     unit: Unit
@@ -24,38 +24,38 @@ class _Snapshot:
     generation: int
 
 
-class Snapshots:
+class StateDictCopies:
     """The copies that somebody still holds."""
 
     def __init__(self) -> None:
-        self._taken: list[_Snapshot] = []
+        self._taken: list[_HeldCopy] = []
 
     def take(self, unit: Unit, index: int, value: torch.Tensor) -> torch.Tensor:
         copy = value.detach().to("cpu", copy=True)
-        self._taken.append(_Snapshot(weakref.ref(copy), copy._version, unit, index, unit.generation))
+        self._taken.append(_HeldCopy(weakref.ref(copy), copy._version, unit, index, unit.generation))
         return copy
 
     def settle(self) -> None:
         """The model is about to be used: keeps what was written to copies, and forgets those that are gone."""
         alive = []
-        for snapshot in self._taken:
-            tensor = snapshot.tensor()
+        for taken in self._taken:
+            tensor = taken.tensor()
             if tensor is None:
                 continue
-            if tensor._version != snapshot.version:
-                self._keep(snapshot, tensor)
+            if tensor._version != taken.version:
+                self._keep(taken, tensor)
             else:
-                alive.append(snapshot)
+                alive.append(taken)
         self._taken = alive
 
-    def _keep(self, snapshot: _Snapshot, tensor: torch.Tensor) -> None:
-        unit, name = snapshot.unit, snapshot.unit.layout.slots[snapshot.index].name
-        if unit.generation != snapshot.generation or not unit.is_whole:
+    def _keep(self, taken: _HeldCopy, tensor: torch.Tensor) -> None:
+        unit, name = taken.unit, taken.unit.layout.slots[taken.index].name
+        if unit.generation != taken.generation or not unit.is_whole:
             self._taken.clear()
-            why = "of before the last step" if unit.is_whole else "of a partitioned parameter"
+            why = "from before the last step" if unit.is_whole else "of a partitioned parameter"
             raise StateError(
                 f"the value of {name!r} that state_dict() gave was changed in place, but it is a copy {why}, so the "
                 "change would be lost. Clone a state dict before changing it, or write inside "
                 "`with unbounded.full_params(model):`."
             )
-        unit.engine.lending.keep(unit, snapshot.index, tensor.to(unit.device))
+        unit.engine.lending.keep(unit, taken.index, tensor.to(unit.device))

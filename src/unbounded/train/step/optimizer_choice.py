@@ -11,9 +11,9 @@ from torch import nn
 from unbounded.errors import InputError
 from unbounded.optim.lamb import LAMB
 from unbounded.train.options.settings import Settings
-from unbounded.train.step.schedule import weight_decay_groups
 
 Group = dict[str, Any]
+_NOT_DECAYED = (nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
 class Lion(torch.optim.Optimizer):
@@ -38,6 +38,23 @@ class Lion(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(momentum.lerp(p.grad, 1 - first).sign_(), alpha=-group["lr"])
                 momentum.lerp_(p.grad, 1 - second)
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of the trained parameters: matrices with decay; norms, biases and embeddings without."""
+    exempt = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _NOT_DECAYED) or "norm" in type(module).__name__.lower()
+        for parameter in module.parameters(recurse=False)
+    }
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (others if parameter.ndim < 2 or id(parameter) in exempt else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:

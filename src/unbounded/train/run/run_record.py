@@ -16,7 +16,7 @@ from unbounded.train.step.loop import Outcome
 from unbounded.train.world import World
 
 
-class Record:
+class RunRecord:
     """Open from the first step to the end of a run; `say` is for sentences."""
 
     def __init__(self, settings: Settings, folder: Path, world: World, first_step: int) -> None:

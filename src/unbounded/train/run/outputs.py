@@ -12,7 +12,7 @@ from unbounded.observe.boards import check_boards
 from unbounded.train.options.settings import Settings
 
 
-def check_places(settings: Settings) -> None:
+def check_outputs(settings: Settings) -> None:
     """Refuse files and folders that must not be written, and boards that are not installed."""
     if settings.trace is not None:
         trace.check_path(settings.trace)

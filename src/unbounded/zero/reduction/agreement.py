@@ -11,9 +11,9 @@ from unbounded.errors import StateError
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
-from unbounded.zero.gradients.reduction import Reduction
 from unbounded.zero.gradients.use import Vote
 from unbounded.zero.passes.order import Order
+from unbounded.zero.reduction.reduction import Reduction
 from unbounded.zero.unit import Unit
 
 

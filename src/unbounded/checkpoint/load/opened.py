@@ -30,13 +30,13 @@ from unbounded.checkpoint.load.stored_gradients import StoredGradients
 from unbounded.checkpoint.peers import Peers
 from unbounded.checkpoint.random_states import check_random_states
 from unbounded.errors import CheckpointError
+from unbounded.zero.members import persistent_buffers
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.sites import persistent_buffers
 from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.step.step_progress import StepProgress
 
 
-class Contents:
+class OpenedCheckpoint:
     """What a load brings in. Call `open`, then `prepare`; afterwards every attribute is there."""
 
     def __init__(self, state: Sharded, model: nn.Module, folder: Path, peers: Peers, *, with_optimizer: bool) -> None:

@@ -1,0 +1,92 @@
+"""The part of the rates of single operations that they reach inside a transformer block.
+
+In a block, products, attention and memory-bound operations follow each other without a pause, forwards and backwards,
+with the layouts and at the clocks that steps have. The same operations alone are faster. So a whole block is timed, and
+the time that the planner would predict from the rates alone, divided by it, is the part that is reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unbounded.machine.timing import sustained_seconds
+from unbounded.planner.models.footprint import EAGER, footprint_of, widen
+from unbounded.planner.models.shapes import Shape
+from unbounded.planner.presets import UNMEASURED
+from unbounded.planner.step.loads import Setup, backward_seconds, forward_seconds
+
+# Blocks of a 7B and of a tiny model, and sequences in a pass.
+_GPU, _CPU = Shape("7B", 1, 4096, 1, 32, 32, 11008), Shape("tiny", 1, 256, 1, 4, 4, 704)
+_GPU_ROWS, _CPU_ROWS = (4, 2048), (4, 256)
+
+
+def reached_part(device: torch.device, rates: dict[str, Any]) -> float:
+    """The part of `rates` ("matmul_flops", "device_bandwidth", "kernel_seconds", each alone) that a block reaches."""
+    is_gpu = device.type == "cuda"
+    shape, (rows, sequence) = (_GPU, _GPU_ROWS) if is_gpu else (_CPU, _CPU_ROWS)
+    return _modelled(shape, rows, sequence, rates, is_cpu=not is_gpu) / _measured(shape, rows, sequence, device)
+
+
+def _modelled(shape: Shape, rows: int, sequence: int, rates: dict[str, Any], *, is_cpu: bool) -> float:
+    """What the planner predicts for the forward and backward of the block."""
+    (cost,) = (part.cost for part in footprint_of(shape, kernels=EAGER).parts if part.is_block)
+    cost = widen(cost) if is_cpu else cost
+    machine, setup = replace(UNMEASURED, **rates), Setup(tokens=rows * sequence, sequence=sequence)
+    launches = 3 * cost.num_kernels * machine.kernel_seconds if is_cpu else 0.0  # a GPU computes meanwhile
+    return forward_seconds(cost, machine, setup) + backward_seconds(cost, machine, setup) + launches
+
+
+def _measured(shape: Shape, rows: int, sequence: int, device: torch.device) -> float:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        block = MeasuredBlock(shape, sequence).to(dtype)
+        x = torch.randn(rows, sequence, shape.hidden, dtype=dtype, requires_grad=True)
+        upstream = torch.randn(rows, sequence, shape.hidden, dtype=dtype)
+    wanted = [x, *block.parameters()]
+    return sustained_seconds(lambda: torch.autograd.grad(block(x), wanted, upstream), device)
+
+
+class MeasuredBlock(nn.Module):
+    """A block of a Llama, operation by operation as eager models run it, which is what `EAGER` counts."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Shape, sequence: int) -> None:
+        super().__init__()
+        hidden, ffn = shape.hidden, shape.ffn
+        self.heads, self.width = shape.heads, hidden // shape.heads
+        self.norms = nn.ParameterList(torch.ones(hidden) for _ in range(2))
+        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.register_buffer("cos", torch.ones(sequence, self.width))
+        self.register_buffer("sin", torch.zeros(sequence, self.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attend(_normed(x, self.norms[0]))
+        inside = _normed(x, self.norms[1])
+        return x + self.down(functional.silu(self.gate(inside)) * self.up(inside))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        rows, sequence, hidden = x.shape
+        split = (rows, sequence, self.heads, self.width)
+        query, key, value = (layer(x).view(split).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        found = functional.scaled_dot_product_attention(self._turned(query), self._turned(key), value, is_causal=True)
+        return self.out(found.transpose(1, 2).reshape(rows, sequence, hidden))
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """With the rotary embedding of positions."""
+        low, high = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-high, low), dim=-1) * self.sin
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm through fp32."""
+    wide = x.to(torch.float32)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
