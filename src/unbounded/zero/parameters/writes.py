@@ -119,7 +119,7 @@ class Writes:
             unit.weights.evict(now, start).wait()
         if unit.rule is None:
             return
-        fresh = formats.encode_weight(now.float(), unit.dtype, unit.rule)
+        fresh = formats.encode_weight(now, unit.dtype, unit.rule)
         for name in formats.MASTER_STATES:
             if name in unit.states:
                 array = unit.states[name]
