@@ -135,6 +135,7 @@ def test_a_job_that_is_killed_while_it_saves_resumes_as_if_it_had_not_been(ranks
     whole = ranks(2, train_with_saves, f"{tmp_path}/whole", "whole")
     with pytest.raises(RankError, match="exit code -9"):
         ranks(2, train_with_saves, f"{tmp_path}/killed", "killed")
+    (tmp_path / "killed/checkpoints/checkpoint_old").mkdir()  # the user's own
     resumed = ranks(2, train_with_saves, f"{tmp_path}/killed", "resumed")
     for (found, weights), (its_own, its_weights) in zip(whole, resumed, strict=True):
         assert its_own == found

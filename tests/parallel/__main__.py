@@ -18,6 +18,7 @@ from tests.parallel.meshes import EIGHT, FAMILIES, FOUR, TWO, Plan, fits
 
 MESHES = {2: TWO, 4: FOUR, 8: EIGHT}
 TIERS = ("device", "host", "disk")
+STEPS = 5
 
 
 def on_tier(plan: Plan, tier: str) -> Plan:
@@ -52,7 +53,7 @@ def main() -> int:
         for family in chosen.families:
             runs = list(choose(chosen, size, family))
             plans = [plan for _, plan in runs]
-            results = tests.ranks.run_ranks(size, compare, family, plans, {}, timeout=3600.0)
+            results = tests.ranks.run_ranks(size, compare, family, plans, {}, STEPS, timeout=3600.0)
             for number, (name, _) in enumerate(runs):
                 expected, _, (of_weights, where) = results[0][number]
                 found = [per_rank[number][1] for per_rank in results]

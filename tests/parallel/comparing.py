@@ -44,7 +44,7 @@ def train_plain(
             for micro in range(num_micros):
                 part = {name: value.chunk(num_micros)[micro] for name, value in batch.items()}
                 weight = counted_labels(family, part["labels"]).sum() / count / copies
-                loss = model(**part).loss * weight
+                loss = model(**part).loss.nan_to_num() * weight  # the mean over no labels is NaN
                 loss.backward()
                 total += loss.item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

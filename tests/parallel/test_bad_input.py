@@ -24,9 +24,58 @@ class Flat(nn.Module):
         return self.down(self.up(x))
 
 
+class Heads(nn.Module):
+    """Attention whose code fixes the number of heads, so that parts of it would have narrower ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = Heads()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.heads(x)
+
+
+class Tower(nn.Module):
+    """Blocks that code of the model's own uses in an unusual way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.words = way, nn.Embedding(models.VOCABULARY, 8)
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.before = nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        if self.way == "early":
+            x = self.before(x)
+        total = torch.zeros(())
+        for block in [*self.blocks, *(self.blocks if self.way == "twice" else [])]:
+            y = block(x)
+            total, x = total + y, x + y if self.way == "outside" else y
+        x = total if self.way == "total" else x
+        logits = x @ self.words.weight.t() if self.way == "tied" else x
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(0, 7))
+
+
+def make_model(family: str, changes: dict[str, Any]) -> Any:
+    if family == "tower":
+        return Tower(**changes)
+    return Flat() if family == "flat" else models.build(family, **changes)
+
+
 def refusal(rank: int, size: int, family: str, plan: dict[str, Any], changes: dict[str, Any], call: bool) -> str:
     kind, _, family = family.rpartition(" ")
-    model: Any = Flat() if family == "flat" else models.build(family, **changes)
+    model = make_model(family, changes)
     if kind == "tiled":
         unbounded.tile(model, 1536)
     optimizer = torch.optim.Adafactor(model.parameters()) if kind == "adafactor" else optimizer_of(model)
@@ -120,6 +169,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
         {"attn_implementation": "eager", "output_attentions": True},
         True,
         "output_attentions=True asks for a value of every block, but a rank has only some of it with tensor=2",
+    ),
+    "a tie in the code": ("tower", {"pipeline": 2}, {"way": "tied"}, True, "not have is NaN: 'words.weight', the"),
+    "a layer that runs earlier": ("tower", {"pipeline": 2}, {"way": "early"}, True, "'before.weight', 'before.bias'"),
+    "a sum outside": ("tower", {"pipeline": 2}, {"way": "outside"}, True, "Tower gives NaN in the first forward of"),
+    "a sum of outputs": ("tower", {"pipeline": 2}, {"way": "total"}, True, "the outputs of all earlier blocks but"),
+    "blocks twice": ("tower", {"pipeline": 2}, {"way": "twice"}, True, "block 0 of another pipeline stage was called"),
+    "fixed heads": (
+        "tower",
+        {"tensor": 2, "styles": (("blocks.*.heads.qkv", "column_of_3"), ("blocks.*.heads.out", "row"))},
+        {"way": "plain"},
+        True,
+        "'blocks.0.heads' (Heads) gives something else (a relative difference of",
     ),
     "ranks disagree": ("gpt2", {"tensor": {0: 2, 1: 1}}, {}, False, "rank 1 has a different plan from rank 0"),
 }

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,18 +20,14 @@ from torch import nn
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.errors import CheckpointError, PlanError, StateError
+from unbounded.hf.whole_checkpoints import MARK, find_accelerators, has_mark
 from unbounded.planner.plan import Plan
 from unbounded.sharding.placing import shard
 from unbounded.sharding.running import is_sharded, sharded
 from unbounded.zero.step.optimizer import ShardedOptimizer
 
-logger = logging.getLogger("unbounded")
-
 STATES = "unbounded"
 """The folder next to a framework's own files that holds weights and states."""
-
-WHOLE = "unbounded_whole"
-"""The file that `save_state` writes last: a job may be killed while it saves."""
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -147,13 +142,13 @@ class AttachedAccelerator(Accelerator):
             self._saves_states = False
         self.wait_for_everyone()
         if self._writes_marks():
-            (Path(folder) / WHOLE).touch()
+            (Path(folder) / MARK).touch()
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """All ranks must call this. Without a folder, the newest of those that Accelerate named that is whole."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming and self._shards():
-            input_dir = _find_whole(Path(self.project_dir) / "checkpoints")
+            input_dir = find_accelerators(Path(self.project_dir) / "checkpoints")
         return super().load_state(input_dir, *args, **kwargs)
 
     def _shards(self) -> bool:
@@ -166,7 +161,7 @@ class AttachedAccelerator(Accelerator):
     def _save_states(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         """Accelerate calls this before it writes its own files. A folder that is written again is not whole."""
         if self._writes_marks():
-            (Path(folder) / WHOLE).unlink(missing_ok=True)
+            (Path(folder) / MARK).unlink(missing_ok=True)
         for index in reversed(range(len(models))):
             if is_sharded(models[index]):
                 save(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
@@ -174,14 +169,14 @@ class AttachedAccelerator(Accelerator):
 
     def _load_states(self, models: list[nn.Module], folder: str) -> None:
         """Accelerate calls this before it reads its own files."""
-        if self._shards() and Path(folder, f"{STATES}_0").is_dir() and not Path(folder, WHOLE).is_file():
+        placed = [index for index, model in enumerate(models) if is_sharded(model)]
+        if any(Path(folder, f"{STATES}_{index}").is_dir() for index in placed) and not has_mark(Path(folder)):
             raise CheckpointError(
                 f"{folder} was cut short while it was saved, so what it holds may be of two moments. Load another one."
             )
-        for index in reversed(range(len(models))):
-            if is_sharded(models[index]):
-                load(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
-                models.pop(index)
+        for index in reversed(placed):
+            load(Path(folder) / f"{STATES}_{index}", models[index], sharded(models[index]).optimizer)
+            models.pop(index)
 
     def _placed(self) -> list[ShardedOptimizer]:
         return [one.optimizer for one in self._optimizers if isinstance(one, PreparedOptimizer)]
@@ -215,12 +210,3 @@ def attach(accelerator: Accelerator, plan: Plan | None = None) -> Accelerator:
     accelerator.register_save_state_pre_hook(accelerator._save_states)  # type: ignore[attr-defined]
     accelerator.register_load_state_pre_hook(accelerator._load_states)  # type: ignore[attr-defined]
     return accelerator
-
-
-def _find_whole(folder: Path) -> str | None:
-    """The newest whole checkpoint of those that Accelerate named, `checkpoint_<number>`."""
-    found = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]), reverse=True)
-    whole = [path for path in found if (path / WHOLE).is_file()]
-    if whole and whole[0] != found[0]:
-        logger.warning("%s was cut short while it was saved, so %s is loaded.", found[0], whole[0])
-    return str(whole[0]) if whole else None

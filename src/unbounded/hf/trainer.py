@@ -24,7 +24,7 @@ from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError, StateError
 from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
-from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_whole
+from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_trainers
 from unbounded.planner.plan import Plan, read_data_plan
 from unbounded.sharding.block_policies import find_blocks
 from unbounded.sharding.placing import shard, unshard
@@ -160,7 +160,7 @@ class ShardingTrainer:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """All ranks must call this. True resumes from the newest checkpoint that is whole."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = find_whole(self.args.output_dir) or True
+            resume_from_checkpoint = find_trainers(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, (str, Path)):
             check_whole(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]

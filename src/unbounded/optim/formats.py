@@ -20,23 +20,36 @@ MASTER_STATES = ("remainder", "master")
 """The states that complete the weights: together they are the master that is trained."""
 
 
-def encode_weight(master: torch.Tensor, dtype: torch.dtype, rule: UpdateRule | None) -> dict[str, torch.Tensor]:
-    """The arrays that stand for the fp32 `master`: "weight" in `dtype`, and what completes it."""
+# Elements that are encoded or decoded at a time on their way through fp32 and int32.
+SLICE_NUMEL = 2**24
+
+
+def encode_weight(values: torch.Tensor, dtype: torch.dtype, rule: UpdateRule | None) -> dict[str, torch.Tensor]:
+    """The arrays that stand for `values` in fp32, a flat tensor: "weight" in `dtype`, and what completes it."""
     names = {spec.name for spec in rule.specs} if rule is not None else set()
     if "master" in names:
-        return {"weight": master.to(dtype), "master": master}
+        return {"weight": values.to(dtype), "master": values.float()}
     if "remainder" not in names or rule is None:
-        return {"weight": master.to(dtype)}
+        return {"weight": values.float().to(dtype) if values.dtype == torch.float64 else values.to(dtype)}
     if rule.format == "exact":
-        bits = master.view(torch.int32)
-        high = (bits + 0x8000) >> 16
-        remainder = (bits - (high << 16)).to(torch.int16)
-        return {"weight": high.to(torch.int16).view(torch.bfloat16), "remainder": remainder}
-    source = master.cpu().contiguous()
+        return _encode_exact(values)
+    source = values.cpu().float().contiguous()
     weight = torch.empty(source.numel(), dtype=dtype)
     remainder = torch.empty(source.numel(), dtype=torch.int8)
     kernels.encode_weight(source, weight, remainder)
-    return {"weight": weight.to(master.device), "remainder": remainder.to(master.device)}
+    return {"weight": weight.to(values.device), "remainder": remainder.to(values.device)}
+
+
+def _encode_exact(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    weight = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    remainder = torch.empty(values.shape, dtype=torch.int16, device=values.device)
+    parts = (tensor.split(SLICE_NUMEL) for tensor in (values, weight.view(torch.int16), remainder))
+    for value, high, low in zip(*parts, strict=True):
+        bits = value.float().view(torch.int32)
+        rounded = (bits + 0x8000).bitwise_right_shift_(16)
+        high.copy_(rounded)
+        low.copy_(bits - rounded.bitwise_left_shift_(16))
+    return {"weight": weight, "remainder": remainder}
 
 
 def decode_weight(arrays: Mapping[str, torch.Tensor], rule: UpdateRule | None) -> torch.Tensor:
@@ -47,8 +60,8 @@ def decode_weight(arrays: Mapping[str, torch.Tensor], rule: UpdateRule | None) -
     if "remainder" not in arrays or rule is None:
         return weight.float()
     if rule.format == "exact":
-        bits = (weight.view(torch.int16).to(torch.int32) << 16) + arrays["remainder"].to(torch.int32)
-        return bits.view(torch.float32)
+        bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        return bits.add_(arrays["remainder"]).view(torch.float32)
     master = torch.empty(weight.numel(), dtype=torch.float32)
     kernels.decode_weight(weight.cpu(), arrays["remainder"].cpu(), master)
     return master.to(weight.device)

@@ -23,9 +23,9 @@ from unbounded.parallel.pipeline.schedules import check_schedule
 from unbounded.parallel.pipeline.stages import Cutting, cut_model
 from unbounded.parallel.recorded import RecordCheck
 from unbounded.parallel.tensor.given import GivenTensors, find_given
+from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.parallel.tensor.layers import attach_loading
 from unbounded.parallel.tensor.tensor_parallel import TensorParallel
-from unbounded.parallel.tensor.vocabulary import HeadPart
 from unbounded.planner.plan import Plan
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,39 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def find_stacks(model: nn.Module) -> list[nn.ModuleList]:
-    """The lists of blocks that run one after another: those a `pp_plan` names, or the outermost lists of one class."""
-    named = _planned(model)
-    if named:
-        return named
+Stack = nn.ModuleList | nn.Sequential
+
+
+def find_stacks(model: nn.Module) -> Sequence[Stack]:
+    """The lists of blocks that run one after another: those a `pp_plan` names, or the outermost lists of one class.
+
+    If there is no such list, it is sequences of modules that are of one class.
+    """
+    return _planned(model) or _lists(model) or _sequences(model)
+
+
+def _lists(model: nn.Module) -> list[nn.ModuleList]:
     stacks: list[nn.ModuleList] = []
     seen: set[nn.Module] = set()
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) and module not in seen:
-            children = list(module)
+        if isinstance(module, nn.ModuleList) and module not in seen:
             seen.update(inner for inner in module.modules() if inner is not module)
-            is_stack = len({type(child) for child in children}) == 1 and next(children[0].children(), None) is not None
-            if is_stack and next(module.parameters(), None) is not None:
+            if _is_stack(module):
                 stacks.append(module)
     return stacks
+
+
+def _sequences(model: nn.Module) -> list[nn.Sequential]:
+    found = [module for module in model.modules() if isinstance(module, nn.Sequential) and _is_stack(module)]
+    inside = {inner for module in found for inner in module.modules() if inner is not module}
+    return [module for module in found if module not in inside and module is not model]
+
+
+def _is_stack(blocks: Stack) -> bool:
+    """Whether all are of one class, with modules inside them."""
+    if len({type(block) for block in blocks}) != 1 or next(blocks[0].children(), None) is None:
+        return False
+    return next(blocks.parameters(), None) is not None
 
 
 def _planned(model: nn.Module) -> list[nn.ModuleList]:

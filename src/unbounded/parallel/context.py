@@ -161,6 +161,8 @@ class ContextParallel:
     def _make_attending(self, block: nn.Module, site: LayerSite) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(forward: Callable[..., Any]) -> Callable[..., Any]:
             def attending(*args: Any, **kwargs: Any) -> Any:
+                if not self.scene.is_cut:
+                    return forward(*args, **kwargs)
                 mode = ContextAttention(self.scene, site)
                 with mode:
                     result = forward(*args, **kwargs)
@@ -191,10 +193,12 @@ class ContextParallel:
             parts: list[torch.Tensor] = []
 
             def begin(hidden: torch.Tensor) -> torch.Tensor:
-                parts.append(self._begin(hidden, site, is_first=is_first))
+                parts.append(scene.begin_block(hidden, site, is_first=is_first))
                 return parts[0]
 
             args, kwargs = change_hidden(block, args, kwargs, begin)
+            if not scene.is_cut:
+                return args, kwargs
             length = parts[0].shape[1] * axis.size
 
             def cut_other(value: Any) -> Any:
@@ -212,11 +216,3 @@ class ContextParallel:
             block.register_forward_hook(after, prepend=True),
         ]
         return together(*(handle.remove for handle in handles))
-
-    def _begin(self, hidden: torch.Tensor, site: LayerSite, *, is_first: bool) -> torch.Tensor:
-        if is_first and hidden.shape[1] % self.axis.size:
-            raise StateError(
-                f"the sequence has {hidden.shape[1]} tokens, which do not divide over context={self.axis.size}. "
-                "Pad the batch to a multiple of that."
-            )
-        return self.scene.begin_block(hidden, site, is_first=is_first)

@@ -3,7 +3,8 @@
 `output_hidden_states`, `output_attentions` and `output_router_logits` collect a value from every block. Over a pipeline
 a rank runs some of the blocks; over a context axis, and with sequence parallelism, blocks hold a part of the sequence;
 over a tensor axis attention has a part of the heads. A loss made of parts (the balance of experts is one) would be
-silently another one, so requests that cannot be met are refused.
+silently another one, so requests that cannot be met are refused. So are caches of keys and values over a context axis,
+where each rank would cache those of its part of the sequence.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RecordCheck:
     def __init__(self, model: nn.Module, plan: Plan, axes: Axes) -> None:
         self._configs = _configs(model)
         self._missing: dict[str, str] = {}
+        self._has_context = axes.context.size > 1
         if axes.tensor.size > 1:
             self._missing["output_attentions"] = f"tensor={axes.tensor.size}"
             if plan.sequence:
@@ -51,6 +53,11 @@ class RecordCheck:
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Raises if a call of the model with these arguments asks for it."""
+        if self._has_context and kwargs.get("past_key_values") is not None:
+            raise StateError(
+                "with a context axis a rank would cache the keys and values of its own part of the sequence only. Call "
+                "the model, or model.generate, with use_cache=False."
+            )
         for name, reason in self._missing.items():
             if kwargs.get(name, any(getattr(config, name, False) for config in self._configs)):
                 raise StateError(

@@ -16,7 +16,7 @@ from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.runner import Loss, Pipeline
 from unbounded.parallel.pipeline.stage_exchange import sum_among
 from unbounded.parallel.pipeline.stages import cut_model
-from unbounded.parallel.tensor.vocabulary import HeadPart
+from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.ranks.wire import Wire
 from unbounded.zero.full_values import full_values
 from unbounded.zero.parameters.stage_copies import leave_to_first, sum_copies

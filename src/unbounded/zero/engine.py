@@ -186,11 +186,10 @@ class Engine:
         """A backward reads a saved weight of `unit`."""
         if unit in self.pending.units:
             self.pending.refuse(f"a read of the weights of unit {unit.name!r} after their gradient was complete")
-        site = self._site_of[unit]
-        if unit.state is WeightState.GATHERED and (unit.resident or site is self.backward.current):
+        if unit.state is WeightState.GATHERED and (unit.resident or self._site_of[unit] is self.backward.current):
             return
         if hooks.in_backward():
-            self.before_backward(site)
+            self.before_backward(self._site_of[unit])
         else:  # somebody looks at what a node has saved
             self.gathering.claim_alone([unit])
         self.gathering.gather([unit])
@@ -385,3 +384,8 @@ class Engine:
         """Whether the model's own code, its loss or a backward is running."""
         self._drop_broken_backward()
         return self.backward.is_running or self.forward.is_running or hooks.in_module_call()
+
+    def is_held(self, unit: Unit) -> bool:
+        """Whether the backward keeps the unit gathered until it goes on: a part of its site is recomputed, perhaps."""
+        is_here = hooks.in_backward() and self._site_of[unit] is self.backward.current
+        return is_here and unit.state is WeightState.GATHERED

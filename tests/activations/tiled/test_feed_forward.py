@@ -87,6 +87,18 @@ def test_results_are_those_of_the_whole_layer(policy: str, weights: str) -> None
     assert len(rows) == 4 * 3 * (3 + 2 + 3)
 
 
+def test_a_backward_over_tiles_holds_the_weights_of_a_few_blocks() -> None:
+    """A tile's backward runs its layer again, inside that of the block, and keeps nothing for later."""
+    model = llama(num_hidden_layers=12)
+    block_bytes = 4 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    model, optimizer = shard(model, activations="recompute", weights="host", optimizer="host", gradients="host")
+    held = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: held.append(optimizer.memory()["device"].used_bytes))
+    train(model, optimizer)
+    assert max(held) - min(held) <= 4 * block_bytes  # the running one, two being fetched, one being freed
+
+
 def train_on_ranks(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
     tile_small()
     model, optimizer = shard(llama(), stage=stage, activations="recompute")

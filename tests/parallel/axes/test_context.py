@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import unbounded
 from tests.parallel import models
@@ -22,10 +23,22 @@ def save_and_load(rank: int, size: int, folder: str) -> Any:
     train_parallel(model, optimizer, "gpt2", steps=2)
     unbounded.save(folder, model, optimizer)
     other = models.build("gpt2")
-    other, other_optimizer = unbounded.shard(other, optimizer_of(other), {"tensor": 2})
+    other, other_optimizer = unbounded.shard(other, optimizer_of(other), {"tensor": 2, "sequence": True})
     unbounded.load(folder, other, other_optimizer)
     found, wanted = other.state_dict(), model.state_dict()
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    plain = models.build("gpt2")
+    plain.load_state_dict(wanted)
+    tokens = models.batch("gpt2", 0)["input_ids"]
+    for one, cached in ((model, False), (other, False), (other, True)):  # also sequences that do not divide
+        generated = [
+            m.eval().generate(tokens, max_new_tokens=3, do_sample=False, use_cache=cached) for m in (plain, one)
+        ]
+        if not torch.equal(*generated):
+            different.append(f"what {optimizer.engine.axes.sizes} generates, {cached}")
+    with pytest.raises(unbounded.errors.StateError, match=r"model.generate, with use_cache=False"):
+        model.generate(tokens, max_new_tokens=3)
+    return different
 
 
 def test_what_ranks_of_a_context_hold_is_saved_once(ranks: Any, tmp_path: Path) -> None:
@@ -70,19 +83,35 @@ def pad(family: str) -> dict[str, torch.Tensor]:
     return batch
 
 
-def train_padded(rank: int, size: int, family: str) -> tuple[float, float, float, float]:
+def break_off(model: nn.Module, family: str) -> None:
+    """A forward ends in an exception inside a block, and then a backward does."""
+    layer = [module for module in model.modules() if isinstance(module, nn.Linear)][3]
+    for register in (layer.register_forward_hook, layer.weight.register_hook):
+        handle = register(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**pad(family)).loss.backward()
+        handle.remove()
+
+
+def train_padded(rank: int, size: int, family: str, plan: dict[str, Any]) -> tuple[float, float, float, float]:
     plain = without_dropout(models.build(family))
     model = copy.deepcopy(plain)
     expected = plain(**pad(family)).loss
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    model, optimizer = unbounded.shard(model, optimizer_of(model), {"context": 2})
+    model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+    break_off(model, family)
+    optimizer.zero_grad()
     loss = model(**pad(family)).loss
     loss.backward()
     return float(expected), float(loss), float(norm), float(optimizer.clip_grad_norm_(1e9))
 
 
-def test_padded_batches_train_as_on_one_rank(ranks: Any) -> None:
-    for family in ("llama", "bert"):
-        for expected, loss, norm, found in ranks(2, train_padded, family):
+def test_padded_batches_train_as_on_one_rank_after_passes_that_broke_off(ranks: Any) -> None:
+    for family, plan in (
+        ("llama", {"context": 2}),
+        ("bert", {"context": 2}),
+        ("llama", {"tensor": 2, "sequence": True}),
+    ):
+        for expected, loss, norm, found in ranks(2, train_padded, family, plan):
             assert (loss, found) == pytest.approx((expected, norm), rel=1e-5)

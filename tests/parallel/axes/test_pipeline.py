@@ -14,7 +14,6 @@ from tests import process
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of
 from unbounded.parallel.pipeline import runner
-from unbounded.parallel.pipeline.hollow import check_inputs
 from unbounded.parallel.pipeline.runner import Pipeline
 from unbounded.parallel.pipeline.schedules import PassKind, make_schedule, simulate
 from unbounded.parallel.pipeline.split_backward import WeightWork
@@ -63,13 +62,15 @@ def test_stages_cost_alike_with_embedding_and_head_counted() -> None:
 
 
 class Costly(nn.Module):
-    """A block whose computation is simulated by moving a virtual clock."""
+    """A block whose computation is simulated by moving a virtual clock, and which counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         return self.linear(_Cost.apply(x))
 
 
@@ -107,13 +108,10 @@ class Clock(StageExchange):
 class CostlyModel(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Costly() for _ in range(depth))
+        self.blocks = nn.Sequential(*(Costly() for _ in range(depth)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone().requires_grad_()  # so that the first block's backward costs as much as the others'
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.blocks(x.clone().requires_grad_())  # so that the first block's backward costs as much as others'
 
 
 NUM_MICROS, NUM_BLOCKS = 8, 8
@@ -141,6 +139,9 @@ def measure(rank: int, size: int) -> dict[str, Any]:
             plan = {"pipeline": size, "schedule": schedule, "microbatches": NUM_MICROS}
             model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
             pipeline = unbounded.pipeline(model, loss=lambda output, batch: output.square().mean())
+            pipeline(torch.ones(NUM_MICROS, 4))
+            # A first batch is rehearsed, which no buffer shows; what a stage writes into one is known to all.
+            assert [float(block.calls) for block in model.blocks] == [NUM_MICROS] * NUM_BLOCKS
             Clock.now, Clock.sent_bytes, kept = 0.0, 0, 0
             Clock.backward = 1.0 if schedule == "zero_bubble" else 2.0
             pipeline(torch.ones(NUM_MICROS, 4))
@@ -199,13 +200,6 @@ def test_without_gradients_the_model_itself_may_be_called(ranks: Any) -> None:
         assert "Train with pipeline = unbounded.pipeline(model)" in training
         assert "Call the model, or model.generate, with use_cache=False" in generating
         assert "a block was called that another pipeline stage has" in part
-
-
-def test_values_that_only_an_earlier_stage_can_make_are_refused() -> None:
-    block, nothing = nn.Identity(), torch.full((), float("nan")).expand(4, 4)
-    check_inputs(block)
-    with pytest.raises(unbounded.errors.PlanError, match="Identity is given 'table', which is NaN here"):
-        block(torch.ones(2, 4), table=(None, nothing))
 
 
 def release(rank: int, size: int) -> list[bool]:

@@ -23,7 +23,7 @@ from unbounded.errors import PlanError
 from unbounded.planner.sizes import format_bytes, parse_bytes
 from unbounded.planner.step.logits import TILE_BYTES
 
-MOST_ROUNDED = 8
+MOST_ROUNDED = 12
 # Classes whose gradient is added in fp32 at a time.
 CLASSES_AT_ONCE = 8192
 

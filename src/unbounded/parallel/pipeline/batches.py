@@ -52,6 +52,9 @@ def cut_batch(args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *,
         return [Micro(args, dict(kwargs), 1.0) for args, kwargs in cut]
     counts = [_count_labels(kwargs.get("labels"), shifts=shifts) for _, kwargs in cut]
     total = sum(counts)
+    for (_, kwargs), count in zip(cut, counts, strict=True):
+        if total and not count:  # weighs nothing, but a mean over no labels would be NaN
+            kwargs["labels"] = torch.zeros_like(kwargs["labels"])
     return [
         Micro(args, dict(kwargs), count / total if total else 1 / num_micros)
         for (args, kwargs), count in zip(cut, counts, strict=True)

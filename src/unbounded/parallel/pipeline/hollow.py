@@ -1,12 +1,14 @@
 """A model of which this rank has some stages: its own forward runs on every rank, with the other stages left out.
 
 The model's code stays in charge: on each rank it computes masks, positions and whatever else it makes of its inputs. A
-block of an earlier stage returns what that stage sent; the block that ends this stage hands its output over and leaves
-the forward. What goes from stage to stage is what the blocks return, so values besides the hidden states (the position
-bias of T5) and the result of an encoder travel too.
+last block before this stage returns what its stage sent; the block that ends this stage hands its output over and
+leaves the forward. What goes from stage to stage is what the blocks return, so values besides the hidden states (the
+position bias of T5) and the result of an encoder travel too.
 
-    rank 0    embedding  b0  b1  | leaves
-    rank 1    (NaN)      =   =   b2  b3  norm  head  loss        = returns what was received
+    rank 0    embedding  b0   b1  | leaves
+    rank 1    (NaN)      NaN  =   b2  b3  norm  head  loss        = returns what was received
+
+Whatever else another stage has is NaN here, so that code which uses it cannot go unnoticed (`_check_made`).
 """
 
 from __future__ import annotations
@@ -94,7 +96,10 @@ class HollowModel:
         self.model, self.cutting, self.axis, self.rank = model, cutting, axis, axis.rank
         self._device, self._lowered = device, lowered  # `lowered`: what weights are computed in, if not their own dtype
         self._received: Payload = {}
+        self._unknown: Payload = {}  # what stands for the outputs of passed blocks
         self._kept: Payload = {}
+        self._reached = -1  # the last block that was passed in this forward
+        self._checked: set[int] = set()  # chunks whose first forward was looked at
         self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._detaches: list[Detach] = []
         self._runs = False
@@ -174,7 +179,6 @@ class HollowModel:
         blocks = [block for stack in self.cutting.stacks for block in stack]
         own = {block for run in self.own_stacks() for block in run}
         self._detaches.extend(replace_forward(block, _refuse_elsewhere) for block in blocks if block not in own)
-        self._detaches.extend(check_inputs(blocks[start]) for start, _ in self._own_bounds() if start)
         self._detaches.append(replace_forward(self.model, self._make_leaving))
         if self.axis.size > 1:
             self._detaches.append(self.model.register_state_dict_post_hook(partial(self._complete)).remove)
@@ -196,13 +200,32 @@ class HollowModel:
 
         `forward` is the model's own, if its call has already begun.
         """
-        self._received, self._kept, self._runs = received, dict(received), True
+        self._received, self._kept, self._runs, self._reached = received, dict(received), True, -1
         try:
             with self._arranged(chunk):
                 result = (forward or self.model)(*args, **kwargs)
         finally:
-            kept, self._received, self._kept, self._runs = self._kept, {}, {}, False
+            kept, self._received, self._unknown, self._kept, self._runs = self._kept, {}, {}, {}, False
+        if chunk not in self._checked:
+            self._checked.add(chunk)
+            self._check_made([kept, result])
         return result, kept
+
+    def _check_made(self, made: Any) -> None:
+        """Raises if a stage gives nothing but NaN: the model's code uses values that only other stages have."""
+        tensors = [leaf for leaf in pytree.tree_leaves(made) if type(leaf) is torch.Tensor and leaf.is_floating_point()]
+        if not any(tensor.numel() and bool(tensor.isnan().all()) for tensor in tensors):
+            return
+        inside = {module for stack in self.cutting.stacks for module in stack.modules()}
+        names = {module: f"{name}." for name, module in self.model.named_modules() if name}
+        lacks = [repr(names.get(module, "") + name) for module, name, _ in self._removed if module not in inside]
+        raise PlanError(
+            f"{type(self.model).__name__} gives NaN in the first forward of a pipeline stage. Here what the stage does "
+            f"not have is NaN: {', '.join([*lacks[:4], 'the outputs of all earlier blocks but the last'])}. Unless the "
+            "model gives NaN on one rank too, its own code uses one of these. Register layers that run before the "
+            "blocks ahead of them, give a head with the embedding's weight as a module of its own, keep sums over "
+            "blocks inside the blocks, or leave pipeline out of the plan."
+        )
 
     def _make_leaving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def leaving(*args: Any, **kwargs: Any) -> Any:
@@ -217,6 +240,42 @@ class HollowModel:
             return self.answer(leaving, args, kwargs)
 
         return called
+
+    # -- buffers -------------------------------------------------------------------------------------------------------
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of the model that a state dict has."""
+        return {
+            f"{path}.{name}": buffer
+            for path, module in self.model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+
+    @contextmanager
+    def unchanged_buffers(self) -> Iterator[None]:
+        """What forwards inside write into buffers is undone."""
+        before = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        yield
+        for name, buffer in self._buffers().items():
+            buffer.copy_(before[name])
+
+    @contextmanager
+    def shared_buffers(self) -> Iterator[None]:
+        """All ranks of the axis must enter this. Buffers that forwards inside change are changed on every rank.
+
+        The first rank that has changed one gives its value: later ones may have run its module in vain.
+        """
+        before = {name: buffer.clone() for name, buffer in self._buffers().items()} if self.axis.size > 1 else {}
+        yield
+        if not before:
+            return
+        now = self._buffers()
+        changed = {name: value.cpu() for name, value in now.items() if not torch.equal(value, before[name])}
+        with torch.no_grad():
+            for told in reversed(self.axis.objects(changed, "the exchange of buffers")):
+                for name, value in told.items():
+                    now[name].copy_(value)
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
@@ -278,21 +337,26 @@ class HollowModel:
         start, stop, total = bounds
         if not start <= position < stop:
             ends = block is self.cutting.stacks[stack][-1]
-            return _Passed(block, lambda: self._give(stack, ends=ends))
+            return _Passed(block, lambda: self._give(stack, position, ends=ends, is_received=position == start - 1))
         if is_last and stop < total:
             ends = block is self.cutting.stacks[stack][-1]
             return _Ending(block, self._keeper(stack, ends=ends), leaves=True)
         return block
 
-    def _give(self, stack: int, *, ends: bool) -> Any:
+    def _give(self, stack: int, position: int, *, ends: bool, is_received: bool) -> Any:
         if self.watcher is not None:
             self.watcher.passed(stack if ends else None)
-        if stack not in self._received:
+        if stack not in self._received or position <= self._reached:
             raise StateError(
-                "a block of another pipeline stage was called before the block that it follows. Blocks of a pipelined "
-                "model must be called in the order of their list."
+                f"block {position} of another pipeline stage was called out of order or a second time. Blocks of a "
+                "pipelined model must be called once in a forward, in the order of their list."
             )
-        return self._received[stack]
+        self._reached = position
+        if ends or is_received:
+            return self._received[stack]
+        if stack not in self._unknown:
+            self._unknown[stack] = pytree.tree_map_only(torch.Tensor, _unknown, self._received[stack])
+        return self._unknown[stack]
 
     def _keeper(self, stack: int, *, ends: bool) -> Callable[[Any], None]:
         def keep(output: Any) -> None:
@@ -303,23 +367,8 @@ class HollowModel:
         return keep
 
 
-def check_inputs(block: nn.Module) -> Detach:
-    """Once: raises if a stage's first block is given values, beside hidden states, that only another stage can make."""
-
-    def check(_: nn.Module, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        given = {**{str(number): value for number, value in enumerate(args) if number}, **kwargs}
-        for name, value in given.items():
-            for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and bool(tensor.isnan().any()):
-                    raise PlanError(
-                        f"{type(block).__name__} is given {name!r}, which is NaN here: it comes from a parameter "
-                        "outside the blocks that only an earlier pipeline stage has. Such a model cannot be cut into "
-                        "stages: leave pipeline out of the plan."
-                    )
-
-    handle = block.register_forward_pre_hook(check, with_kwargs=True)
-    return handle.remove
+def _unknown(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor.detach(), float("nan")) if tensor.is_floating_point() else tensor
 
 
 def _refuse_elsewhere(_: Callable[..., Any]) -> Callable[..., Any]:

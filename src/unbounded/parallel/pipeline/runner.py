@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from unbounded.errors import StateError
+from unbounded.errors import StateError, UnboundedError
 from unbounded.parallel.blocks import unwrap
 from unbounded.parallel.pipeline import batches
 from unbounded.parallel.pipeline.batches import Micro
@@ -82,6 +82,7 @@ class Pipeline:
         self._templates: dict[tuple[Any, ...], Template] = {}
         self._told: set[tuple[Any, ...]] = set()
         self._draws = Draws(axis, hollow, device)
+        self._is_rehearsed = False
         if axis.size > 1:
             hollow.answer = self.answer
 
@@ -98,9 +99,11 @@ class Pipeline:
         order = [action for action in self.order(count) if trains or action.work is PassKind.FORWARD]
         self._losses = torch.zeros((), dtype=torch.float64, device=self.device)
         self._passes: dict[tuple[int, int], _MicroState] = {}
-        self._prepare_draws(micros)
+        self._rehearse(micros[0])
+        if self._draws_matter():
+            self._draws.lay_out(batches.signature(micros[0]), count)
         deferring = self.trainer.no_sync() if self.trainer is not None and trains else nullcontext()
-        with deferring, self.summed() if trains else nullcontext():
+        with self.hollow.shared_buffers(), deferring, self.summed() if trains else nullcontext():
             for action in order:
                 self._do(action, micros[action.micro])
         if self.exchange is not None:
@@ -213,19 +216,33 @@ class Pipeline:
         state.outputs = [tensor for tensor in tensors if tensor.requires_grad]
         state.parts = [part for part in template.parts if part.wants_gradient]
 
-    def _prepare_draws(self, micros: list[Micro]) -> None:
-        """If dropout is on, finds out once for every kind of batch what each stage draws."""
-        if not self.model.training or not self._draws.is_needed():
+    def _draws_matter(self) -> bool:
+        return self.model.training and self._draws.is_needed()
+
+    def _rehearse(self, micro: Micro) -> None:
+        """Once, runs a micro-batch through the stages one after another: if one cannot run, all ranks raise.
+
+        If dropout is on, this also finds out what each stage draws, once for every kind of batch.
+        """
+        key = batches.signature(micro)
+        is_noted = self._draws_matter() and not self._draws.knows(key)
+        if self.axis.size == 1 or (self._is_rehearsed and not is_noted):
             return
-        key = batches.signature(micros[0])
-        if not self._draws.knows(key):
-            with torch.no_grad(), self._draws.recording(key):
-                for chunk in range(self.chunks):
-                    self._forward(Action(PassKind.FORWARD, chunk, 0), micros[0])
-            if self.exchange is not None:
-                self.exchange.finish()
-            self._losses.zero_()
-        self._draws.lay_out(key, len(micros))
+        noting = self._draws.recording(key) if is_noted else nullcontext()
+        with torch.no_grad(), self.hollow.unchanged_buffers(), noting:
+            for stage in range(self.num_stages):
+                error = self._try(stage // self.axis.size, micro) if stage % self.axis.size == self.axis.rank else None
+                self.axis.agree(error, what="the first batch of a pipeline")
+        self._is_rehearsed = True
+        self._wire().finish()
+        self._losses.zero_()
+
+    def _try(self, chunk: int, micro: Micro) -> UnboundedError | None:
+        try:
+            self._forward(Action(PassKind.FORWARD, chunk, 0), micro)
+        except UnboundedError as error:
+            return error
+        return None
 
     def _stage(self, action: Action) -> int:
         return action.chunk * self.axis.size + self.axis.rank

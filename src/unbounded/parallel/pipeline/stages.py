@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from unbounded.errors import PlanError
-from unbounded.parallel.blocks import find_stacks, unwrap
+from unbounded.parallel.blocks import Stack, find_stacks, unwrap
 
 
 @dataclass(frozen=True)
 class Cutting:
     """The stages of a model. `bounds[s]` are the blocks of stage s, counted over all stacks."""
 
-    stacks: tuple[nn.ModuleList, ...]
+    stacks: tuple[Stack, ...]
     bounds: tuple[tuple[int, int], ...]
     num_ranks: int
     homes: dict[nn.Module, frozenset[int]] = field(default_factory=dict)  # module -> ranks; others are everywhere
@@ -46,8 +46,9 @@ def cut_model(model: nn.Module, num_ranks: int, chunks: int) -> Cutting:
     stacks = find_stacks(base)
     if not stacks:
         raise PlanError(
-            f"{type(base).__name__} has no list of repeated blocks (an nn.ModuleList of one class), so it cannot be "
-            "cut into pipeline stages. Put its blocks into an nn.ModuleList, or leave pipeline out of the plan."
+            f"{type(base).__name__} has no list of repeated blocks (an nn.ModuleList or nn.Sequential of one "
+            "class), so it cannot be cut into pipeline stages. Put its blocks into an nn.ModuleList, or leave pipeline "
+            "out of the plan."
         )
     blocks = [block for stack in stacks for block in stack]
     num_stages = num_ranks * chunks
@@ -100,7 +101,7 @@ def balance(costs: Sequence[int], num_parts: int, *, first: int = 0, last: int =
     return bounds[::-1]
 
 
-def _place_rest(base: nn.Module, stacks: Sequence[nn.ModuleList]) -> tuple[dict[nn.Module, int], int, int]:
+def _place_rest(base: nn.Module, stacks: Sequence[Stack]) -> tuple[dict[nn.Module, int], int, int]:
     """Embeddings and the head, each with the block that it lives with, and what they cost the first and last stage."""
     inside = {module for stack in stacks for module in stack.modules()}
     starts, order = _starts(base, stacks)
@@ -124,7 +125,7 @@ def _place_rest(base: nn.Module, stacks: Sequence[nn.ModuleList]) -> tuple[dict[
     return homes, first, last
 
 
-def _starts(base: nn.Module, stacks: Sequence[nn.ModuleList]) -> tuple[list[tuple[int, int]], dict[nn.Module, int]]:
+def _starts(base: nn.Module, stacks: Sequence[Stack]) -> tuple[list[tuple[int, int]], dict[nn.Module, int]]:
     """Where stacks are in the order of registration, with the number of their first block; and every module's place."""
     order = {module: number for number, module in enumerate(base.modules())}
     starts, block = [], 0

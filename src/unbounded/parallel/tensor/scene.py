@@ -8,6 +8,9 @@
     SEQUENCE --column layer: gather-->  FEATURES --row layer: scatter-->  SEQUENCE
     COPIES   --first block: split-->    SEQUENCE --last block: join-->    COPIES
 
+A sequence that does not divide is not cut in a forward without gradients, as in generation: every rank computes all
+of it. In training it is refused.
+
 Layers that read the same input (queries, keys and values) enter it once, so that the backward sums once. What was
 entered is remembered by the identity of the input until the region is left.
 """
@@ -15,7 +18,8 @@ entered is remembered by the identity of the input until the region is left.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -45,6 +49,7 @@ class Scene:
         self.axis, self.by_sequence = axis, by_sequence
         self.hold = Hold.COPIES
         self.num_rows = 0  # of the batch that is cut along its sequence
+        self._divides = True  # the sequence, over the ranks
         self._is_inside = False  # the blocks, where the sequence is cut
         self._entered: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
 
@@ -75,7 +80,7 @@ class Scene:
 
     def leave(self, partial: torch.Tensor, site: LayerSite) -> torch.Tensor:
         """The sum over the ranks of what each made from its part: whole, or this rank's part of the sequence."""
-        self._entered.clear()
+        self._entered = []
         self.hold = self.outside
         if self.hold is Hold.SEQUENCE:
             return collectives.scatter(partial, sequence_dim(partial), site)
@@ -93,13 +98,13 @@ class Scene:
 
     def begin_whole(self, x: torch.Tensor, site: LayerSite) -> torch.Tensor:
         """The whole sequence, for a module that every rank runs alike."""
-        self._entered.clear()
+        self._entered = []
         self._is_inside, self.hold = False, Hold.COPIES
         return self._by_rows(x, lambda rows: collectives.join(rows, 1, site))
 
     def end_whole(self, output: Any, site: LayerSite) -> Any:
         """This rank's part of what such a module returned; of several values, of the first."""
-        self._entered.clear()
+        self._entered = []
         self._is_inside, self.hold = True, Hold.SEQUENCE
         first, *rest = output if isinstance(output, tuple) else (output,)
         part = self._by_rows(first, lambda rows: collectives.split(rows, 1, site))
@@ -115,28 +120,47 @@ class Scene:
 
     def begin(self) -> None:
         """A forward of the model begins: forgets whatever an interrupted one left."""
-        self._entered.clear()
+        self._entered = []
         self._is_inside, self.hold = False, Hold.COPIES
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """What happens inside leaves no trace."""
+        before = self.hold, self._is_inside, self._entered
+        try:
+            yield
+        finally:
+            self.hold, self._is_inside, self._entered = before
 
     def begin_block(self, hidden: torch.Tensor, site: LayerSite, *, is_first: bool) -> torch.Tensor:
         """A block's forward begins, or is recomputed; the first one cuts the sequence."""
         if is_first:
-            length = hidden.shape[1]
-            if length % self.axis.size:
+            self._divides = hidden.shape[1] % self.axis.size == 0
+            if not self._divides and torch.is_grad_enabled():
                 raise StateError(
-                    f"the sequence has {length} tokens, which do not divide over tensor={self.axis.size} with "
-                    "sequence=True. Pad the batch to a multiple of that, or leave sequence out of the plan."
+                    f"the sequence has {hidden.shape[1]} tokens, which do not divide over {self.axis.name}="
+                    f"{self.axis.size}. Pad the batch to a multiple of that, or leave {self._field} out of the plan."
                 )
-            hidden = collectives.split(hidden, 1, site)
-        self._entered.clear()
+        self._entered = []
+        if not self.is_cut:
+            return hidden
         self._is_inside, self.hold, self.num_rows = True, Hold.SEQUENCE, hidden.shape[0]
-        return hidden
+        return collectives.split(hidden, 1, site) if is_first else hidden
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether blocks hold parts of the sequence. A block that is recomputed does, whatever ran before."""
+        return self._divides or torch.is_grad_enabled()
+
+    @property
+    def _field(self) -> str:
+        return "sequence" if self.axis.name == "tensor" else self.axis.name
 
     def end_block(self, output: Any, site: LayerSite, *, is_last: bool) -> Any:
         """A block's forward is over; the last one joins the sequence again."""
         self._is_inside, self.hold = False, Hold.COPIES
-        self._entered.clear()
-        if not is_last:
+        self._entered = []
+        if not is_last or not self.is_cut:
             return output
         if isinstance(output, tuple):
             return (collectives.join(output[0], 1, site), *output[1:])

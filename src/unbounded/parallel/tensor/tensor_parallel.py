@@ -16,11 +16,13 @@ from unbounded.parallel.blocks import find_stacks, unwrap
 from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.partial_gradients import Partial, attach_sum
 from unbounded.parallel.recorded import records_routing
-from unbounded.parallel.tensor import attention, layers, vocabulary
+from unbounded.parallel.tensor import attention, layers
 from unbounded.parallel.tensor.cutting import Layer, LayerCuts
 from unbounded.parallel.tensor.dropout import attach_dropout
+from unbounded.parallel.tensor.head.vocabulary import HeadPart, TokenLoss, attach_head
 from unbounded.parallel.tensor.scene import Scene
 from unbounded.parallel.tensor.sequence import SequenceBlocks
+from unbounded.parallel.tensor.style_trial import Trial
 from unbounded.parallel.tensor.styles import Kind, Pairs
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
@@ -50,11 +52,14 @@ class TensorParallel:
             self.sequence = SequenceBlocks(self.scene, found, self.layers, self.names, records_routing=records)
         # A context axis must cut what the tensor axis has already cut: its dropout is around the blocks.
         self._dropping = [block for stack in found for block in stack] if sequence or by_context else []
-        self.heads: dict[nn.Module, vocabulary.HeadPart] = {}
+        self.heads: dict[nn.Module, HeadPart] = {}
+        self._is_given, self._trials = styles is not None, list[Trial]()
         self._detaches: list[Detach] = []
 
     def cut(self) -> None:
         """Leaves this rank's part in every parameter that is cut. They stay the same objects."""
+        if self._is_given:
+            self._trials = [Trial(name, self.names[name], self.scene) for name in self._regions()]
         for parameter in {id(p): p for p in self.model.parameters()}.values():
             cut = self.cuts.get(id(parameter))
             if cut is not None:
@@ -66,6 +71,7 @@ class TensorParallel:
         self._attach_layers()
         self._attach_sums()
         self._attach_dropouts()
+        self._detaches.extend(trial.attach(self.cuts) for trial in self._trials)
         handle = self.model.register_forward_pre_hook(lambda *_: self.scene.begin())
         self._detaches.append(handle.remove)
 
@@ -102,12 +108,12 @@ class TensorParallel:
         return lambda: None
 
     def _attach_head(self, layer: Layer, cut: Cut) -> Detach:
-        part = vocabulary.HeadPart(self.scene, self.scene.at(layer.name), cut)
-        attached = vocabulary.attach_head(layer.module, part)
+        part = HeadPart(self.scene, self.scene.at(layer.name), cut)
+        attached = attach_head(layer.module, part)
         self.heads[layer.module] = part
-        if not vocabulary.TokenLoss.fits(self.base):
+        if not TokenLoss.fits(self.base):
             return attached
-        return together(vocabulary.TokenLoss(self.base, part).attach(), attached)
+        return together(TokenLoss(self.base, part).attach(), attached)
 
     def _attentions(self) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
         """The attention modules whose heads are cut, with the key heads of the whole and those held here."""
@@ -123,6 +129,18 @@ class TensorParallel:
             found.setdefault(layer.parent, []).append((whole // sections, held // sections))  # type: ignore[arg-type]
         for module, heads in found.items():
             yield module, min(heads)
+
+    def _regions(self) -> Iterator[str]:
+        """The smallest modules with column layers and the row layers after them, one of each class."""
+        rows = [layer.name for layer in self.layers if layer.style.kind is Kind.ROW]
+        known: set[type[nn.Module]] = set()
+        for layer in self.layers:
+            name = layer.name if layer.style.kind is Kind.COLUMN and not layer.style.joins else ""
+            while name and not any(row.startswith(f"{name}.") for row in rows):
+                name = name.rpartition(".")[0]
+            if name and type(self.names[name]) not in known:
+                known.add(type(self.names[name]))
+                yield name
 
     def _attach_sums(self) -> None:
         """One sum per block for all parameters whose gradients are parts."""

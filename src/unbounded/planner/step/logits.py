@@ -5,8 +5,8 @@ from __future__ import annotations
 from unbounded.planner.models.footprint import Footprint
 from unbounded.planner.step.loads import Setup
 
-# Logits that exist at a time. Products of 2,000 rows and more run at a GPU's full rate.
-TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
+# Logits that exist at a time: 1,500 rows of 128k classes, enough for products at a GPU's full rate.
+TILE_BYTES = {"cuda": 384 * 2**20, "cpu": 64 * 2**20}
 # One tile of logits takes at most a 48th of a device's budget, unless that is less than this.
 BUDGET_PARTS, LEAST_TILE_BYTES = 48, 16 * 2**20
 # Besides a tile, bytes per token and hidden element: the last norm's input and what it divides by in fp32, its output,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from unbounded.parallel.tensor.vocabulary import HeadPart
+from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.sharding.running import cut_head
 from unbounded.train.data.tokenizer import IGNORED
 

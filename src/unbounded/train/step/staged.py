@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import unbounded
-from unbounded.parallel.tensor.vocabulary import HeadPart
+from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.train.step.objective import MicroBatch, logits_as_cut, sum_losses
 
 

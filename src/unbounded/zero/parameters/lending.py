@@ -29,6 +29,8 @@ class Running(Protocol):
 
     def is_in_pass(self) -> bool: ...
 
+    def is_held(self, unit: Unit) -> bool: ...
+
     def raise_failures(self) -> None: ...
 
 
@@ -100,6 +102,8 @@ class Lending:
 
     def _gather(self, unit: Unit, *, until_settled: bool, is_agreed: bool) -> None:
         """Gathers a unit for a look and releases the last one: a loop over all parameters takes unit after unit."""
+        if self._engine.is_held(unit):
+            return
         if until_settled or unit is not self._looked_at:
             before = self._looked_at
             (self._gathering.claim if is_agreed else self._gathering.claim_alone)([unit])

@@ -24,7 +24,7 @@ from unbounded.errors import StateError
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
-from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.unit import Unit
 
 _is_there = partial(operator.is_not, None)

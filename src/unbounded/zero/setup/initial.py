@@ -50,7 +50,7 @@ class Installer:
         owned = values[low:high]
         narrowed = unit.dtype != values.dtype
         arrays = (
-            formats.encode_weight(owned.float(), unit.dtype, rule)
+            formats.encode_weight(owned, unit.dtype, rule)
             if narrowed or (rule is not None and values.dtype != torch.float64)
             else {"weight": owned}
         )

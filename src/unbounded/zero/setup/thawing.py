@@ -132,7 +132,7 @@ def _complete(unit: Unit, owned: tuple[int, int], rule: UpdateRule) -> dict[str,
     if not {*formats.MASTER_STATES} & {spec.name for spec in rule.specs}:
         return {}
     values = fetch_owned(unit, owned[0] - unit.owned[0], owned[1] - unit.owned[0])
-    arrays = formats.encode_weight(values.float(), unit.dtype, rule)
+    arrays = formats.encode_weight(values, unit.dtype, rule)
     return {name: value for name, value in arrays.items() if name != "weight"}
 
 

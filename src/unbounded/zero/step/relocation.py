@@ -14,7 +14,7 @@ from unbounded.tiers.array import Array
 from unbounded.tiers.pool import BufferPool
 from unbounded.tiers.tiers import Tiers
 from unbounded.zero.engine import Engine
-from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.unit import Unit
 
 

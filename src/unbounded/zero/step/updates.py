@@ -24,7 +24,7 @@ from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.lane import Handle, Lane
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
-from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.gradients.scale_factor import ScaleFactor
 from unbounded.zero.step.early.drafts import Basis, Draft, Drafts, basis_of
 from unbounded.zero.step.home_exchange import HomeExchange

@@ -26,7 +26,7 @@ from unbounded.ranks.phases import describe_groups
 from unbounded.tiers.lane import Handle
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients import spent
-from unbounded.zero.gradients.gradient import GradientState
+from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.unit import Unit
 
 # Updates under way before the backward waits for the first: their gradients are all that is held.

@@ -1,9 +1,9 @@
 """The head and the cross entropy of a vocabulary that is cut over the tensor axis: logits stay where they are made.
 
 In training with labels, a transformers model's loss is computed from each rank's part of the logits, with one exchange
-of two numbers per token. The same holds for whoever asks for parts (`HeadPart.kept`). In every other forward, and in
-models that compute their own loss, logits are joined. Deferred logits (of a tiled loss) compute their loss themselves,
-from what `HeadPart` says about the vocabulary.
+of two numbers per token; the logits in its output are joined when somebody looks at them. Whoever asks for parts
+(`HeadPart.kept`) gets parts. In every other forward, and in models that compute their own loss, logits are joined.
+Deferred logits (of a tiled loss) compute their loss themselves, from what `HeadPart` says about the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unbounded.parallel import collectives
 from unbounded.parallel.attachments import Detach, replace_forward
 from unbounded.parallel.blocks import asked_loss
 from unbounded.parallel.collectives import LayerSite
+from unbounded.parallel.tensor.head.whole_logits import WholeLogits
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
 
@@ -132,6 +133,7 @@ class TokenLoss:
     def __init__(self, base: nn.Module, part: HeadPart) -> None:
         self.base, self.part = base, part
         self._plain: Callable[..., torch.Tensor] = base.loss_function  # type: ignore[assignment]
+        self._parts: torch.Tensor | None = None  # the logits that the running forward's loss was given
         self.__name__ = self._plain.__name__
 
     @staticmethod
@@ -143,14 +145,32 @@ class TokenLoss:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.part.has_labels = kwargs.get("labels") is not None
 
-        handle = self.base.register_forward_pre_hook(before, with_kwargs=True)
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            parts, self._parts = self._parts, None
+            if parts is None or self.part.is_asked:
+                return None
+            if isinstance(output, tuple):
+                return tuple(self._whole(value) if value is parts else value for value in output)
+            for name in [name for name, value in output.items() if value is parts]:
+                output[name] = self._whole(parts)
+            return output
+
+        handles = [
+            self.base.register_forward_pre_hook(before, with_kwargs=True),
+            self.base.register_forward_hook(after),
+        ]
         self.base.loss_function = self  # type: ignore[assignment]
 
         def detach() -> None:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             del self.base._loss_function
 
         return detach
+
+    def _whole(self, parts: torch.Tensor) -> torch.Tensor:
+        made = getattr(parts, "make", lambda: parts)  # of deferred logits
+        return WholeLogits(parts, self.part.size, lambda: collectives.join(made(), -1, self.part.site, self.part.size))
 
     def __call__(
         self,
@@ -165,6 +185,7 @@ class TokenLoss:
         if not self.part.keeps():
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return self._plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, **given, **kwargs)
+        self._parts = logits
         if type(logits) is not torch.Tensor:  # deferred logits, which compute the loss of their part in tiles
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             width = logits.shape[-1]

@@ -1,0 +1,141 @@
+"""Styles that somebody gave are tried once: a module around cut layers must compute what it computes whole.
+
+Code that is right for whole layers may be silently wrong for parts of them: a view with a fixed number of heads makes
+them narrower, a softmax between a column and a row layer sees some of the features. So one module of each class runs
+twice in the first forward, cut and as a whole copy, with random weights and inputs. No values are kept for this: the
+copy is made on the meta device before the layers are cut.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from unbounded.errors import PlanError
+from unbounded.parallel.attachments import Detach, replace_forward
+from unbounded.parallel.blocks import change_hidden
+from unbounded.parallel.collectives import take_part
+from unbounded.parallel.tensor.scene import Hold, Scene
+from unbounded.ranks.cut import Cut
+
+# Far above what rounding does to the sum of parts, far below what a wrong head or softmax does.
+TOLERANCE = 1e-2
+
+
+class Trial:
+    """One module around cut layers, and a whole copy of it without values. Made before the layers are cut."""
+
+    def __init__(self, name: str, module: nn.Module, scene: Scene) -> None:
+        self.name, self.module, self.scene = name, module, scene
+        self.places = [(prefix, inner) for prefix, inner in module.named_modules()]
+        shells = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in module.parameters()}
+        self.whole = copy.deepcopy(module, dict(shells)).eval()
+
+    def attach(self, cuts: Mapping[int, Cut]) -> Detach:
+        """Makes the module's next forward a trial first. `cuts` are by the parameter's id."""
+        by_place = {
+            (inner, name): cuts.get(id(parameter))
+            for _, inner in self.places
+            for name, parameter in inner._parameters.items()
+            if parameter is not None
+        }
+        is_done = False
+
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def trying(*args: Any, **kwargs: Any) -> Any:
+                nonlocal is_done
+                if not is_done:
+                    is_done = True
+                    self._run(forward, args, kwargs, by_place)
+                return forward(*args, **kwargs)
+
+            return trying
+
+        return replace_forward(self.module, make)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, cuts: dict[Any, Cut | None]) -> None:
+        """All ranks of the axis must call this. Raises on all of them if parts give something else than the whole."""
+        site, seen = self.scene.at(self.name), self.scene.hold is Hold.SEQUENCE
+        hidden: list[torch.Tensor] = []
+        change_hidden(self.module, args, kwargs, lambda x: hidden.append(x) or x)  # type: ignore[func-returns-value]
+        (given,) = hidden
+        shape = list(given.shape)
+        if seen:
+            shape[1] *= site.size
+        generator = torch.Generator(given.device).manual_seed(0)
+        whole = torch.randn(shape, generator=generator, device=given.device)
+        part = take_part(whole, 1, site) if seen else whole
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
+        with torch.no_grad(), torch.autocast(given.device.type, enabled=False), self._evaluating():
+            values = self._draw(generator)
+            given_args, given_kwargs = change_hidden(self.module, args, kwargs, lambda _: whole)
+            wanted = _first(torch.func.functional_call(self.whole, values, given_args, given_kwargs))
+            given_args, given_kwargs = change_hidden(self.module, args, kwargs, lambda _: part)
+            with self.scene.undone(), self._holding(values, cuts):
+                try:
+                    found = _first(forward(*given_args, **given_kwargs))
+                except (RuntimeError, ValueError) as error:
+                    raise self._refusal(f"cannot run ({error})") from error
+        if found.shape != wanted.shape and wanted.dim() > 1:
+            wanted = take_part(wanted, 1, site)
+        difference = float((found - wanted).norm() / wanted.norm()) if found.shape == wanted.shape else float("inf")
+        if bool(wanted.isfinite().all()) and not difference < TOLERANCE:
+            raise self._refusal(f"gives something else (a relative difference of {difference:.2g})")
+
+    def _refusal(self, what: str) -> PlanError:
+        return PlanError(
+            f"{self.name!r} ({type(self.module).__name__}) {what} if its layers are cut by the plan's styles. Its code "
+            "must be right for a part of the features: let views find the number of heads, as in view(batch, tokens, "
+            "-1, width), and have a row layer after every column layer with nothing between them that looks at all "
+            "features. Otherwise leave these layers out of styles."
+        )
+
+    def _draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Whole values for all parameters, the same on every rank, and the buffers as they are."""
+        values: dict[str, torch.Tensor] = {}
+        for name, shell in self.whole.named_parameters():
+            drawn = torch.randn(shell.shape, generator=generator, device=generator.device)
+            values[name] = drawn / max(shell.shape) ** 0.5 if shell.dim() > 1 else 1 + 0.3 * drawn
+        return values | dict(self.module.named_buffers())
+
+    @contextmanager
+    def _holding(self, values: Mapping[str, torch.Tensor], cuts: Mapping[Any, Cut | None]) -> Iterator[None]:
+        """Inside, the module's parameters are this rank's parts of `values`."""
+        before = [(inner, dict(inner._parameters)) for _, inner in self.places]
+        names = {id(shell): name for name, shell in self.whole.named_parameters()}
+        for prefix, inner in self.places:
+            shells = self.whole.get_submodule(prefix)._parameters
+            for name, shell in shells.items():
+                if shell is not None:
+                    value, cut = values[names[id(shell)]], cuts.get((inner, name))
+                    inner._parameters[name] = value if cut is None else cut.take(value)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for inner, parameters in before:
+                inner._parameters.update(parameters)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(inner, inner.training) for _, inner in self.places]
+        for inner, _ in modes:
+            inner.training = False
+        try:
+            yield
+        finally:
+            for inner, mode in modes:
+                inner.training = mode
+
+
+def _in_fp32(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().float() if value.is_floating_point() else value
+
+
+def _first(output: Any) -> torch.Tensor:
+    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
