@@ -55,27 +55,6 @@ size_t update_chunk(void* pool, int64_t n) {
 
 size_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
-// Elements of a draft update that are copied at a time: few enough to be still in a core's own cache
-// when the kernel steps them in their new place, so that old and new states cross the memory bus once each.
-constexpr size_t BESIDE = 32 * BLOCK;
-
-// Brings elements [begin, end) of an update's states from one place to another.
-void copy_states(const UpdateArguments& from, const UpdateArguments& to, size_t begin, size_t end) {
-  const auto copy = [](const void* source, void* target, size_t first, size_t last, size_t bytes) {
-    const size_t offset = first * bytes;
-    if (source)
-      std::memcpy(static_cast<char*>(target) + offset, static_cast<const char*>(source) + offset, (last - first) * bytes);
-  };
-  const bool is_compact = Format(to.format) == Format::compact;
-  const size_t first_block = begin / BLOCK, last_block = (end + BLOCK - 1) / BLOCK;
-  copy(from.weight, to.weight, begin, end, size_of(DType(to.weight_type)));
-  copy(from.remainder, to.remainder, begin, end, is_compact ? 1 : 2);
-  copy(from.first, to.first, begin, end, is_compact ? 1 : 4);
-  copy(from.second, to.second, begin, end, is_compact ? 1 : 4);
-  copy(from.first_scale, to.first_scale, first_block, last_block, sizeof(float));
-  copy(from.second_scale, to.second_scale, first_block, last_block, sizeof(float));
-}
-
 // Random bits for a place in a block at a step.
 int32_t salt_of(int64_t step, size_t place) {
   uint64_t h = (uint64_t(step) * BLOCK + place + 1) * 0x9e3779b97f4a7c15u;
@@ -108,16 +87,22 @@ Step resolve(const UpdateArguments& a) {
   return s;
 }
 
-Update update_of(const UpdateArguments& a) {
+States states_of(const UpdateArguments& a) {
+  return {a.weight, a.remainder,
+          a.first,  static_cast<float*>(a.first_scale),
+          a.second, static_cast<float*>(a.second_scale)};
+}
+
+Update update_of(const UpdateArguments& a, const UpdateArguments& old) {
   Update u{};
+  static_cast<States&>(u) = states_of(a);
+  u.old = states_of(old);
   u.step = resolve(a);
   u.format = Format(a.format);
   u.weight_type = DType(a.weight_type), u.grad_type = DType(a.grad_type), u.out_type = DType(a.out_type);
   u.grad_scale = float(a.maximize ? -a.grad_scale : a.grad_scale);
   for (size_t i = 0; i < BLOCK; ++i) u.salt[i] = salt_of(a.step, i);
-  u.weight = a.weight, u.grad = a.grad, u.remainder = a.remainder, u.out = a.out;
-  u.first = a.first, u.first_scale = static_cast<float*>(a.first_scale);
-  u.second = a.second, u.second_scale = static_cast<float*>(a.second_scale);
+  u.grad = a.grad, u.out = a.out;
   return u;
 }
 
@@ -140,24 +125,14 @@ EXPORT void* unbounded_pool_create(int num_threads, const char* simd) {
 }
 EXPORT void unbounded_pool_close(void* pool) { delete static_cast<Crew*>(pool); }
 
-EXPORT void unbounded_update(void* pool, const UpdateArguments* a) {
-  const Update u = update_of(*a);
+// Reads the old states from `old`, which stay as they are; if that is `a` itself, they are updated in place.
+EXPORT void unbounded_update_beside(void* pool, const UpdateArguments* a, const UpdateArguments* old) {
+  const Update u = update_of(*a, *old);
   const auto update = [&](size_t begin, size_t end) { kernels_of(pool).update(u, begin, end); };
   parallel(pool, a->numel, update, update_chunk(pool, a->numel));
 }
 
-// The same, but it reads the old states from `from`, which stay unchanged.
-EXPORT void unbounded_update_beside(void* pool, const UpdateArguments* a, const UpdateArguments* from) {
-  const Update u = update_of(*a);
-  const auto update = [&](size_t begin, size_t end) {
-    for (size_t i = begin; i < end; i += BESIDE) {
-      const size_t stop = std::min(i + BESIDE, end);
-      copy_states(*from, *a, i, stop);
-      kernels_of(pool).update(u, i, stop);
-    }
-  };
-  parallel(pool, a->numel, update, update_chunk(pool, a->numel));
-}
+EXPORT void unbounded_update(void* pool, const UpdateArguments* a) { unbounded_update_beside(pool, a, a); }
 
 // Chunks are summed in parallel and their sums added in order. Returns NaN if no memory is left for them.
 EXPORT double unbounded_sum_squares(void* pool, const void* x, int32_t type, int64_t n) {

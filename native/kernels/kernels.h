@@ -9,21 +9,28 @@ namespace unbounded {
 enum class Format : int32_t { fp32 = 0, exact = 1, compact = 2 };
 enum class Moment : int32_t { first = 0, second = 1 };
 
-// One fused update of whole buffers; which pointers are used follows from the format and the rule.
-struct Update {
-  Step step;
-  Format format;
-  DType weight_type, grad_type, out_type;
-  float grad_scale;   // negative if the objective is maximised
-  alignas(64) int32_t salt[BLOCK];  // of the stochastic rounding: random bits for every place in a block at this step
+// The states of an update; which pointers are used follows from the format and the rule.
+struct States {
   void* weight;
-  const void* grad;
   void* remainder;
   void* first;
   float* first_scale;
   void* second;
   float* second_scale;
-  void* out;          // null, or receives the weights of the fp32 format in out_type
+};
+
+// One fused update of whole buffers. It writes to the states that it is, and reads `old`: the same arrays, or others that
+// have nothing in common with them and stay as they are.
+struct Update : States {
+  States old;
+  Step step;
+  Format format;
+  DType weight_type, grad_type, out_type;
+  float grad_scale;   // negative if the objective is maximised
+  alignas(64) int32_t salt[BLOCK];  // of the stochastic rounding: random bits for every place in a block at this step
+  const void* grad;
+  void* out;          // null, or receives the weights of the fp32 format in out_type: bf16 or f16
+  bool is_in_place() const { return weight == old.weight; }
 };
 
 // A master in `weight` and `remainder`, or a moment in codes and scales, next to its fp32 values.

@@ -4,28 +4,15 @@
 
 #include "kernels/formats/exact.h"
 #include "kernels/formats/update_compact.h"
+#include "kernels/sweep_states.h"
 
 namespace unbounded {
 namespace {
-
-inline constexpr size_t LINE = 16;  // elements of a cache line in fp32
 
 // Fetches what is used 1 KiB after this element of an array. The processor does so too, but of seven streams that are
 // read and written at once it keeps too little under way: without, a step takes 8 % longer.
 [[gnu::always_inline]] inline void fetch_later(const void* array, size_t i, size_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(array) + i * bytes + 1024));
-}
-
-// Runs `body<V>(i)` over [begin, end), a line of elements at a time with `ahead(i)` before it, then lane by lane.
-template <class V, class Ahead, class Body>
-[[gnu::always_inline]] inline void sweep_lines(size_t begin, size_t end, Ahead ahead, Body body) {
-  size_t i = begin;
-  for (; i + LINE <= end; i += LINE) {
-    ahead(i);
-#pragma GCC unroll 4
-    for (size_t k = 0; k < LINE; k += V::width) body.template operator()<V>(i + k);
-  }
-  for (; i < end; ++i) body.template operator()<Scalar>(i);
 }
 
 // The gradient as the step uses it. What does not change from element to element is a type: a choice in the loop would
@@ -47,49 +34,68 @@ template <class Body> inline void with_gradient(const Update& u, Body body) {
   });
 }
 
-// Steps one vector of weights whose moments are fp32 in memory.
+// Steps one vector of weights whose moments are fp32 in memory; the new ones go to place k of `to`.
 template <class W, class R, class Grad>
-[[gnu::always_inline]] inline typename W::F step_at(const Update& u, const Grad& grad, size_t i, typename W::F w) {
-  auto m = R::first ? W::load(at<float>(u.first, i)) : w;
-  auto v = R::second ? W::load(at<float>(u.second, i)) : w;
+[[gnu::always_inline]] inline typename W::F step_at(const Update& u, const Grad& grad, size_t i, typename W::F w,
+                                                    const States& to, size_t k) {
+  auto m = R::first ? W::load(at<float>(u.old.first, i)) : w;
+  auto v = R::second ? W::load(at<float>(u.old.second, i)) : w;
   w = step<W, R>(u.step, w, grad.template load<W>(i), m, v);
-  if (R::first) W::store(at<float>(u.first, i), m);
-  if (R::second) W::store(at<float>(u.second, i), v);
+  if (R::first) W::store(at<float>(to.first, k), m);
+  if (R::second) W::store(at<float>(to.second, k), v);
   return w;
 }
 
 template <class R, class Grad> [[gnu::always_inline]] inline void fetch_moments(const Update& u, const Grad& grad, size_t i) {
   grad.fetch(i);
-  if (R::first) fetch_later(u.first, i, sizeof(float));
-  if (R::second) fetch_later(u.second, i, sizeof(float));
+  if (R::first) fetch_later(u.old.first, i, sizeof(float));
+  if (R::second) fetch_later(u.old.second, i, sizeof(float));
 }
 
 template <class V, class R, class Grad>
 inline void update_fp32(const Update& given, const Grad& grad, size_t begin, size_t end) {
   const Update u = given;  // a copy that no store can change: its values need not be loaded again after each
-  const auto ahead = [&](size_t i) { fetch_later(u.weight, i, sizeof(float)), fetch_moments<R>(u, grad, i); };
-  const auto keep = [&]<class W>(size_t i) {
-    const auto w = step_at<W, R>(u, grad, i, W::load(at<float>(u.weight, i)));
-    W::store(at<float>(u.weight, i), w);
-    return w;
+  const auto ahead = [&](size_t i) { fetch_later(u.old.weight, i, sizeof(float)), fetch_moments<R>(u, grad, i); };
+  const Widths widths{4, 0, R::first ? 4 : 0, R::second ? 4 : 0};
+  const auto body = [&]<class W>(size_t i, const States& to, size_t k) __attribute__((always_inline)) {
+    const auto w = step_at<W, R>(u, grad, i, W::load(at<float>(u.old.weight, i)), to, k);
+    W::store(at<float>(to.weight, k), w);
+    if (u.out) u.out_type == DType::bf16 ? W::store(at<Bf16>(u.out, i), w) : W::store(at<Fp16>(u.out, i), w);
   };
-  if (!u.out) return sweep_lines<V>(begin, end, ahead, [&]<class W>(size_t i) { keep.template operator()<W>(i); });
-  typed(u.out, u.out_type, [&](auto* out) {
-    sweep_lines<V>(begin, end, ahead, [&]<class W>(size_t i) { W::store(out + i, keep.template operator()<W>(i)); });
-  });
+  sweep_states<V>(u, widths, begin, end, ahead, body);
 }
 
 template <class V, class R, class Grad>
 inline void update_exact(const Update& given, const Grad& grad, size_t begin, size_t end) {
   const Update u = given;
-  Bf16* weight = at<Bf16>(u.weight, 0);
-  int16_t* remainder = at<int16_t>(u.remainder, 0);
+  const Bf16* weight = at<Bf16>(u.old.weight, 0);
+  const int16_t* remainder = at<int16_t>(u.old.remainder, 0);
   const auto ahead = [&](size_t i) {
     fetch_later(weight, i, sizeof(Bf16)), fetch_later(remainder, i, sizeof(int16_t)), fetch_moments<R>(u, grad, i);
   };
-  sweep_lines<V>(begin, end, ahead, [&]<class W>(size_t i) {
-    split_at<W>(step_at<W, R>(u, grad, i, join_at<W>(weight + i, remainder + i)), weight + i, remainder + i);
-  });
+  const Widths widths{2, 2, R::first ? 4 : 0, R::second ? 4 : 0};
+  const auto body = [&]<class W>(size_t i, const States& to, size_t k) __attribute__((always_inline)) {
+    const auto w = step_at<W, R>(u, grad, i, join_at<W>(weight + i, remainder + i), to, k);
+    split_at<W>(w, at<Bf16>(to.weight, k), at<int16_t>(to.remainder, k));
+  };
+  sweep_states<V>(u, widths, begin, end, ahead, body);
+}
+
+// The compact format is updated in place. Old states that are to stay as they are, are copied to their new place first,
+// so many at a time that they are still in a core's own cache.
+template <class V, class R, class T> inline void update_compact_beside(const Update& u, size_t begin, size_t end) {
+  constexpr size_t NUM = 32 * BLOCK;
+  for (size_t i = begin; i < end; i += NUM) {
+    const size_t stop = i + NUM < end ? i + NUM : end, first_block = i / BLOCK, last_block = (stop + BLOCK - 1) / BLOCK;
+    const auto copy = [](const void* from, void* to, size_t first, size_t last, size_t bytes) {
+      __builtin_memcpy(at<char>(to, first * bytes), at<char>(from, first * bytes), (last - first) * bytes);
+    };
+    copy(u.old.weight, u.weight, i, stop, sizeof(T)), copy(u.old.remainder, u.remainder, i, stop, 1);
+    if (R::first) copy(u.old.first, u.first, i, stop, 1), copy(u.old.first_scale, u.first_scale, first_block, last_block, 4);
+    if (R::second)
+      copy(u.old.second, u.second, i, stop, 1), copy(u.old.second_scale, u.second_scale, first_block, last_block, 4);
+    update_compact<V, R, T>(u, i, stop);
+  }
 }
 
 template <class V> inline void update(const Update& u, size_t begin, size_t end) {
@@ -98,8 +104,10 @@ template <class V> inline void update(const Update& u, size_t begin, size_t end)
       return with_gradient(u, [&](const auto& grad) { update_fp32<V, R>(u, grad, begin, end); });
     if (u.format == Format::exact)
       return with_gradient(u, [&](const auto& grad) { update_exact<V, R>(u, grad, begin, end); });
-    if (u.weight_type == DType::bf16) return update_compact<V, R, Bf16>(u, begin, end);
-    return update_compact<V, R, Fp16>(u, begin, end);
+    const auto compact = [&]<class T>(T) {
+      u.is_in_place() ? update_compact<V, R, T>(u, begin, end) : update_compact_beside<V, R, T>(u, begin, end);
+    };
+    u.weight_type == DType::bf16 ? compact(Bf16{}) : compact(Fp16{});
   });
 }
 

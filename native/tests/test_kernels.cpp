@@ -23,12 +23,15 @@ const std::vector<Case> CASES = {
 
 size_t bytes_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
-struct States {
+struct Held {
   Buffer weight, remainder, first, first_scale, second, second_scale, out;
-  States(const Case& c, size_t n)
+  Held(const Case& c, size_t n)
       : weight(n * bytes_of(c.weight)), remainder(n * 2), first(n * 4), first_scale((n + BLOCK - 1) / BLOCK * 4),
         second(n * 4), second_scale((n + BLOCK - 1) / BLOCK * 4), out(n * 2) {}
-  bool operator==(const States&) const = default;
+  bool operator==(const Held&) const = default;
+  States states() const {
+    return {weight.data(), remainder.data(), first.data(), first_scale.as<float>(), second.data(), second_scale.as<float>()};
+  }
 };
 
 Step step_of(Rule rule, int variant) {
@@ -41,20 +44,91 @@ Step step_of(Rule rule, int variant) {
   return s;
 }
 
-void run(const Kernels& kernels, const Case& c, Step step, const Buffer& grad, States& s, size_t n, uint64_t salt) {
+bool has_first(const Step& s) { return s.rule != Rule::adagrad && (s.rule != Rule::sgd || s.has_momentum); }
+bool has_second(const Step& s) { return s.rule == Rule::adam || s.rule == Rule::adamw || s.rule == Rule::adagrad; }
+
+// The states without those that the rule does not keep.
+States kept(const Step& step, States s) {
+  if (!has_first(step)) s.first = s.first_scale = nullptr;
+  if (!has_second(step)) s.second = s.second_scale = nullptr;
+  return s;
+}
+
+Update update_of(const Case& c, const Step& step, const Buffer& grad, uint64_t salt, const States& from, const States& to) {
   Update u{};
+  static_cast<States&>(u) = kept(step, to);
+  u.old = kept(step, from);
   u.step = step, u.format = c.format;
   u.weight_type = c.weight, u.grad_type = c.grad, u.out_type = c.out;
   u.grad_scale = 0.37f;
   Random random(salt);
   for (auto& x : u.salt) x = int32_t(random.bits());
-  u.weight = s.weight.data(), u.grad = grad.data(), u.remainder = s.remainder.data();
-  const bool first = step.rule != Rule::adagrad && (step.rule != Rule::sgd || step.has_momentum);
-  const bool second = step.rule == Rule::adam || step.rule == Rule::adamw || step.rule == Rule::adagrad;
-  if (first) u.first = s.first.data(), u.first_scale = s.first_scale.as<float>();
-  if (second) u.second = s.second.data(), u.second_scale = s.second_scale.as<float>();
+  u.grad = grad.data();
+  return u;
+}
+
+void run(const Kernels& kernels, const Case& c, const Step& step, const Buffer& grad, Held& s, size_t n, uint64_t salt) {
+  Update u = update_of(c, step, grad, salt, s.states(), s.states());
   if (c.out != DType::f32) u.out = s.out.data();
   kernels.update(u, 0, n);
+}
+
+// New states in one piece of memory, each `shift` elements after the beginning of a line; all bytes are 0xff before.
+class Beside {
+ public:
+  Beside(const Case& c, size_t n, size_t shift) {
+    const bool is_compact = c.format == Format::compact;
+    const size_t blocks = (n + BLOCK - 1) / BLOCK, moment = is_compact ? 1 : 4;
+    const size_t widths[6] = {bytes_of(c.weight), size_t(is_compact ? 1 : 2), moment, 4, moment, 4};
+    for (int i = 0; i < 6; ++i) {
+      const bool is_scale = i == 3 || i == 5, is_used = is_scale ? is_compact : i != 1 || c.format != Format::fp32;
+      offsets_[i] = (end_ + 63) / 64 * 64 + (is_scale ? 0 : shift * widths[i]);
+      bytes_[i] = is_used ? (is_scale ? blocks : n) * widths[i] : 0;
+      end_ = offsets_[i] + bytes_[i] + 64;
+    }
+    memory_.reset(static_cast<char*>(std::aligned_alloc(64, (end_ + 63) / 64 * 64)));
+    std::memset(memory_.get(), 0xff, end_);
+  }
+  States states() const {
+    const auto at = [&](int i) { return static_cast<void*>(memory_.get() + offsets_[i]); };
+    return {at(0), at(1), at(2), static_cast<float*>(at(3)), at(4), static_cast<float*>(at(5))};
+  }
+  void fill(const States& s) {
+    const void* arrays[6] = {s.weight, s.remainder, s.first, s.first_scale, s.second, s.second_scale};
+    for (int i = 0; i < 6; ++i)
+      if (arrays[i]) std::memcpy(memory_.get() + offsets_[i], arrays[i], bytes_[i]);
+  }
+  bool operator==(const Beside& other) const { return !std::memcmp(memory_.get(), other.memory_.get(), end_); }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  size_t offsets_[6], bytes_[6], end_ = 0;
+  std::unique_ptr<char[], Free> memory_;
+};
+
+// From old states to new ones elsewhere: the bits of an update in place, the old ones unchanged, nothing else written.
+void check_beside(const Kernels& kernels, const Case& c, size_t n, size_t shift) {
+  for (Rule rule : {Rule::adamw, Rule::adam, Rule::sgd, Rule::lion, Rule::adagrad})
+    for (int variant = 0; variant < 2; ++variant) {
+      const Step step = step_of(rule, variant);
+      Random random(n * 10 + size_t(rule));
+      Buffer values(n * 4), grad(n * bytes_of(c.grad));
+      Held before(c, n);
+      for (size_t i = 0; i < n; ++i) values.as<float>()[i] = random.around_zero();
+      kernels.convert(values.data(), DType::f32, before.weight.data(), c.weight, n);
+      kernels.convert(values.data(), DType::f32, grad.data(), c.grad, n);
+      run(kernels, c, step, grad, before, n, 1);  // so that moments are not zero
+      const Held unchanged = before;
+      Held expected = before;
+      run(kernels, c, step, grad, expected, n, 2);
+      Beside written(c, n, shift), right(c, n, shift);
+      kernels.update(update_of(c, step, grad, 2, before.states(), written.states()), 0, n);
+      right.fill(kept(step, expected.states()));
+      CHECK(before == unchanged);
+      CHECK(written == right);
+    }
 }
 
 void check_updates(const Kernels& fast, const Kernels& scalar, const Case& c, size_t n) {
@@ -63,10 +137,10 @@ void check_updates(const Kernels& fast, const Kernels& scalar, const Case& c, si
     for (int variant = 0; variant < 3; ++variant) {
       Random random(n * 100 + size_t(rule) * 10 + size_t(variant));
       Buffer master(n * 4), values(n * 4), grad(n * bytes_of(c.grad));
-      States a(c, n);
+      Held a(c, n);
       for (size_t i = 0; i < n; ++i) master.as<float>()[i] = random.around_zero();
       scalar.convert(master.data(), DType::f32, a.weight.data(), c.weight, n);
-      States b = a;
+      Held b = a;
       for (int step = 0; step < 2; ++step) {
         for (size_t i = 0; i < n; ++i) values.as<float>()[i] = random.uniform() < 0.1f ? 0 : random.around_zero();
         scalar.convert(values.data(), DType::f32, grad.data(), c.grad, n);
@@ -147,5 +221,9 @@ int main() {
       check_sums(*found[level], scalar, n);
       check_codecs(*found[level], scalar, n);
     }
+  for (int level = 0; level < count; ++level)
+    for (size_t n : {1, 31, 64, 129, 300})
+      for (size_t shift : {0, 1, 30})
+        for (const Case& c : CASES) check_beside(*found[level], c, n, shift);
   std::printf("%d instruction sets agree with the scalar kernels\n", count - 1);
 }

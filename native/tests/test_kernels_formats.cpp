@@ -125,6 +125,7 @@ void stochastic_rounding_is_unbiased(const Kernels& kernels) {
   u.weight = weight.data(), u.remainder = remainder.data(), u.grad = grad.data();
   u.first = first.data(), u.first_scale = first_scale.data();
   u.second = second.data(), u.second_scale = second_scale.data();
+  u.old = u;
   Random random(11);
   for (int step = 0; step < 4000; ++step) {
     for (auto& salt : u.salt) salt = int32_t(random.bits());

@@ -123,6 +123,13 @@ struct Avx2 {
   static Bytes flip(Bytes a, Bytes b) { return {_mm256_xor_si256(a.x, b.x)}; }
   static void store(void* p, Bytes a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a.x); }
 
+  static void stream_line(void* to, const void* from) {
+    const auto* source = static_cast<const __m256i*>(from);
+    auto* target = static_cast<__m256i*>(to);
+    _mm256_stream_si256(target, _mm256_load_si256(source)), _mm256_stream_si256(target + 1, _mm256_load_si256(source + 1));
+  }
+  static void finish_streams() { _mm_sfence(); }
+
   static void store_root(float* to, const float* of) { store(to, sqrt(load(of))); }
   static void store_quotient(float* to, const float* a, const float* b) { store(to, load(a) / load(b)); }
 

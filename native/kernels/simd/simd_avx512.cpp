@@ -136,6 +136,11 @@ struct Avx512 {
   static Bytes flip(Bytes a, Bytes b) { return {_mm512_xor_si512(a.x, b.x)}; }
   static void store(void* p, Bytes a) { _mm512_storeu_si512(p, a.x); }
 
+  static void stream_line(void* to, const void* from) {
+    _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
+  }
+  static void finish_streams() { _mm_sfence(); }
+
   // In halves: a root or a quotient of 16 lanes takes three operations.
   static void store_root(float* to, const float* of) {
     for (int half = 0; half < 16; half += 8) _mm256_storeu_ps(to + half, _mm256_sqrt_ps(_mm256_loadu_ps(of + half)));

@@ -1,0 +1,65 @@
+// How an update walks over states whose elements are independent: in place, or from old arrays to new ones.
+//
+// New arrays are written past the caches: a cache would read a line before it is written, 12 bytes more per parameter in
+// the exact format. Whole lines only go that way, so a few elements are stepped into memory that stays in the first
+// cache, and leave it line by line. More of them at a time are slower: loads then wait while stores leave.
+#pragma once
+
+#include "kernels/kernels.h"
+#include "kernels/simd/vector_scalar.h"
+
+namespace unbounded {
+namespace {
+
+inline constexpr size_t LINE_BYTES = 64, LINE = 16;  // LINE: elements of a cache line in fp32
+inline constexpr size_t GROUP = 2 * LINE;            // a whole line also where an element has two bytes
+
+// Bytes per element of the states, 0 for those that a rule does not keep.
+struct Widths {
+  size_t weight, remainder, first, second;
+};
+
+// The new states of a group on their way to memory.
+struct Outgoing {
+  alignas(LINE_BYTES) char weight[GROUP * 4], remainder[GROUP * 2], first[GROUP * 4], second[GROUP * 4];
+  States states() { return {weight, remainder, first, nullptr, second, nullptr}; }
+};
+
+// Where a group does not begin with a line, its lines are copied.
+template <class V> [[gnu::always_inline]] inline void send(void* array, const char* from, size_t i, size_t width) {
+  char* to = static_cast<char*>(array) + i * width;
+  if (uintptr_t(to) % LINE_BYTES) {
+    __builtin_memcpy(to, from, GROUP * width);
+    return;
+  }
+  for (size_t k = 0; k < GROUP * width; k += LINE_BYTES) V::stream_line(to + k, from + k);
+}
+
+// Runs `body<W>(i, to, k)` over [begin, end): it steps the old states at i and writes the new ones to place k of `to`.
+// A line of elements at a time, with `ahead(i)` before it.
+template <class V, class Ahead, class Body>
+[[gnu::always_inline]] inline void sweep_states(const Update& u, const Widths& widths, size_t begin, size_t end,
+                                                Ahead ahead, Body body) {
+  const auto line = [&](size_t i, const States& to, size_t place) __attribute__((always_inline)) {
+    ahead(i);
+#pragma GCC unroll 4
+    for (size_t k = 0; k < LINE; k += V::width) body.template operator()<V>(i + k, to, place + k);
+  };
+  size_t i = begin;
+  if (u.is_in_place()) {
+    for (; i + LINE <= end; i += LINE) line(i, u, i);
+  } else {
+    Outgoing out;
+    const States to = out.states();
+    for (; i + GROUP <= end; i += GROUP) {
+      line(i, to, 0), line(i + LINE, to, LINE);
+      send<V>(u.weight, out.weight, i, widths.weight), send<V>(u.remainder, out.remainder, i, widths.remainder);
+      send<V>(u.first, out.first, i, widths.first), send<V>(u.second, out.second, i, widths.second);
+    }
+    V::finish_streams();
+  }
+  for (; i < end; ++i) body.template operator()<Scalar>(i, u, i);
+}
+
+}  // namespace
+}  // namespace unbounded
