@@ -24,6 +24,15 @@ SAME_NAMES = {"plan.py"}
 """Basenames that occur twice: a command's file is named after its verb, and `unbounded plan` shows a `planner.plan`."""
 
 
+Sources = dict[Path, list[ast.AST]]
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    """Everything in every file of the package, parsed once."""
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 @pytest.mark.parametrize("top", ["src/unbounded", "tests", "native", "benchmarks", "docs", "examples"])
 def test_no_folder_has_more_than_twelve_files(top: str) -> None:
     paths = [path.relative_to(REPOSITORY) for path in (REPOSITORY / top).rglob("*") if path.is_file()]
@@ -38,11 +47,11 @@ def test_no_two_files_of_the_package_have_the_same_name() -> None:
     assert {name for name, count in counts.items() if count > 1} == SAME_NAMES
 
 
-def test_no_two_classes_of_the_package_have_the_same_name() -> None:
+def test_no_two_classes_of_the_package_have_the_same_name(sources: Sources) -> None:
     """A leading underscore does not tell two names apart."""
     homes = defaultdict(list)
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, nodes in sources.items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 homes[node.name.lstrip("_")].append(str(path.relative_to(PACKAGE)))
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
@@ -74,23 +83,23 @@ OWNERS_OF_THE_ENGINE = {"deepspeed/initialization.py": {"training_dataloader"}} 
     ("name", "owners"),
     [("unit", OWNERS_OF_A_UNIT), ("gradient", OWNERS_OF_A_GRADIENT), ("engine", OWNERS_OF_THE_ENGINE)],
 )
-def test_every_attribute_has_one_owner(name: str, owners: dict[str, set[str]]) -> None:
+def test_every_attribute_has_one_owner(sources: Sources, name: str, owners: dict[str, set[str]]) -> None:
     found = defaultdict(set)
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, nodes in sources.items():
+        for node in nodes:
             is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             if is_set and ast.unparse(node.value).split(".")[-1] in (name, f"_{name}"):
                 found[str(path.relative_to(PACKAGE))].add(node.attr)
     assert found == owners
 
 
-def test_no_part_of_the_package_reaches_into_privates_of_another() -> None:
+def test_no_part_of_the_package_reaches_into_privates_of_another(sources: Sources) -> None:
     """Names that begin with one underscore, and are not torch's or Python's own, stay inside the part that has them."""
     others = {*dir(nn.Module()), *dir(torch.Tensor), *dir(namedtuple("Any", ())), *vars(ctypes.CDLL(None))}
     owned, used = defaultdict(set), defaultdict(set)
-    for path in PACKAGE.rglob("*.py"):
+    for path, nodes in sources.items():
         part = path.relative_to(PACKAGE).parts[0]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes:
             names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 owned[node.name].add(part)

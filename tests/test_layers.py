@@ -7,6 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def part_of(module: str) -> str:
     return names[1] if len(names) > 1 else ""
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Every `unbounded...` module that a file names: at its top, inside functions, and for annotations alone."""
     package = ["unbounded", *path.relative_to(ROOT).parent.parts]

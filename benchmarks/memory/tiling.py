@@ -16,17 +16,21 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 GIB = 2**30
 
 
-def largest_request() -> int:
-    """The largest request to the GPU's allocator since recording began."""
+def largest_request() -> tuple[int, str]:
+    """The largest request to the GPU's allocator since recording began, and who made it."""
     import torch
 
     traces = torch.cuda.memory._snapshot()["device_traces"]
-    return max((entry["size"] for trace in traces for entry in trace if entry["action"] == "alloc"), default=0)
+    requests = [entry for trace in traces for entry in trace if entry["action"] == "alloc"]
+    largest = max(requests, key=lambda entry: entry["size"])
+    ours = [f"{f['name']} ({Path(f['filename']).name}:{f['line']})" for f in largest["frames"]]
+    return largest["size"], " < ".join(ours[:4])
 
 
 def train(hidden: int, factor: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -70,8 +74,8 @@ def run(hidden: int, factor: int, options: argparse.Namespace) -> dict[str, Any]
         report |= train(hidden, factor, options)
     except (torch.OutOfMemoryError, BudgetError) as error:
         return report | {"trains": False, "why": str(error).splitlines()[0][:200]}
-    largest, peak = largest_request(), torch.cuda.max_memory_allocated()
-    report |= {"largest_request_gib": round(largest / GIB, 2), "peak_gib": round(peak / GIB, 2)}
+    (largest, asker), peak = largest_request(), torch.cuda.max_memory_allocated()
+    report |= {"largest_request_gib": round(largest / GIB, 2), "by": asker, "peak_gib": round(peak / GIB, 2)}
     return report | {"trains": largest <= parse_bytes(options.piece)}
 
 

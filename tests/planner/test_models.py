@@ -156,6 +156,8 @@ def test_presets_have_the_sizes_they_are_named_after() -> None:
         ("layers=2,hiden=64", r"has no 'hiden'. Did you mean 'hidden'"),
         ("layers=two,hidden=64", r"must be a whole number"),
         ("layers=0,hidden=64", r"layers is 0"),
+        ("layers=1000000,hidden=64", r"layers is more than any model has"),
+        ("layers=2,hidden=8,heads=16", r"there are 16 heads for a width of 8"),
         ("nowhere/config.json", r'there is no "nowhere/config.json"'),
     ],
 )
@@ -164,12 +166,17 @@ def test_a_model_that_cannot_be_read_is_one_clear_error(text: str, message: str)
         read_model(text)
 
 
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "lama"}, r"model_type 'lama', whose bytes are not known here. The nearest known is 'llama'"),
         ({"model_type": "llama", "hidden_size": 64}, r"has no 'num_hidden_layers'"),
         ({"model_type": "llama", "num_hidden_layers": -1}, r"num_hidden_layers=-1"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\], whose bytes are not known here"),
+        ({"model_type": "llama", **TINY, "intermediate_size": "x"}, r"intermediate_size='x'"),
         ([1], r"is not the config of a model"),
     ],
 )

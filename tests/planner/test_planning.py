@@ -206,6 +206,10 @@ def test_a_browser_draws_the_page(page: Path) -> None:
         (["llama-7b", "--machine", "h201"], "there is no machine 'h201'"),
         (["llama-405b", "--machine", "laptop"], "fits nowhere"),
         (["llama-7b", "--machine", "rtx4090", "--device-bytes", "lots"], "which is not a size"),
+        (["llama-7b", "--machine", "rtx4090", "--device-bytes", "1TiB"], "the machine 'rtx4090' has 24.0 GiB"),
+        (["llama-7b", "--machine", "rtx4090", "--tokens", "3000"], "3,000 tokens are not a whole number of sequences"),
+        (["llama-7b", "--machine", "rtx4090", "--sequence", "0"], "sequence is 0, but it must be at least 1"),
+        (["llama-7b", "--machine", "rtx4090", "--gradients", "disk", "--disk-bytes", "0"], "(stage, gradients)"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def test_without_stored_gradients_a_model_of_seven_sixths_the_size_fits() -> Non
 def test_tokens_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(PlanError, match=r"not a whole number of sequences"):
         search(model("llama-1b"), find_machine("h200:8"), Request(3 * 2048, tensors=(1,), pipelines=(1,)))
-    with pytest.raises(PlanError, match=r"at least one token"):
+    with pytest.raises(PlanError, match=r"tokens is 0, but it must be at least 1"):
         search(model("llama-1b"), find_machine("h200"), Request(0))
 
 

@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine", metavar="M", help="a preset (h200:8, dgx2:32, rtx4090) or a saved file (default: this machine)"
     )
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens per step over all devices (default: 4,096 per device)"
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="tokens per step over all devices (default: sequences of about 4,096 per device)",
     )
     parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens per sequence (default: 2048)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: the fastest of 1 to 3)")
@@ -107,7 +110,7 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
     from unbounded.planner.models.configs import read_model
     from unbounded.planner.models.footprint import COMPILED, EAGER, STATE_BYTES, footprint_of
     from unbounded.planner.plan import read_plan
-    from unbounded.planning.choosing import ASSUMED_TOKENS, read_machine
+    from unbounded.planning.choosing import assumed_tokens, read_machine
 
     machine = read_machine(args.machine)
     names = ("exact", "compact") if args.format == "any" else (args.format,)
@@ -116,7 +119,7 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
         if getattr(args, name):
             fixed[name] = getattr(args, name)
     request = Request(
-        args.tokens if args.tokens is not None else ASSUMED_TOKENS * machine.num_devices,
+        args.tokens if args.tokens is not None else assumed_tokens(machine, args.sequence),
         args.sequence,
         plan=read_plan(fixed),
         formats={name: STATE_BYTES[args.precision, name] for name in names},

@@ -23,6 +23,9 @@ _OPTIONAL = (
     "kernel_seconds", "host_compact_rate", "host_add_rate", "peer_bandwidth", "network_bandwidth",
     "disk_bytes", "disk_read", "disk_write", "disk_both",
 )  # fmt: skip
+_WORDS: dict[str, type] = {"name": str, "sources": Mapping, "is_cpu": bool}
+# What numbers can be true of some machine; others are bytes, bytes per second and FLOP/s.
+_BOUNDS = {"devices": (1, 2**16), "nodes": (1, 2**20), "host_threads": (1, 2**20), "kernel_seconds": (1e-12, 60)}
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class MachineRates:
             raise PlanError(
                 f"{what} has no version, so it is not a machine file. Measure again with Machine.measure()."
             )
-        if values["version"] != VERSION:
+        if values["version"] != VERSION or not isinstance(values["version"], int):
             raise PlanError(
                 f"{what} has version {values['version']!r}, but this release reads {VERSION}. "
                 "Measure again with Machine.measure()."
@@ -163,15 +166,21 @@ def saved_machine() -> MachineRates | None:
 
 
 def _check_number(name: str, value: Any) -> None:
-    if name in ("name", "sources", "is_cpu"):
+    if name in _WORDS:
+        if not isinstance(value, _WORDS[name]):
+            raise PlanError(f"the machine's {name} is {value!r}, which it cannot be. Measure again.")
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise PlanError(
             f"the machine's {name} is {value!r}, which is not a number. Give it in bytes, seconds or FLOP/s."
         )
-    if value < 0 or (value == 0 and name not in _OPTIONAL):
-        raise PlanError(f"the machine's {name} is {value}, which is impossible. Give a number above 0.")
-    if name in ("devices", "nodes", "host_threads") and value != int(value):
-        raise PlanError(f"the machine's {name} is {value}, but it must be a whole number.")
     if value == math.inf:
         raise PlanError(f"the machine's {name} is infinite, which is impossible. Give what was measured.")
+    if value == 0 and name in _OPTIONAL:
+        return
+    least, most = _BOUNDS.get(name, (1, 10**24))
+    if not least <= value <= most:
+        shown = value if abs(value) < 10**30 else "more than 10^30"
+        raise PlanError(f"the machine's {name} is {shown}, which is impossible. Give {least:g} to {most:g}.")
+    if name in ("devices", "nodes", "host_threads") and value != int(value):
+        raise PlanError(f"the machine's {name} is {value}, but it must be a whole number.")

@@ -182,8 +182,10 @@ def find_machine(name: str) -> MachineRates:
         close = difflib.get_close_matches(base, NAMES, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"The presets are {', '.join(NAMES)}."
         raise PlanError(f"there is no machine {name!r}. {hint} A file that Machine.save wrote works too.")
-    if colon and (not count.isdigit() or int(count) < 1):
-        raise PlanError(f"the machine {name!r} has {count!r} after its colon, which is not a number. Try {base}:8.")
+    if colon and (not count.isdecimal() or len(count) > 9 or int(count) < 1):
+        raise PlanError(
+            f"the machine {name!r} has {count!r} after its colon, which is not a number of them. Try {base}:8."
+        )
     number = int(count or 1)
     if base in _GPUS:
         return _with_devices(_NODES[_GPUS[base]], number, name)

@@ -15,15 +15,21 @@ from unbounded.planner.evaluation import FEW_NODES, Candidate, Request, evaluate
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.capacity import Capacity, left_for_states
 from unbounded.planner.models.footprint import Footprint
+from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import Setup, base_loads
 from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.peaks import working_bytes
 from unbounded.planner.step.prediction import Prediction
+from unbounded.planner.unit_bytes import KINDS
+
+# Of a step: more than any machine could take in a year.
+MOST_TOKENS = 10**15
 
 
 def search(footprint: Footprint, machine: MachineRates, request: Request) -> Candidate:
     """The way with the least predicted step time; if none fits, a BudgetError says what is short."""
+    _check_budgets(machine, request.plan)
     best: Candidate | None = None
     for bound, setup, state_format in _ways(footprint, machine, request):
         if best is not None and bound >= best.seconds:
@@ -55,8 +61,9 @@ def compare_ways(footprint: Footprint, machine: MachineRates, request: Request, 
 
 def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list[tuple[float, Setup, str]]:
     """Every way with the best it can reach, the most promising first."""
-    if request.tokens < 1:
-        raise PlanError(f"tokens is {request.tokens}, but a step needs at least one token.")
+    for name, number in (("tokens", request.tokens), ("sequence", request.sequence)):
+        if not 1 <= number <= MOST_TOKENS:
+            raise PlanError(f"{name} is {number:,}, but it must be at least 1 and at most {MOST_TOKENS:,}.")
     ways = []
     for state_format, states in request.formats.items():
         formatted = replace(footprint, states=states)
@@ -76,6 +83,8 @@ def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> It
     sequence = min(request.sequence, request.tokens)
     rows, num_devices = request.tokens // sequence, machine.num_devices
     layers = max(1, footprint.layers)
+    if request.tokens % sequence:
+        return
     for tensor in _divisors(machine.devices, request.tensors):
         for pipeline in _divisors(num_devices // tensor, request.pipelines):
             data = num_devices // tensor // pipeline
@@ -103,9 +112,24 @@ def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> It
                     )
 
 
+def _check_budgets(machine: MachineRates, plan: Plan) -> None:
+    """A budget may not promise more than the machine has."""
+    for tier in TIERS:
+        given, has = getattr(plan, f"{tier}_bytes"), getattr(machine, f"{tier}_bytes")
+        if given is not None and given > has:
+            raise PlanError(
+                f"{tier}_bytes is {format_bytes(given)}, but the machine {machine.name!r} has {format_bytes(has)}. "
+                "Give no more than that, or plan for another machine."
+            )
+
+
 def _divisors(number: int, allowed: tuple[int, ...] | None) -> list[int]:
-    found = [value for value in range(1, number + 1) if number % value == 0]
-    return [value for value in found if allowed is None or value in allowed]
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return [
+        value
+        for value in sorted({*small, *(number // value for value in small)})
+        if allowed is None or value in allowed
+    ]
 
 
 def _micro_batches(rows: int) -> list[int]:
@@ -131,6 +155,14 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
             f"{format_bytes(room['device'])}"
         )
         remedy = "Take a device with more memory, a tensor axis, or fewer tokens per micro-batch."
+    elif states <= total:
+        put = [kind for kind in ("stage", *KINDS, "activations") if getattr(request.plan, kind) is not None]
+        has = ", ".join(f"{tier} {format_bytes(room[tier])}" for tier in TIERS)
+        fact = (
+            f"its states take {format_bytes(states)} of {format_bytes(total)} that there are for them, but not with "
+            f"what the plan fixes ({', '.join(put)}) in these budgets: {has}"
+        )
+        remedy = "Leave more of the plan open, or raise the budget of the tier that it names."
     else:
         fact = (
             f"its states take {format_bytes(states)}, but {ranks} x {machine.name.partition(':')[0]} have "

@@ -25,7 +25,7 @@ from unbounded.planner.search import search
 from unbounded.planning.module_footprint import read_footprint
 from unbounded.tiers import budget as budgets
 
-# Tokens per step and device, if nobody says.
+# About so many tokens per step and device, if nobody says.
 ASSUMED_TOKENS = 4096
 
 
@@ -48,7 +48,7 @@ def plan(
     asked = read_plan(budgets)
     joined = unwrap(optimizer) if optimizer is not None else None
     footprint, precision, formats = read_footprint(model, joined, asked)
-    tokens = tokens_per_step or ASSUMED_TOKENS * found.num_devices
+    tokens = assumed_tokens(found, sequence) if tokens_per_step is None else tokens_per_step
     request = Request(
         tokens,
         sequence,
@@ -59,6 +59,11 @@ def plan(
         pipelines=(asked.pipeline,),
     )
     return close(search(footprint, found, request), asked, precision)
+
+
+def assumed_tokens(machine: MachineRates, sequence: int) -> int:
+    """Tokens of a step if nobody says: whole sequences for each device."""
+    return machine.num_devices * max(1, ASSUMED_TOKENS // max(1, sequence)) * max(1, sequence)
 
 
 def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import unbounded
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of, train_parallel, without_dropout
+from tests.zoo.architectures import ARCHITECTURES
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 
@@ -48,6 +50,8 @@ def refusals(rank: int, size: int, kind: str) -> str:
     changes = {"attn_implementation": "eager"} if kind == "eager" else {}
     family = kind.rpartition(" ")[2]
     model = models.build(family if family in models.FAMILIES else "gpt2", **changes)
+    if kind == "swin":
+        model = ARCHITECTURES["swin"].build()
     model.config.is_encoder_decoder = kind == "t5"
     batch = models.batch("gpt2", 0, length=7 if kind == "odd" else 8)
     try:
@@ -65,6 +69,7 @@ def refusals(rank: int, size: int, kind: str) -> str:
         ("odd", "7 tokens"),
         ("t5", "T5ForConditionalGeneration attends to another sequence"),
         ("stack of t5", "made inside a block"),
+        ("swin", "the blocks of SwinForImageClassification have blocks with attention of their own"),
         ("falcon_h1", "the blocks have a Conv1d, which mixes tokens besides attention"),
     ],
 )
@@ -82,19 +87,35 @@ def pad(family: str) -> dict[str, torch.Tensor]:
     return batch
 
 
-def train_padded(rank: int, size: int, family: str) -> tuple[float, float, float, float]:
+def break_off(model: nn.Module, family: str) -> None:
+    """A forward ends in an exception inside a block, and then a backward does."""
+    layer = [module for module in model.modules() if isinstance(module, nn.Linear)][3]
+    for register in (layer.register_forward_hook, layer.weight.register_hook):
+        handle = register(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**pad(family)).loss.backward()
+        handle.remove()
+
+
+def train_padded(rank: int, size: int, family: str, plan: dict[str, Any]) -> tuple[float, float, float, float]:
     plain = without_dropout(models.build(family))
     model = copy.deepcopy(plain)
     expected = plain(**pad(family)).loss
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    model, optimizer = unbounded.shard(model, optimizer_of(model), {"context": 2})
+    model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+    break_off(model, family)
+    optimizer.zero_grad()
     loss = model(**pad(family)).loss
     loss.backward()
     return float(expected), float(loss), float(norm), float(optimizer.clip_grad_norm_(1e9))
 
 
-def test_padded_batches_train_as_on_one_rank(ranks: Any) -> None:
-    for family in ("llama", "bert"):
-        for expected, loss, norm, found in ranks(2, train_padded, family):
+def test_padded_batches_train_as_on_one_rank_after_passes_that_broke_off(ranks: Any) -> None:
+    for family, plan in (
+        ("llama", {"context": 2}),
+        ("bert", {"context": 2}),
+        ("llama", {"tensor": 2, "sequence": True}),
+    ):
+        for expected, loss, norm, found in ranks(2, train_padded, family, plan):
             assert (loss, found) == pytest.approx((expected, norm), rel=1e-5)

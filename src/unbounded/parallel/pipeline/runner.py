@@ -93,7 +93,7 @@ class Pipeline:
         self.hollow.check(kwargs)
         count = self.num_micros or batches.choose_count((args, kwargs), self.axis.size)
         # Labels are counted before they go to a GPU, where counting would wait for all queued work.
-        cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
+        cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts, is_own=self.loss is None)
         micros = [Micro(self._on_device(micro.args), self._on_device(micro.kwargs), micro.weight) for micro in cut]
         trains = torch.is_grad_enabled()
         order = [action for action in self.order(count) if trains or action.work is PassKind.FORWARD]

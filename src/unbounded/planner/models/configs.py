@@ -80,9 +80,10 @@ def shape_of(config: Any, what: str) -> Shape:
     """The shape that a config's values describe."""
     if not isinstance(config, Mapping):
         raise PlanError(f"{what} is not the config of a model. Give an object with a model_type.")
-    config = config.get("text_config") or config
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
         hint = f"The nearest known is {close[0]!r}. " if close else ""
         raise PlanError(
@@ -96,20 +97,20 @@ def shape_of(config: Any, what: str) -> Shape:
 def _build(config: Mapping[str, Any], family: Family, what: str) -> Shape:
     sizes = {name: _read(config, keys, what) for name, keys in _KEYS.items()}
     hidden, heads = sizes["hidden"], sizes["heads"]
-    head_dim = int(config.get("head_dim") or 0)
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
-    ffn = config.get("moe_intermediate_size") if experts > 1 else None
-    ffn = ffn or config.get("intermediate_size") or config.get("ffn_dim") or config.get("n_inner") or 4 * hidden
-    rows = family.learned_positions
-    positions = (
-        0 if rows is None else rows + int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
-    )
+    head_dim = _read_optional(config, ("head_dim",), what, 0)
+    experts = _read_optional(config, ("num_local_experts", "num_experts"), what, 1)
+    ffn_keys = ("intermediate_size", "ffn_dim", "n_inner")
+    ffn = _read_optional(config, ("moe_intermediate_size",) * (experts > 1) + ffn_keys, what, 4 * hidden)
+    positions = 0
+    if family.learned_positions is not None:
+        keys = ("max_position_embeddings", "n_positions")
+        positions = family.learned_positions + _read_optional(config, keys, what, 0)
     biased = bool(config.get("use_bias", config.get("attention_bias", family.biased) or family.biased))
     return Shape(
         name=str(config.get("_name_or_path") or config.get("model_type")),
         **sizes,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        ffn=int(ffn),
+        kv_heads=_read_optional(config, ("num_key_value_heads",), what, heads),
+        ffn=ffn,
         gated=family.gated,
         biased=biased and family.biased,
         qkv_biased=family.qkv_biased,
@@ -119,7 +120,7 @@ def _build(config: Mapping[str, Any], family: Family, what: str) -> Shape:
         positions=positions,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         experts=experts,
-        active=int(config.get("num_experts_per_tok") or 1) if experts > 1 else 1,
+        active=_read_optional(config, ("num_experts_per_tok",), what, 1) if experts > 1 else 1,
         outside=2 * hidden if family.embedding_norm else 0,
         extra=2 * (head_dim or hidden // heads) if family.query_key_norm else 0,
     )
@@ -128,8 +129,19 @@ def _build(config: Mapping[str, Any], family: Family, what: str) -> Shape:
 def _read(config: Mapping[str, Any], keys: tuple[str, ...], what: str) -> int:
     for key in keys:
         if key in config:
-            value = config[key]
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(f"{what} has {key}={value!r}, but it must be a whole number of at least 1.")
-            return value
+            return _check_size(config[key], key, what)
     raise PlanError(f"{what} has no {keys[0]!r}, so the size of the model is not known. Add it, or give it by hand.")
+
+
+def _read_optional(config: Mapping[str, Any], keys: tuple[str, ...], what: str, default: int) -> int:
+    """The first of the keys that has a value; null and 0 are none."""
+    for key in keys:
+        if config.get(key) not in (None, 0):
+            return _check_size(config[key], key, what)
+    return default
+
+
+def _check_size(value: Any, key: str, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{what} has {key}={value!r}, but it must be a whole number of at least 1.")
+    return value

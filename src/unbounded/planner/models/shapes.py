@@ -12,6 +12,9 @@ from typing import Any
 
 from unbounded.errors import PlanError
 
+# Sizes beyond those of any model, which would only keep the planner busy.
+MOST_LAYERS, MOST = 10_000, 10**9
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -45,6 +48,11 @@ class Shape:
                 value < 0 or (value == 0 and item.name not in ("positions", "head_dim", "extra", "outside"))
             ):
                 raise PlanError(f"{item.name} is {value}. A model needs at least 1 of it.")
+            most = MOST_LAYERS if item.name == "layers" else MOST
+            if item.type == "int" and value > most:
+                raise PlanError(f"{item.name} is more than any model has. Give at most {most:,}.")
+        if self.heads > self.hidden and not self.head_dim:
+            raise PlanError(f"there are {self.heads} heads for a width of {self.hidden}. Give fewer, or head_dim.")
         if self.active > self.experts:
             raise PlanError(f"a token passes {self.active} experts, but a block has {self.experts}. Give fewer.")
 
@@ -168,8 +176,8 @@ def read_shape(text: str) -> Shape:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"The keys are {', '.join(known)}."
             raise PlanError(f"a model has no {key!r}. {hint}")
-        if not value.isdigit():
-            raise PlanError(f"{key} is {value!r}, but it must be a whole number.")
+        if not value.isdecimal() or len(value) > 12:
+            raise PlanError(f"{key} is {value!r}, but it must be a whole number of at most 12 digits.")
         values[key] = int(value)
     for key in ("layers", "hidden"):
         if key not in values:

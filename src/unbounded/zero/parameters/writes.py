@@ -141,7 +141,10 @@ def fetch_owned(unit: Unit, start: int = 0, stop: int | None = None) -> torch.Te
 
 def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:
     """A number that almost surely differs for other contents."""
-    return buffer.view(torch.int32).sum(dtype=torch.int64).reshape(1)  # layouts are padded to whole words
+    data = buffer.view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words = data[:whole].view(torch.int64)  # summed as they are; narrower ones would be copied to 64 bits first
+    return (words.sum() + data[whole:].sum()).reshape(1)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
