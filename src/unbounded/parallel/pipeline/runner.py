@@ -82,7 +82,6 @@ class Pipeline:
         self._templates: dict[tuple[Any, ...], Template] = {}
         self._told: set[tuple[Any, ...]] = set()
         self._draws = Draws(axis, hollow, device)
-        self._is_rehearsed = False
         if axis.size > 1:
             hollow.answer = self.answer
 
@@ -226,14 +225,14 @@ class Pipeline:
         """
         key = batches.signature(micro)
         is_noted = self._draws_matter() and not self._draws.knows(key)
-        if self.axis.size == 1 or (self._is_rehearsed and not is_noted):
+        if self.axis.size == 1 or (self.hollow.is_rehearsed and not is_noted):
             return
         noting = self._draws.recording(key) if is_noted else nullcontext()
         with torch.no_grad(), self.hollow.unchanged_buffers(), noting:
             for stage in range(self.num_stages):
                 error = self._try(stage // self.axis.size, micro) if stage % self.axis.size == self.axis.rank else None
                 self.axis.agree(error, what="the first batch of a pipeline")
-        self._is_rehearsed = True
+        self.hollow.is_rehearsed = True
         self._wire().finish()
         self._losses.zero_()
 
