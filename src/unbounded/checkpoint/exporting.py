@@ -29,7 +29,7 @@ from unbounded.weights.adapter_files import adapter_folder, describe_adapters, f
 from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS
 from unbounded.zero.members import persistent_buffers
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.whole_values import whole_values
+from unbounded.zero.streamed_values import stream_values
 
 logger = logging.getLogger("unbounded")
 Names = Mapping[str, list[str]]  # a tensor of the model -> its name in the files
@@ -139,7 +139,7 @@ def _write_units(state: Sharded, writer: ShardWriter | None, names: Names) -> Ex
     """Every rank takes part in every gather, even after the writing one has failed; returns that error."""
     error, written = None, set()
     units = [unit for unit in state.engine.units if any(slot.name in names for slot in unit.layout.slots)]
-    for values in whole_values(state.engine, units):
+    for values in stream_values(state.engine, units):
         for name, first, value in values:
             if writer is None or error is not None or (name, first) in written:
                 continue

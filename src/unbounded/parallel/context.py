@@ -24,6 +24,7 @@ from unbounded.parallel.attachments import Detach, replace_forward, together
 from unbounded.parallel.blocks import change_hidden, find_stacks, unwrap
 from unbounded.parallel.collectives import LayerSite, exchange_parts
 from unbounded.parallel.partial_gradients import Partial, attach_sum
+from unbounded.parallel.tensor.attention import head_width
 from unbounded.parallel.tensor.dropout import SlicedDropout
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.axis import Axis
@@ -132,6 +133,13 @@ class ContextParallel:
             raise PlanError(
                 f"the model's attention is {kind!r}, but context parallelism needs scaled_dot_product_attention. "
                 "Build it with attn_implementation='sdpa', or leave context out of the plan."
+            )
+        inner = (lists for stack in self.stacks for block in stack for lists in find_stacks(block))
+        if any(head_width(module) is not None for lists in inner for module in lists.modules()):
+            raise PlanError(
+                f"the blocks of {type(base).__name__} have blocks with attention of their own, as in models which "
+                "change the sequence from stage to stage, but a context axis cuts one sequence for all. Leave context "
+                "out of the plan."
             )
         for module in {module for stack in self.stacks for block in stack for module in block.modules()}:
             if isinstance(module, _MIXING):

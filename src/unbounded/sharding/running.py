@@ -18,9 +18,9 @@ from unbounded.parallel.pipeline.stage_exchange import sum_among
 from unbounded.parallel.pipeline.stages import cut_model
 from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.ranks.wire import Wire
-from unbounded.zero.full_values import full_values
 from unbounded.zero.parameters.stage_copies import leave_to_first, sum_copies
 from unbounded.zero.setup.assembly import Sharded
+from unbounded.zero.shown_values import shown_values
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
 _PARTS = "_unbounded_parts"  # an attribute of the model, which the parts hold: a table would keep it alive
@@ -83,7 +83,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
     state = sharded(model)
     if state.optimizer is not None:
         state.optimizer.wait()
-    with torch.no_grad(), full_values(state.engine):
+    with torch.no_grad(), shown_values(state.engine):
         yield
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import unbounded
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of, train_parallel, without_dropout
+from tests.zoo.architectures import ARCHITECTURES
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 
@@ -49,6 +50,8 @@ def refusals(rank: int, size: int, kind: str) -> str:
     changes = {"attn_implementation": "eager"} if kind == "eager" else {}
     family = kind.rpartition(" ")[2]
     model = models.build(family if family in models.FAMILIES else "gpt2", **changes)
+    if kind == "swin":
+        model = ARCHITECTURES["swin"].build()
     model.config.is_encoder_decoder = kind == "t5"
     batch = models.batch("gpt2", 0, length=7 if kind == "odd" else 8)
     try:
@@ -66,6 +69,7 @@ def refusals(rank: int, size: int, kind: str) -> str:
         ("odd", "7 tokens"),
         ("t5", "T5ForConditionalGeneration attends to another sequence"),
         ("stack of t5", "made inside a block"),
+        ("swin", "the blocks of SwinForImageClassification have blocks with attention of their own"),
         ("falcon_h1", "the blocks have a Conv1d, which mixes tokens besides attention"),
     ],
 )

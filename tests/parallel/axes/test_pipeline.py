@@ -14,6 +14,7 @@ from tests import process
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of
 from unbounded.parallel.pipeline import runner
+from unbounded.parallel.pipeline.batches import cut_batch
 from unbounded.parallel.pipeline.runner import Pipeline
 from unbounded.parallel.pipeline.schedules import PassKind, make_schedule, simulate
 from unbounded.parallel.pipeline.split_backward import WeightWork
@@ -59,6 +60,15 @@ def test_stages_cost_alike_with_embedding_and_head_counted() -> None:
     assert balance([1] * 8, 4, first=2, last=1)[0] == (0, 1)
     assert balance([1] * 8, 4, first=1, last=2)[-1] == (7, 8)
     assert balance([5, 1, 1, 1], 2) == [(0, 1), (1, 4)]
+
+
+def test_a_loss_over_two_kinds_of_labels_needs_equal_micro_batches() -> None:
+    batch = {"labels": torch.tensor([[1, 2], [3, -100]]), "next_sentence_label": torch.tensor([0, 1])}
+    with pytest.raises(unbounded.errors.StateError, match=r"1 to 2 counted labels.* over 'next_sentence_label'"):
+        cut_batch((), batch, 2, shifts=False, is_own=True)
+    assert [micro.weight for micro in cut_batch((), batch, 2, shifts=False, is_own=False)] == [2 / 3, 1 / 3]
+    batch["labels"][0, 0] = -100
+    assert [micro.weight for micro in cut_batch((), batch, 2, shifts=False, is_own=True)] == [0.5, 0.5]
 
 
 class Costly(nn.Module):

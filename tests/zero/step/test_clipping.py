@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 import unbounded
 from tests.zero.training import Batch, Run, Task, assert_parity, shard, train_both, train_plain
+from unbounded.native import kernels
 
 
 class Clipped(Task):
@@ -48,20 +51,39 @@ def test_norm_and_clipped_update_equal_those_of_torch(ranks: Any, task: Task, st
     assert_parity(results)
 
 
-def norms_around_a_step(rank: int, world_size: int) -> tuple[float, float, bool]:
+def norms_around_a_step(rank: int, world_size: int) -> tuple[float, float, bool, set[tuple[str, int, str]]]:
     task = Clipped(1.0)
     model = task.model()
-    model, optimizer = shard(model, task.optimizer(model), {})
-    task.loss(model, Batch(0, 0, rank)).backward()
-    norm = optimizer.clip_grad_norm_(float("inf"))
-    again = optimizer.clip_grad_norm_(float("inf"))
-    return float(norm), float(again), isinstance(norm, torch.Tensor) and norm.ndim == 0
+    model, optimizer = shard(model, task.optimizer(model), {"gradients": "host", "host_threads": 3})
+    noted: set[tuple[str, int, str]] = set()
+
+    def noting(name: str) -> Any:
+        kernel = getattr(kernels, name)
+
+        def run(*tensors: torch.Tensor, pool: kernels.Pool | None = None) -> Any:
+            noted.add((name, 0 if pool is None else pool.num_threads, threading.current_thread().name))
+            return kernel(*tensors, pool=pool)
+
+        return mock.patch.object(kernels, name, run)
+
+    for step in range(2):  # the first teaches how many backwards a step has, and that somebody asks for the norm
+        noted.clear()
+        with noting("accumulate"), noting("sum_squares"):
+            task.loss(model, Batch(step, 0, rank)).backward()
+            task.loss(model, Batch(step, 1, rank)).backward()
+            norm = optimizer.clip_grad_norm_(float("inf"))
+        again = optimizer.clip_grad_norm_(float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(norm), float(again), isinstance(norm, torch.Tensor) and norm.ndim == 0, noted
 
 
 def test_the_norm_is_a_scalar_tensor_and_the_same_when_asked_twice(ranks: Any) -> None:
-    for norm, again, is_scalar in ranks(2, norms_around_a_step):
+    for norm, again, is_scalar, noted in ranks(2, norms_around_a_step):
         assert norm == again > 0
         assert is_scalar
+        # The plan's threads add up and measure, both inside the backward.
+        assert noted == {("accumulate", 3, "unbounded-reduce"), ("sum_squares", 3, "unbounded-reduce")}
 
 
 def clip_twice(rank: int, world_size: int) -> float:

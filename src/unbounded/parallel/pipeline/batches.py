@@ -1,7 +1,8 @@
 """Cuts a batch into micro-batches: every tensor of its length is cut along its first dim, all get everything else.
 
 The loss of a batch is the mean over its counted labels, so each micro-batch is weighted by its number of them. If the
-caller says by `num_items_in_batch` what the model divides a sum by, the losses of micro-batches add up as they are.
+caller says by `num_items_in_batch` what the model divides a sum by, the losses of micro-batches add up as they are. A
+model's own loss over several kinds of labels has no such weight, unless all micro-batches count alike.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ class Micro:
     weight: float
 
 
-def cut_batch(args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *, shifts: bool) -> list[Micro]:
-    """The micro-batches of a batch. `shifts` says that the first label of every row is not counted."""
+def cut_batch(
+    args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *, shifts: bool, is_own: bool
+) -> list[Micro]:
+    """The micro-batches of a batch. `shifts` says that the first label of every row is not counted, `is_own` that the
+    loss is the model's own."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     if not tensors:
@@ -52,6 +56,13 @@ def cut_batch(args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *,
         return [Micro(args, dict(kwargs), 1.0) for args, kwargs in cut]
     counts = [_count_labels(kwargs.get("labels"), shifts=shifts) for _, kwargs in cut]
     total = sum(counts)
+    others = [name for name in kwargs if name.endswith(("_label", "_labels")) and kwargs[name] is not None]
+    if is_own and others and len(set(counts)) > 1:
+        raise StateError(
+            f"micro-batches have {min(counts)} to {max(counts)} counted labels, but the loss is also a mean over "
+            f"{others[0]!r}, so no weight is right for both. Mask as many labels in every micro-batch, or use "
+            "microbatches=1 with the schedule 'gpipe'."
+        )
     for (_, kwargs), count in zip(cut, counts, strict=True):
         if total and not count:  # weighs nothing, but a mean over no labels would be NaN
             kwargs["labels"] = torch.zeros_like(kwargs["labels"])

@@ -99,6 +99,7 @@ class HollowModel:
         self._unknown: Payload = {}  # what stands for the outputs of passed blocks
         self._kept: Payload = {}
         self._reached = -1  # the last block that was passed in this forward
+        self.is_rehearsed = False  # by the first batch of a pipeline over it
         self._checked: set[int] = set()  # chunks whose first forward was looked at
         self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._detaches: list[Detach] = []

@@ -82,7 +82,6 @@ class Pipeline:
         self._templates: dict[tuple[Any, ...], Template] = {}
         self._told: set[tuple[Any, ...]] = set()
         self._draws = Draws(axis, hollow, device)
-        self._is_rehearsed = False
         if axis.size > 1:
             hollow.answer = self.answer
 
@@ -93,7 +92,7 @@ class Pipeline:
         self.hollow.check(kwargs)
         count = self.num_micros or batches.choose_count((args, kwargs), self.axis.size)
         # Labels are counted before they go to a GPU, where counting would wait for all queued work.
-        cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts)
+        cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts, is_own=self.loss is None)
         micros = [Micro(self._on_device(micro.args), self._on_device(micro.kwargs), micro.weight) for micro in cut]
         trains = torch.is_grad_enabled()
         order = [action for action in self.order(count) if trains or action.work is PassKind.FORWARD]
@@ -226,14 +225,14 @@ class Pipeline:
         """
         key = batches.signature(micro)
         is_noted = self._draws_matter() and not self._draws.knows(key)
-        if self.axis.size == 1 or (self._is_rehearsed and not is_noted):
+        if self.axis.size == 1 or (self.hollow.is_rehearsed and not is_noted):
             return
         noting = self._draws.recording(key) if is_noted else nullcontext()
         with torch.no_grad(), self.hollow.unchanged_buffers(), noting:
             for stage in range(self.num_stages):
                 error = self._try(stage // self.axis.size, micro) if stage % self.axis.size == self.axis.rank else None
                 self.axis.agree(error, what="the first batch of a pipeline")
-        self._is_rehearsed = True
+        self.hollow.is_rehearsed = True
         self._wire().finish()
         self._losses.zero_()
 

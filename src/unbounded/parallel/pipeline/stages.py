@@ -57,7 +57,8 @@ def cut_model(model: nn.Module, num_ranks: int, chunks: int) -> Cutting:
         where = ", ".join(repr(names[id(stack)]) for stack in stacks)
         raise PlanError(
             f"the model has {len(blocks)} blocks (in {where}), too few for {num_stages} pipeline stages. "
-            f"Use at most {len(blocks) // chunks} ranks on the pipeline axis."
+            f"Use at most {len(blocks) // chunks} ranks on the pipeline axis"
+            f"{', or another schedule than interleaved, which has two stages per rank' if chunks > 1 else ''}."
         )
     homes, first, last = _place_rest(base, stacks)
     costs = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]

@@ -82,8 +82,9 @@ class LayerCuts:
         elif kind in (Kind.VOCABULARY, Kind.TABLE):
             if not isinstance(module, nn.Embedding):
                 raise PlanError(
-                    f"{layer.name!r} is a {type(module).__name__}, but the style {kind.value!r} is for nn.Embedding. "
-                    "Give it another style."
+                    f"{layer.name!r} is a {type(module).__module__}.{type(module).__name__}, but a tensor axis cuts "
+                    f"only a plain nn.Embedding by the style {kind.value!r}. Train it without an adapter or a copy, or "
+                    "give styles of your own that leave it out."
                 )
             self._cut(layer, module, "weight", 0 if kind is Kind.VOCABULARY else 1)
         else:

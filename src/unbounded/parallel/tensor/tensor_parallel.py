@@ -136,7 +136,7 @@ class TensorParallel:
         known: set[type[nn.Module]] = set()
         for layer in self.layers:
             name = layer.name if layer.style.kind is Kind.COLUMN and not layer.style.joins else ""
-            while name and not any(row.startswith(f"{name}.") for row in rows):
+            while name and not (_is_called(self.names[name]) and any(row.startswith(f"{name}.") for row in rows)):
                 name = name.rpartition(".")[0]
             if name and type(self.names[name]) not in known:
                 known.add(type(self.names[name]))
@@ -179,3 +179,8 @@ class TensorParallel:
             detach = attach_dropout(module, self.scene)
             if detach is not None:
                 self._detaches.append(detach)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, which lists and dictionaries of modules do not."""
+    return type(module).forward is not nn.Module.forward

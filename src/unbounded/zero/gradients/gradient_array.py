@@ -36,10 +36,13 @@ class GradientArray:
         self.num_changes = 0  # counted before and after each, so that readers meanwhile can tell
         self._allocate_on: Allocate
         self._bounce: BufferPool
+        self._threads: kernels.Pool | None = None
 
-    def connect(self, allocate: Allocate, bounce: BufferPool) -> None:
-        """Sets where its memory comes from, and the buffers through which the host reaches what it cannot address."""
-        self._allocate_on, self._bounce = allocate, bounce
+    def connect(self, allocate: Allocate, bounce: BufferPool, threads: kernels.Pool | None = None) -> None:
+        """Sets where its memory comes from, the buffers through which the host reaches what it cannot address, and the
+        threads that work on it; None: those of the process.
+        """
+        self._allocate_on, self._bounce, self._threads = allocate, bounce, threads
 
     def move(self, tier: str, allocate: Allocate) -> None:
         """Puts the next gradient on another tier; there must be none now."""
@@ -103,7 +106,7 @@ class GradientArray:
         for start, held in self._parts(0, self.numel, write_back=True):
             fresh = MemoryArray(part[start : start + held.numel()], "device")
             with _on_host(fresh, 0, held.numel(), self._bounce, write_back=False) as added:
-                _add_up(held, added)
+                self._add_up(held, added)
 
     def _add_arriving(self, part: torch.Tensor) -> None:
         """One stretch is added while the next arrives in the other half of a buffer."""
@@ -118,10 +121,10 @@ class GradientArray:
                 target = halves[index % 2, : min(step, self.numel - start)]
                 after = start, target, fresh.fetch(target, start)
                 if under_way is not None:
-                    _add_arrived(held, *under_way)
+                    self._add_arrived(held, *under_way)
                 under_way = after
             if under_way is not None:
-                _add_arrived(held, *under_way)
+                self._add_arrived(held, *under_way)
         finally:
             lease.release(stream_mark(part))
 
@@ -130,8 +133,8 @@ class GradientArray:
         if self.array is None or start == stop:
             return 0.0
         if self.array.direct is not None:
-            return sum_squares(self.array.direct[start:stop])
-        return sum(float(sum_squares(part)) for _, part in self._parts(start, stop))
+            return self._sum_squares(self.array.direct[start:stop])
+        return sum(float(self._sum_squares(part)) for _, part in self._parts(start, stop))
 
     def multiply(self, start: int, stop: int, factor: ScaleFactor) -> None:
         """Multiplies by a factor; a zero is written, so that it also clears what is not finite."""
@@ -196,33 +199,30 @@ class GradientArray:
             self.array = MemoryArray(narrow.direct.to(self.sum_dtype), "device")  # type: ignore[union-attr]
             return
         self.array = self._allocate(self.sum_dtype)
-        kernels.convert(narrow.direct, self.array.direct)  # type: ignore[arg-type]
+        kernels.convert(narrow.direct, self.array.direct, pool=self._threads)  # type: ignore[arg-type]
         narrow.free()
 
     def _allocate(self, dtype: torch.dtype) -> Array:
         """Placements count a gradient as it comes from the reduction; adding up takes more."""
         return self._allocate_on(dtype, self.numel, unplanned_bytes=self.numel * (dtype.itemsize - self.wire.itemsize))
 
+    def _add_arrived(self, held: torch.Tensor, start: int, fresh: torch.Tensor, arrival: Waitable) -> None:
+        arrival.wait()
+        self._add_up(held[start : start + fresh.numel()], fresh)
 
-def sum_squares(part: torch.Tensor) -> torch.Tensor | float:
-    """The sum of squares in float64; on CUDA from a float32 norm and as a tensor, so that nothing waits for it."""
-    if part.device.type == "cpu" and part.dtype != torch.float64:
-        return kernels.sum_squares(part)
-    wide = torch.float64 if part.dtype == torch.float64 else torch.float32
-    square = torch.linalg.vector_norm(part, dtype=wide).double().square_()
-    return square if part.is_cuda else float(square)
+    def _add_up(self, held: torch.Tensor, fresh: torch.Tensor) -> None:
+        if held.dtype == torch.float64:
+            held.add_(fresh)
+        else:
+            kernels.accumulate(held, fresh, pool=self._threads)
 
-
-def _add_arrived(held: torch.Tensor, start: int, fresh: torch.Tensor, arrival: Waitable) -> None:
-    arrival.wait()
-    _add_up(held[start : start + fresh.numel()], fresh)
-
-
-def _add_up(held: torch.Tensor, fresh: torch.Tensor) -> None:
-    if held.dtype == torch.float64:
-        held.add_(fresh)
-    else:
-        kernels.accumulate(held, fresh)
+    def _sum_squares(self, part: torch.Tensor) -> torch.Tensor | float:
+        """In float64; on CUDA from a float32 norm and as a tensor, so that nothing waits for it."""
+        if part.device.type == "cpu" and part.dtype != torch.float64:
+            return kernels.sum_squares(part, pool=self._threads)
+        wide = torch.float64 if part.dtype == torch.float64 else torch.float32
+        square = torch.linalg.vector_norm(part, dtype=wide).double().square_()
+        return square if part.is_cuda else float(square)
 
 
 @contextmanager

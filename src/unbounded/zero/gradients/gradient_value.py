@@ -75,6 +75,11 @@ class GradientValue:
         if self.is_lent:
             self.apply_factor()
 
+    def measure(self) -> None:
+        """Takes the sum of squares of the array, if nobody has. Runs in the reduce lane."""
+        if self._squares is None and self.state is GradientState.HELD:
+            self._squares = self._counted_squares()
+
     def squares(self) -> torch.Tensor | float:
         """The sum of squares of this rank's part: a float, or a scalar tensor if the device has it."""
         self.refuse_spent()

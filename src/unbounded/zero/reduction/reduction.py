@@ -24,6 +24,7 @@ from unbounded.errors import StateError
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
+from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.unit import Unit
 
@@ -152,6 +153,12 @@ class Reduction:
             full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
         self._submit(unit, full.to(dtype))
 
+    def measure_sum(self, unit: Unit) -> None:
+        """The gradient of `unit` is a sum that is probably complete: its norm is taken while the backward goes on."""
+        gradient = unit.gradient
+        if self.measure and gradient.tier == "host" and gradient.adding is not None:
+            gradient.adding = self.lane.submit(_measure_after, gradient, gradient.adding)
+
     def forget(self) -> None:
         """Nothing waits for a reduction any more."""
         self._is_deferred = False
@@ -239,6 +246,12 @@ class Reduction:
                 views[index].copy_(gradient)
         unit.gradient.mark_used(map(operator.or_, used, map(_is_there, gradients)))
         return full
+
+
+def _measure_after(gradient: Gradient, adding: Handle) -> None:
+    """Runs in the reduce lane."""
+    adding.order_stream()  # a gradient of which a part was lost stays failed
+    gradient.measure()
 
 
 def _add(held: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:

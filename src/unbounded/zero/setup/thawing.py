@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from unbounded.errors import StateError
+from unbounded.native import kernels
 from unbounded.native.disk import ExtentStore
 from unbounded.optim import formats
 from unbounded.optim.formats import DTYPES
@@ -43,6 +44,8 @@ class Thawing:
         # Not the specs: they hold the model, which holds this.
         self._shapes = {unit: spec.shape() for unit, spec in zip(units, blueprint.specs, strict=True)}
         self._blueprint = replace(blueprint, specs=())
+        num_threads = blueprint.plan.host_threads
+        self._threads = kernels.Pool(num_threads) if num_threads else None
         self._changed: dict[str, bool] = {}  # parameters that are trained now and were not at `shard`, and vice versa
         self._described = ""
 
@@ -55,7 +58,8 @@ class Thawing:
     def connect(self, gradient: Gradient, store: ExtentStore | None = None) -> None:
         """Says where the memory of a gradient comes from."""
         bounce = self._installer.bounce
-        gradient.store.connect(partial(self.tiers.allocate, gradient.tier, bounce=bounce, store=store), bounce)
+        allocate = partial(self.tiers.allocate, gradient.tier, bounce=bounce, store=store)
+        gradient.store.connect(allocate, bounce, self._threads)
 
     def thaw(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Gives `unit`, one of `units`, what training needs. If it raises, everything is as it was."""

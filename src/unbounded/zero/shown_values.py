@@ -1,4 +1,4 @@
-"""Whole values for the user: full parameters to read and write."""
+"""Inside `full_params`: every parameter shows its whole value, to read and to write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unbounded.zero.unit import Unit
 
 
 @contextmanager
-def full_values(engine: Engine) -> Iterator[None]:
+def shown_values(engine: Engine) -> Iterator[None]:
     """All ranks of the axis must call this. Every parameter holds its full value; writes are kept. It may be nested."""
     engine.check_process()
     engine.refuse_pending("unbounded.full_params()")

@@ -1,4 +1,4 @@
-"""Whole values of parameters, whichever axes cut them: unit by unit, on every rank."""
+"""Whole values of parameters for an export, whichever axes cut them: unit by unit, on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unit_values(engine: Engine, unit: Unit) -> list[torch.Tensor]:
     return values
 
 
-def whole_values(engine: Engine, units: Sequence[Unit]) -> Iterator[list[tuple[str, int, torch.Tensor]]]:
+def stream_values(engine: Engine, units: Sequence[Unit]) -> Iterator[list[tuple[str, int, torch.Tensor]]]:
     """All ranks must call this. The whole parameters of `units`, with those of the other stages' units.
 
     Each is a name, the element of the parameter that it begins with (not 0 for later tiles), and its value.
