@@ -82,7 +82,10 @@ def refusal(rank: int, size: int, family: str, plan: dict[str, Any], changes: di
     plan = {key: value[rank] if isinstance(value, dict) and rank in value else value for key, value in plan.items()}
     try:
         model, _ = unbounded.shard(model, optimizer, plan)
-        if call and "pipeline" in plan:
+        if kind == "divided":
+            run = unbounded.pipeline(model) if "pipeline" in plan else model
+            run(**models.batch("gpt2", 0, rank))
+        elif call and "pipeline" in plan:
             unbounded.pipeline(model)(**models.batch("gpt2", 0))
         elif call:
             model(**models.batch("gpt2", 0, length=7))
@@ -182,6 +185,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
         True,
         "'blocks.0.heads' (Heads) gives something else (a relative difference of",
     ),
+    "other rows, tensor": ("divided gpt2", {"tensor": 2}, {}, True, "ranks of the tensor axis were given different"),
+    "other rows, context": ("divided gpt2", {"context": 2}, {}, True, "ranks of the context axis were given different"),
+    "other rows, pipeline": ("divided gpt2", {"pipeline": 2}, {}, True, "ranks of the pipeline axis were given"),
     "ranks disagree": ("gpt2", {"tensor": {0: 2, 1: 1}}, {}, False, "rank 1 has a different plan from rank 0"),
 }
 

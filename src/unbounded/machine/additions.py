@@ -10,6 +10,7 @@ import os
 import torch
 
 from unbounded.machine.timing import least_seconds
+from unbounded.native.kernels import Pool
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.budget import BOUNCE_BUFFERS, DEPTH, PIECE_NUMEL, LeasedBuffers
@@ -23,7 +24,8 @@ def measure_additions(device: torch.device) -> dict[str, float]:
     """`host_add_rate`, in bytes of memory traffic per second of all threads together."""
     is_gpu = device.type == "cuda"
     numel = 2**27 if is_gpu else 2**24  # sums that no cache holds
-    arena = HostArena(pin=is_gpu, num_threads=os.cpu_count() or 1)
+    threads = os.cpu_count() or 1
+    arena = HostArena(pin=is_gpu, num_threads=threads)
     buffers = LeasedBuffers(0, PIECE_NUMEL, DEPTH)
     bounce = BufferPool(arena, buffers.bounce_bytes, BOUNCE_BUFFERS)
     gradient = GradientArray("host", numel, wire=torch.bfloat16, sum_dtype=torch.float32)
@@ -31,7 +33,8 @@ def measure_additions(device: torch.device) -> dict[str, float]:
     def allocate(dtype: torch.dtype, numel: int, *, unplanned_bytes: int = 0) -> Array:
         return MemoryArray(arena.allocate(dtype, numel), "host", arena.release)
 
-    gradient.connect(allocate, bounce)
+    pool = Pool(threads)
+    gradient.connect(allocate, bounce, pool)
     part = torch.ones(numel, dtype=torch.bfloat16, device=device)
     gradient.store(part)
     weights = arena.allocate(torch.bfloat16, numel) if is_gpu else None
@@ -45,5 +48,6 @@ def measure_additions(device: torch.device) -> dict[str, float]:
         gradient.accumulate(part)
 
     seconds = least_seconds(add, device)  # the first run widens the sum
+    pool.close()
     arena.close()
     return {"host_add_rate": ADDED * numel / seconds}

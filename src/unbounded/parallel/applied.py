@@ -22,6 +22,7 @@ from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.schedules import check_schedule
 from unbounded.parallel.pipeline.stages import Cutting, cut_model
 from unbounded.parallel.recorded import RecordCheck
+from unbounded.parallel.same_batch import attach_check
 from unbounded.parallel.tensor.given import GivenTensors, find_given
 from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.parallel.tensor.layers import attach_loading
@@ -118,6 +119,9 @@ def take_parts(
         if applied.hollow is not None:
             applied.hollow.check = records.check
         applied.attaches.append(lambda: applied.detaches.append(records.attach(model)))
+    sharing = [axis for axis in (axes.tensor, axes.context) if axis.size > 1]
+    if sharing and not isinstance(tensor, GivenTensors):  # torch's own layers may take parts of a batch
+        applied.attaches.append(lambda: applied.detaches.append(attach_check(model, sharing)))
     applied.uncounted = frozenset(uncounted)
     return applied
 

@@ -29,6 +29,7 @@ from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.schedules import Action, PassKind, check_schedule, make_schedule
 from unbounded.parallel.pipeline.split_backward import Deferring, WeightWork
 from unbounded.parallel.pipeline.stage_exchange import StageExchange, Template, TensorSpec, take_apart
+from unbounded.parallel.same_batch import check_same_batch
 from unbounded.ranks.axis import Axis
 
 Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
@@ -227,6 +228,7 @@ class Pipeline:
         is_noted = self._draws_matter() and not self._draws.knows(key)
         if self.axis.size == 1 or (self.hollow.is_rehearsed and not is_noted):
             return
+        check_same_batch([self.axis], (micro.args, micro.kwargs))
         noting = self._draws.recording(key) if is_noted else nullcontext()
         with torch.no_grad(), self.hollow.unchanged_buffers(), noting:
             for stage in range(self.num_stages):
