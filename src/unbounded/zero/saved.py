@@ -96,9 +96,9 @@ def settle_in(unit: Weights) -> None:
     _homes[unit.storage._cdata] = weakref.ref(unit)
 
 
-def move_out(unit: Weights) -> None:
+def move_out(unit: Weights, homes: dict[int, weakref.ref[Weights]] = _homes) -> None:
     """The storage of `unit` is freed, or left to whoever holds it."""
-    _homes.pop(unit.storage._cdata, None)
+    homes.pop(unit.storage._cdata, None)
 
 
 class Saving:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol
@@ -284,8 +284,8 @@ class Unit:
             saved.move_out(self)
             self._take_storage()
 
-    def __del__(self) -> None:
-        saved.move_out(self)
+    def __del__(self, move_out: Callable[[Unit], None] = saved.move_out) -> None:
+        move_out(self)  # bound early: when the interpreter ends, modules may be gone before their objects
 
     def owned_part(self) -> torch.Tensor:
         """This rank's part of the gathered buffer."""
