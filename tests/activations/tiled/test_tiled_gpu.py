@@ -153,21 +153,16 @@ def test_tiled_layers_train_on_a_gpu_with_a_few_tiles_there_at_a_time() -> None:
     assert unbounded.tile(model, "8MiB") == {"0.weight": 4, "1.weight": 8, "3.weight": 8}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = unbounded.shard(model, optimizer, {"weights": "host", "gradients": "host", "optimizer": "host"})
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     for _ in range(2):
         for each, steps in ((model, optimizer), (plain, sgd)):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             each(batch).square().mean().backward()
             steps.step()
             steps.zero_grad()
-            if each is model:
-                torch.cuda.synchronize()
-                assert torch.cuda.max_memory_allocated() - before < 8 * 8 * 2**20 + plain_bytes(plain)
+            torch.cuda.synchronize()
+            if each is model:  # all of its weights are twenty tiles
+                assert torch.cuda.max_memory_allocated() - before < 12 * 8 * 2**20
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value.cpu(), rtol=1e-4, atol=1e-5)
-
-
-def plain_bytes(model: torch.nn.Module) -> int:
-    """Gradients of the plain model, which are on the device too when the second turn is measured."""
-    return sum(parameter.nbytes for parameter in model.parameters())
