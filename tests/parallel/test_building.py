@@ -19,6 +19,8 @@ import unbounded
 from tests import process
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of, train_parallel, train_plain, worst_error
+from unbounded.planner.presets import UNMEASURED
+from unbounded.planning.running_step import predict_step
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils", "peft")
 
@@ -49,6 +51,8 @@ def start_from_meta(rank: int, size: int, plan: dict[str, Any], folder: str | No
     finally:
         if folder is not None:
             WeightFolder.read = whole  # type: ignore[method-assign]
+    # Its parts are not what a step costs: no prediction, rather than a wrong one.
+    assert predict_step(model, tokens=64, sequence=16, machine=UNMEASURED) is None
     found = model.state_dict()
     return [name for name, value in wanted.items() if not torch.equal(found[name], value)], read
 

@@ -36,13 +36,14 @@ def predict_step(
 ) -> Prediction | None:
     """One step of a sharded model as it is placed: `tokens` of each of `accumulate` micro-batches on this rank.
 
-    None if the machine was not measured by this version, because typical rates would say nothing about this one. What
+    None if the machine was not measured by this version, because typical rates would say nothing about this one, and
+    if the job has a tensor, pipeline or context axis, because a model that is cut does not tell what it costs. What
     blocks keep is what "auto" will decide while it runs.
     """
-    machine = machine or saved_machine()
-    if machine is None:
+    machine, state = machine or saved_machine(), sharded(model)
+    axes = state.engine.axes
+    if machine is None or max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1:
         return None
-    state = sharded(model)
     placed, ranks = state.plan, state.engine.ranks.size
     local = budgets.local_size(ranks)
     machine = replace(
