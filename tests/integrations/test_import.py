@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 import types
@@ -14,10 +15,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import unbounded
 from tests.zero.training import Several
+from unbounded.checkpoint.foreign.pickles import MetadataUnpickler, load_tensors
 from unbounded.cli import main
 
 SIZE = 2  # ranks that wrote the DeepSpeed checkpoint
@@ -213,6 +216,34 @@ def test_pickled_objects_missing_ranks_and_other_folders_are_refused(
         unbounded.import_checkpoint(tmp_path / "empty", tmp_path / "ours")
     assert main(["import", "~nobody", str(tmp_path / "ours")]) == 2  # an unknown user's name is a plain one
     assert not (tmp_path / "ours").exists()
+
+
+def reduce_by_name(member: Enum, _: int) -> Any:
+    return getattr, (type(member), member.name)
+
+
+def reduce_by_value(member: Enum, _: int) -> Any:
+    return type(member), (member.value,)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_members_of_enums_are_read_however_a_python_pickles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: bool
+) -> None:
+    """By value, as most releases do, or by `getattr` and their name, as 3.11.2 does."""
+    deepspeed_classes(monkeypatch)
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    for kind in (ZeroStageEnum, _MEM_FORMAT_ENCODING):
+        monkeypatch.setattr(kind, "__reduce_ex__", reduce_by_name if by_name else reduce_by_value)
+    torch.save({"stage": ZeroStageEnum.weights}, tmp_path / "file")
+    assert load_tensors(tmp_path / "file") == {"stage": 3}
+    assert MetadataUnpickler(io.BytesIO(pickle.dumps(member)), tmp_path).load() is member
+    monkeypatch.setattr(LossScaler, "__reduce_ex__", lambda *_: (getattr, (OrderedDict, "fromkeys")))
+    torch.save(LossScaler(), tmp_path / "other")
+    with pytest.raises(unbounded.CheckpointError, match=r"pickles builtins\.getattr, which is not a plain value"):
+        load_tensors(tmp_path / "other")
+    with pytest.raises(unbounded.CheckpointError, match=r"pickles builtins\.getattr, which is not a plain value"):
+        MetadataUnpickler(io.BytesIO(pickle.dumps(LossScaler())), tmp_path).load()
 
 
 # -- torch's distributed checkpoint --------------------------------------------------------------------------------
