@@ -13,6 +13,7 @@ from tests import warm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; also for processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")  # for processes that tests start: see process.py
 
 
 def pytest_configure(config: pytest.Config) -> None:

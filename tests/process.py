@@ -1,10 +1,9 @@
 """What this process holds, as the system sees it: memory, files, threads.
 
-Memory is counted whatever allocator torch is built with. glibc gives large blocks back when they are freed, so the
-growth of the resident set is what is held. mimalloc, which torch uses on aarch64, keeps them for the next allocation
-unless memory is short: there the code runs inside a cgroup with the limit that the test promises, and must not be
-killed in it. Files and threads are read while other threads open, close and end. What other threads give back is
-waited for.
+The resident set is what is held if whatever is freed is given back to the system at once. glibc does that with large
+blocks, and mimalloc, which torch uses on aarch64, with `MIMALLOC_PURGE_DELAY=0` in the environment before torch is
+loaded: `conftest.py` puts it there for ranks and other processes that tests start. Files and threads are read while
+other threads open, close and end. What other threads give back is waited for.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
-CGROUPS = Path("/sys/fs/cgroup")
 PROBE_BYTES = 8 << 20
 PATIENCE_SECONDS = 120.0
 """However busy the machine is, what other threads and processes do at all they have done by then."""
@@ -48,56 +45,23 @@ def keeps_freed_memory() -> bool:
 class Peak:
     """Watches how far the resident set grows inside the `with`."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes, self.grown_bytes = limit_bytes, 0
+    def __init__(self) -> None:
+        self.grown_bytes = 0
         self._over = threading.Event()
-        self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Peak:
-        if keeps_freed_memory():
-            self._exits.enter_context(limited(self.limit_bytes))
-        else:
-            first = resident_bytes()
-            watcher = threading.Thread(target=self._watch, args=(first,), daemon=True)
-            watcher.start()
-            self._exits.callback(watcher.join)
-            self._exits.callback(self._over.set)
+        assert not keeps_freed_memory(), "start this process with MIMALLOC_PURGE_DELAY=0: torch keeps what it frees"
+        self._watcher = threading.Thread(target=self._watch, args=(resident_bytes(),), daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._exits.close()
+        self._over.set()
+        self._watcher.join()
 
     def _watch(self, first: int) -> None:
         while not self._over.wait(0.001):
             self.grown_bytes = max(self.grown_bytes, resident_bytes() - first)
-
-
-@contextlib.contextmanager
-def limited(limit_bytes: int) -> Iterator[None]:
-    """Inside, the process is in a cgroup that may take `limit_bytes` more; skips where it may not make one."""
-    line = next(
-        (line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.split(":")[1] in ("memory", "")),
-        "0::/",
-    )
-    controller, path = line.split(":")[1:]
-    root = CGROUPS / controller
-    own = root / f"unbounded-test-{os.getpid()}"
-    try:
-        own.mkdir()
-        name = "memory.limit_in_bytes" if controller else "memory.max"
-        (own / name).write_text(str(limit_bytes))
-        (own / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            own.rmdir()
-        pytest.skip(f"torch's allocator keeps freed memory, and no cgroup may be made to limit it: {error}")
-    try:
-        yield
-    finally:
-        back = root / path.lstrip("/")
-        (back if back.is_dir() else root).joinpath("cgroup.procs").write_text(str(os.getpid()))
-        with contextlib.suppress(OSError):
-            own.rmdir()
 
 
 def open_files() -> list[str]:

@@ -36,7 +36,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", _BERT),
     "t5": ("T5ForConditionalGeneration", "T5Config", _T5 | {"decoder_start_token_id": 0, "pad_token_id": 0}),
     "opt": ("OPTForCausalLM", "OPTConfig", _BERT | {"ffn_dim": 24, "word_embed_proj_dim": 16, "pad_token_id": 1}),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _LLAMA),
+    # It norms what attention and feed-forward put out, which is small at first: a smaller eps would amplify rounding.
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _LLAMA | {"rms_norm_eps": 1e-4}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA | {"pad_token_id": 0}),
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",

@@ -82,7 +82,7 @@ from tests.tiers import test_budget as case
 
 torch.set_num_threads(1)
 case.train_warm(torch.nn.Sequential(torch.nn.Linear(64, 64)), sys.argv[1])
-with Peak(case.DEVICE + case.HOST + case.ALLOWANCE) as peak:
+with Peak() as peak:
     model, optimizer = case.shard_stack(sys.argv[1])
     losses = case.train(model, optimizer)
 held = case.held_bytes(model)
@@ -111,14 +111,12 @@ def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]
 
 def test_states_of_twice_the_hosts_budget_train_with_the_resident_set_inside_the_budgets(tmp_path: Path) -> None:
     done = run_child(CHILD, tmp_path)
-    if "no cgroup may be made" in done.stderr:
-        pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
     total, on_disk, grown = map(int, done.stdout.split())
     assert total >= 2 * HOST
     assert on_disk > total - HOST - DEVICE
     assert grown <= DEVICE + HOST + ALLOWANCE, f"the resident set grew by {grown / 2**20:.0f} MiB"
-    assert grown == 0 or grown > total - on_disk  # 0: under a limit, nothing was measured
+    assert grown > total - on_disk
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def tiny(output: Path, data: Path, **settings: Any) -> Config:
         "batch_tokens": 256,
         "steps": 6,
         "lr": 1e-2,
+        "eps": 1e-5,  # at 1e-8 Adam's first step is the sign of a gradient, even of one that is only rounding
         "eval_fraction": 0.0,
         "sample": "",
         "device": "cpu",

@@ -41,7 +41,7 @@ def test_a_sharded_optimizer_does_what_it_does_on_a_plain_model(name: str) -> No
             for stepper in steppers:
                 stepper.step()
                 stepper.zero_grad()
-    close = {"rtol": 1e-4, "atol": 1e-3 if name == "muon" else 1e-6}  # it works in bf16, with steps of 0.01
+    close = {"rtol": 1e-4, "atol": 3e-3 if name == "muon" else 1e-6}  # it works in bf16, with 3 steps of 0.01
     with unbounded.full_params(model):
         for (key, wanted), found in zip(plain.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(found, wanted, msg=lambda text, key=key: f"{key}: {text}", **close)

@@ -246,7 +246,7 @@ class Wide(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(24))
 
 
-def streamed(rank: int, world_size: int, folder: str) -> str:
+def streamed(rank: int, world_size: int, folder: str) -> None:
     """Streams in and out with everything on disk, each in less memory than half of the model's bytes."""
     from safetensors.torch import save_file
 
@@ -254,19 +254,13 @@ def streamed(rank: int, world_size: int, folder: str) -> str:
     with torch.device("meta"):
         model = Wide()
     half = 24 * 2048 * 2048 * 4 // 2
-    try:
-        with Peak(half) as coming:
-            model, _ = unbounded.shard(model, plan={"weights": "disk", "host_bytes": "64MiB"}, weights=folder)
-        with Peak(half) as going:
-            unbounded.export(f"{folder}/out", model)
-    except pytest.skip.Exception as skipped:
-        return str(skipped)
+    with Peak() as coming:
+        model, _ = unbounded.shard(model, plan={"weights": "disk", "host_bytes": "64MiB"}, weights=folder)
+    with Peak() as going:
+        unbounded.export(f"{folder}/out", model)
     assert coming.grown_bytes < half
     assert going.grown_bytes < half
-    return ""
 
 
 def test_streaming_in_and_out_holds_a_few_units_and_not_the_model(ranks: Any, tmp_path: Path) -> None:
-    (skipped,) = ranks(1, streamed, str(tmp_path))
-    if skipped:
-        pytest.skip(skipped)
+    ranks(1, streamed, str(tmp_path))

@@ -253,7 +253,7 @@ def test_a_method_that_cannot_be_made_layer_by_layer_is_refused(tmp_path: Path) 
 def held(rank: int, world_size: int, folder: str, settings: dict[str, Any], streams: bool) -> float:
     """How much memory grows at most until a model in bf16 is sharded, relative to its bytes; the files are in fp32."""
     make = empty if streams else loaded
-    with Peak(1 << 40) as peak:
+    with Peak() as peak:
         model = make(folder, settings, torch.bfloat16, autocast_adapter_dtype=False)
         plan = {"stage": 3, "weights": "disk", "optimizer": "host"}
         unbounded.shard(model, optimizer_of(model), plan, weights=folder if streams else None)
