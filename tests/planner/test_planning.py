@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,14 @@ def test_the_command_prints_bytes_times_and_the_bottleneck(capsys: pytest.Captur
     text = capsys.readouterr().out
     for words in ("weights", "together", "tokens/s", "TFLOP/s per device", "bottleneck", "remedy", "stage 2"):
         assert words in text
+
+
+def test_planning_for_another_machine_does_not_import_torch() -> None:
+    code = (
+        "import sys; from unbounded.cli import main; "
+        "assert main(['plan', 'gpt-1t', '--machine', 'dgx2', '--compare']) == 0; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from unbounded.planner.linear.program import Group, Option, Phase, Program, solv
 from unbounded.planner.linear.simplex import minimize
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
-from unbounded.planner.solve import Solved, StateChoice, solve
+from unbounded.planner.solve import PlaceOptions, Solved, StateChoice, find_alike, solve
 from unbounded.planner.step.loads import Setup
 from unbounded.planner.unit_bytes import Budget, UnitBytes
 
@@ -103,7 +103,8 @@ def test_random_placements_are_those_of_brute_force_on_random_machines() -> None
             "disk": int(total * rng.choice((0.3, 1, 2))),
         }
         for uses_disk in (False, True):
-            program = StateChoice(units, Plan(), machine, setup, uses_disk=uses_disk).program(room)
+            options = PlaceOptions(machine, setup)
+            program = StateChoice(find_alike(units, Plan()), options, uses_disk=uses_disk).program(room)
             if np.prod([float(len(group.options)) ** group.count for group in program.groups]) <= 3000:
                 feasible += check(program)
     assert feasible > 60
@@ -128,7 +129,8 @@ def test_a_linear_program_without_a_solution_has_none() -> None:
 
 def test_hundreds_of_equal_units_are_one_group() -> None:
     units = [UnitBytes(f"b{i}", 2 * MIB, 2 * MIB, 8 * MIB, 2 * MIB, 4 * MIB) for i in range(500)]
-    choice = StateChoice(units, Plan(), UNMEASURED, Setup(), uses_disk=False)
+    options = PlaceOptions(UNMEASURED, Setup())
+    choice = StateChoice(find_alike(units, Plan()), options, uses_disk=False)
     assert len(choice.groups()) == 1
     solved = solve(units, Budget(1000 * MIB, 2000 * MIB, 2**40), Plan(), UNMEASURED)
     assert isinstance(solved, Solved)

@@ -98,6 +98,20 @@ def test_a_trillion_parameters_on_3072_gpus_are_split_over_all_axes() -> None:
     assert found.prediction.tier_bytes("device") <= 0.9 * 80e9
 
 
+def test_below_stage_three_weights_stay_on_the_device() -> None:
+    footprint, machine = model("llama-7b"), find_machine("h200:2")
+    for stage in (0, 1, 2):
+        found = search(footprint, machine, Request(8192, stages=(stage,), tensors=(1,), pipelines=(1,)))
+        assert {where.weights for _, where in found.places} == {"device"}
+        with pytest.raises(PlanError, match=f"stage {stage} keeps whole weights on every device"):
+            Plan(stage=stage, weights=(("layers.0", "device"), ("*", "disk")))
+    tight = Request(8192, stages=(1, 2), tensors=(1,), pipelines=(1,), plan=Plan(device_bytes="12GiB"))
+    with pytest.raises(BudgetError):  # 12.6 GiB of weights
+        search(footprint, machine, tight)
+    off = Request(8192, stages=(1, 2, 3), plan=Plan(weights="host"))
+    assert search(footprint, machine, off).setup.stage == 3
+
+
 def test_compact_states_are_taken_only_where_they_are_allowed_and_faster() -> None:
     formats = {name: STATE_BYTES["bf16", name] for name in ("exact", "compact")}
     footprint, machine = model("llama-7b"), find_machine("rtx4090")
@@ -112,7 +126,7 @@ def test_alternatives_are_ranked_and_the_best_is_among_them() -> None:
     footprint, machine = model("llama-7b"), find_machine("h200:8")
     request = Request(65536, stages=(1, 2, 3))
     ways = compare_ways(footprint, machine, request)
-    assert [way.seconds for way in ways] == sorted(way.seconds for way in ways)
+    assert [way.cost for way in ways] == sorted(way.cost for way in ways)
     assert ways[0].seconds == pytest.approx(search(footprint, machine, request).seconds, rel=0.01)
     assert len({(way.setup.stage, way.setup.tensor, way.setup.pipeline) for way in ways}) == len(ways)
 

@@ -106,13 +106,12 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
-    from unbounded.planner.evaluation import Request
+    from unbounded.planner.evaluation import Request, assumed_tokens
     from unbounded.planner.models.configs import read_model
     from unbounded.planner.models.footprint import COMPILED, EAGER, STATE_BYTES, footprint_of
     from unbounded.planner.plan import read_plan
-    from unbounded.planning.choosing import assumed_tokens, read_machine
 
-    machine = read_machine(args.machine)
+    machine = _read_machine(args.machine)
     names = ("exact", "compact") if args.format == "any" else (args.format,)
     fixed = {name: getattr(args, name) for name in _BUDGETS if getattr(args, name) is not None}
     for name in ("activations", "gradients"):
@@ -126,6 +125,18 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
         stages=(1, 2, 3) if args.stage is None else (args.stage,),
     )
     return footprint_of(read_model(args.model), kernels=COMPILED if args.compiled else EAGER), machine, request
+
+
+def _read_machine(text: str | None) -> MachineRates:
+    """A preset or a file, by default this machine. Only what is free on an unmeasured machine takes torch to find."""
+    from unbounded.planner.machine import saved_path
+    from unbounded.planner.presets import read_machine
+
+    if text is not None or saved_path().is_file():
+        return read_machine(str(saved_path()) if text is None else text)
+    from unbounded.planning.choosing import this_machine
+
+    return this_machine()
 
 
 def scaling(footprint: Footprint, machine: MachineRates, request: Request) -> list[Candidate]:

@@ -6,23 +6,27 @@ Both are one integer program (`solve`), because what blocks keep and where state
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from unbounded.planner.linear.program import Group, Option, Solution, can_fit, solve_program
+from unbounded.planner.linear.program import Group, Option, Solution, solve_program
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.capacity import Capacity, left_for_states
-from unbounded.planner.models.footprint import STATE_BYTES, Cost, Footprint, StateBytes, UnitFootprint, expand
+from unbounded.planner.models.footprint import STATE_BYTES, Cost, Footprint, StateBytes, UnitFootprint
+from unbounded.planner.models.rank_parts import PartsAlike, find_rank_parts
 from unbounded.planner.plan import TIERS, Plan
-from unbounded.planner.solve import StateChoice, build_program
+from unbounded.planner.solve import PlaceOptions, StateChoice, UnitsAlike, build_program
 from unbounded.planner.step.loads import Setup, activation_loads, base_loads, unit_bytes
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
-from unbounded.planner.unit_bytes import UnitBytes, UnitPlace, read_placement
+from unbounded.planner.unit_bytes import UnitPlace
 
 # The part of each tier that a job may plan with. The rest is for the driver, the allocator's gaps and the system.
 USABLE = {"device": 0.9, "host": 0.9, "disk": 0.95}
+# About so many tokens per step and device, if nobody says.
+ASSUMED_TOKENS = 4096
 POLICIES = ("keep", "recompute", "host")
 # Nodes of a program: few to rank ways, many for the one that is chosen.
 FEW_NODES, MANY_NODES = 4, 60
@@ -43,6 +47,11 @@ class Request:
     buffer_bytes: int = 2**30  # of the host, for the buffers of all lanes of one rank
 
 
+def assumed_tokens(machine: MachineRates, sequence: int) -> int:
+    """Tokens of a step if nobody says: whole sequences for each device."""
+    return machine.num_devices * max(1, ASSUMED_TOKENS // max(1, sequence)) * max(1, sequence)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to train, with its prediction."""
@@ -53,6 +62,7 @@ class Candidate:
     prediction: Prediction
     places: tuple[tuple[str, UnitPlace], ...]  # by unit, in the order of the forward
     policies: tuple[tuple[str, str], ...]  # by block
+    cost: float  # its seconds, and a little for hidden work (`solve`): what ways are compared by
     capacity: Capacity | None = None  # how large a model could be, at stage 3
 
     @property
@@ -87,129 +97,134 @@ def evaluate(
     cutoff: float = math.inf,
     max_nodes: int = MANY_NODES,
 ) -> Candidate | None:
-    """The best placements and policies for one way; None if nothing fits or `cutoff` seconds are not beaten."""
+    """The best placements and policies for one way; None if nothing fits or none costs less than `cutoff`."""
     footprint = replace(footprint, states=request.formats[state_format])
-    setup = replace(setup, state_format=state_format)
-    parts = _parts_of_rank(footprint, setup)
-    units = [unit_bytes(part, footprint, setup) for part in parts]
-    room = rooms(machine, request.plan, setup.data * setup.model_ranks)
-    best: Candidate | None = None
-    for gathers, recomputes in _variants(parts, setup, request.plan):
-        working = working_bytes(footprint, setup, gathers=gathers, recomputes=recomputes)
-        host = max(0.0, room["host"] - request.buffer_bytes)
-        left = [*(room["device"] - more for more in working), host, room["disk"]]
+    way = _Way(footprint, machine, replace(setup, state_format=state_format), request)
+    best: _Found | None = None
+    for gathers, recomputes in way.variants():
+        limit = cutoff if best is None else less_than(best.cost)
+        best = way.solve(gathers, recomputes, limit, max_nodes) or best
+    return None if best is None else way.candidate(best)
+
+
+def less_than(cost: float) -> float:
+    """What another choice must stay below to be better: equal ones differ in their last digits."""
+    return cost * (1 - 1e-6)
+
+
+@dataclass(frozen=True)
+class _Found:
+    cost: float
+    lanes: tuple[float, ...]
+    places: tuple[UnitPlace, ...]  # by position
+    policies: tuple[tuple[int, str], ...]  # by position
+
+
+class _Way:
+    """Placements of units and policies of blocks as one program, for one setup."""
+
+    def __init__(self, footprint: Footprint, machine: MachineRates, setup: Setup, request: Request) -> None:
+        self.footprint, self.machine, self.setup, self.request = footprint, machine, setup, request
+        self.plan = replace(request.plan, stage=setup.stage)
+        self.rank = find_rank_parts(footprint.parts, self.plan, setup.pipeline)
+        self.room = rooms(machine, self.plan, setup.data * setup.model_ranks)
+        self.base = base_loads(footprint, machine, setup).seconds
+        self.options = PlaceOptions(machine, setup, partial(moment_bytes, setup=setup))
+        self._activation_options: dict[tuple[Cost, str], Option] = {}
+
+    def variants(self) -> list[tuple[bool, bool]]:
+        """Whether units are gathered and whether blocks run again, which take working memory: what the axes and the
+        plan need, otherwise both."""
+        weights = {dict(kind.fixed).get("weights") for kind in self.rank.kinds}
+        policies = {kind.policy for kind in self.rank.kinds if kind.part.is_block}
+        must_gather = (self.setup.stage == 3 and self.setup.data > 1) or not weights <= {None, "device"}
+        must_recompute = not policies <= {None, "keep"}
+        return [
+            (gathers, recomputes)
+            for gathers in ([True] if must_gather else [False, True] if None in weights else [False])
+            for recomputes in ([True] if must_recompute else [False, True] if None in policies else [False])
+        ]
+
+    def solve(self, gathers: bool, recomputes: bool, cutoff: float, max_nodes: int) -> _Found | None:
+        working = working_bytes(self.footprint, self.setup, gathers=gathers, recomputes=recomputes)
+        host = max(0.0, self.room["host"] - self.request.buffer_bytes)
+        left = [*(self.room["device"] - more for more in working), host, self.room["disk"]]
         if min(left) < 0:
-            continue
-        limit = best.seconds if best is not None else cutoff
-        choice = _Joint(footprint, parts, units, machine, setup, request, gathers=gathers, recomputes=recomputes)
-        found = choice.solve(left, state_format, limit, max_nodes)
-        if found is not None:
-            best = found
-    return best
-
-
-def _variants(parts: Sequence[UnitFootprint], setup: Setup, plan: Plan) -> list[tuple[bool, bool]]:
-    """Whether units are gathered and whether blocks run again, which take working memory. Variants without them exist
-    only if neither the axes nor the plan need them."""
-    weights = {read_placement(plan.weights, part.name) for part in parts}
-    policies = {read_placement(plan.activations, part.block_name) for part in parts if part.is_block}
-    must_gather = (setup.stage == 3 and setup.data > 1) or not weights <= {None, "device"}
-    must_recompute = not policies <= {None, "auto", "keep"}
-    return [
-        (gathers, recomputes)
-        for gathers in (False, True)
-        for recomputes in (False, True)
-        if gathers >= must_gather and recomputes >= must_recompute
-    ]
-
-
-def _parts_of_rank(footprint: Footprint, setup: Setup) -> list[UnitFootprint]:
-    """What the fullest rank of the pipeline has: its blocks, and everything outside blocks."""
-    parts = expand(footprint)
-    blocks = [part for part in parts if part.is_block]
-    keeps = set(map(id, blocks[: math.ceil(len(blocks) / setup.pipeline)]))
-    return [part for part in parts if not part.is_block or id(part) in keeps]
-
-
-class _Joint:
-    """Placements of units and policies of blocks as one program."""
-
-    def __init__(
-        self,
-        footprint: Footprint,
-        parts: Sequence[UnitFootprint],
-        units: Sequence[UnitBytes],
-        machine: MachineRates,
-        setup: Setup,
-        request: Request,
-        *,
-        gathers: bool,
-        recomputes: bool,
-    ) -> None:
-        self.footprint, self.parts, self.units, self.machine = footprint, parts, units, machine
-        self.setup, self.request, self.gathers, self.recomputes = setup, request, gathers, recomputes
-        alike: dict[tuple[Cost, tuple[str, ...]], list[UnitFootprint]] = {}
-        for part in parts:
-            if part.is_block:
-                alike.setdefault((part.cost, self._policies(part.block_name)), []).append(part)
-        self.blocks = [(policies, members) for (_, policies), members in alike.items()]
-
-    def _policies(self, name: str) -> tuple[str, ...]:
-        fixed = read_placement(self.request.plan.activations, name)
-        if fixed not in (None, "auto"):
-            return (str(fixed),)
-        return POLICIES if self.recomputes else ("keep",)
-
-    def _activation_groups(self) -> list[Group]:
-        groups = []
-        for policies, members in self.blocks:
-            options = []
-            for policy in policies:
-                loads, held = activation_loads(members[0], policy, self.machine, self.setup)
-                taken = activation_moments(held)
-                options.append(Option((policy,), tuple(loads.seconds), taken, 1e-6 * sum(loads.seconds)))
-            groups.append(Group(members[0].name, len(members), tuple(options)))
-        return groups
-
-    def solve(self, room: Sequence[float], state_format: str, cutoff: float, max_nodes: int) -> Candidate | None:
-        plan = self.request.plan
-        if not self.gathers and plan.weights is None:
-            plan = replace(plan, weights="device")
-        base = base_loads(self.footprint, self.machine, self.setup).seconds
+            return None
+        units = self._units(gathers)
+        blocks = self._blocks(recomputes)
+        activations = self._activation_groups(blocks)
         for uses_disk in (False, True):
-            take = partial(moment_bytes, setup=self.setup)
-            choice = StateChoice(self.units, plan, self.machine, self.setup, uses_disk=uses_disk, take=take)
-            groups = [*choice.groups(), *self._activation_groups()]
-            program = build_program(groups, self.setup, room, base)
-            solution = solve_program(program, cutoff, max_nodes)
+            choice = StateChoice(units, self.options, uses_disk=uses_disk)
+            groups = [*choice.groups(), *activations]
+            solution = solve_program(build_program(groups, self.setup, left, self.base), cutoff, max_nodes)
             if solution is not None:
-                return self._candidate(choice, groups, solution, base, state_format)
-            if math.isfinite(cutoff) and can_fit(program):
-                return None  # there is room, but nothing in it is fast enough
+                return self._read(solution, choice, groups, blocks) if solution.value < cutoff else None
         return None
 
-    def _candidate(
-        self, choice: StateChoice, groups: Sequence[Group], solution: Solution, base: list[float], state_format: str
-    ) -> Candidate:
-        lanes = list(base)
+    def _units(self, gathers: bool) -> list[UnitsAlike]:
+        """What one rank keeps of every unit; without gathering, open weights are on the device."""
+        plan = self.plan if gathers or self.plan.weights is not None else replace(self.plan, weights="device")
+        kinds = find_rank_parts(self.footprint.parts, plan, self.setup.pipeline).kinds
+        return [
+            UnitsAlike(unit_bytes(kind.part, self.footprint, self.setup), kind.fixed, kind.positions) for kind in kinds
+        ]
+
+    def _blocks(self, recomputes: bool) -> list[tuple[UnitFootprint, tuple[str, ...], list[int]]]:
+        """Blocks of equal cost by position, with the policies they may have."""
+        alike: dict[tuple[Cost, tuple[str, ...]], list[PartsAlike]] = {}
+        for kind in self.rank.kinds:
+            if kind.part.is_block:
+                policies = (kind.policy,) if kind.policy is not None else POLICIES if recomputes else ("keep",)
+                alike.setdefault((kind.part.cost, policies), []).append(kind)
+        return [
+            (found[0].part, policies, sorted(position for kind in found for position in kind.positions))
+            for (_, policies), found in alike.items()
+        ]
+
+    def _activation_groups(self, blocks: Sequence[tuple[UnitFootprint, tuple[str, ...], list[int]]]) -> list[Group]:
+        return [
+            Group(part.name, len(positions), tuple(self._activation_option(part, policy) for policy in policies))
+            for part, policies, positions in blocks
+        ]
+
+    def _activation_option(self, part: UnitFootprint, policy: str) -> Option:
+        key = (part.cost, policy)
+        if key not in self._activation_options:
+            loads, held = activation_loads(part, policy, self.machine, self.setup)
+            burden = 1e-6 * sum(loads.seconds)
+            self._activation_options[key] = Option((policy,), tuple(loads.seconds), activation_moments(held), burden)
+        return self._activation_options[key]
+
+    def _read(
+        self,
+        solution: Solution,
+        choice: StateChoice,
+        groups: Sequence[Group],
+        blocks: Sequence[tuple[UnitFootprint, tuple[str, ...], list[int]]],
+    ) -> _Found:
+        lanes = list(self.base)
         for group, counts in zip(groups, solution.counts, strict=True):
             for option, count in zip(group.options, counts, strict=True):
                 if count:
                     lanes = [have + count * more for have, more in zip(lanes, option.seconds, strict=True)]
-        states = len(choice.members)
-        places = choice.places(replace(solution, counts=solution.counts[:states]))
-        policies = self._spread(solution.counts[states:])
-        held = self._held(places, policies)
+        policies = _spread(blocks, solution.counts[len(choice.members) :])
+        return _Found(solution.value, tuple(lanes), choice.places(solution), policies)
+
+    def candidate(self, found: _Found) -> Candidate:
         tokens = self.setup.tokens * self.setup.accumulate * self.setup.data
-        prediction = Prediction(
-            self.setup, self.machine, tuple(lanes), tokens * self.footprint.flops(self.setup.sequence), held
-        )
-        names = [part.name for part in self.parts]
+        flops = tokens * self.footprint.flops(self.setup.sequence)
+        parts = self.rank.parts
         return Candidate(
-            self.footprint, self.setup, state_format, prediction,
-            tuple(zip(names, places, strict=True)), tuple((part.block_name, policy) for part, policy in policies),
+            self.footprint,
+            self.setup,
+            self.setup.state_format,
+            Prediction(self.setup, self.machine, found.lanes, flops, self._held(found)),
+            tuple((part.name, where) for part, where in zip(parts, found.places, strict=True)),
+            tuple((parts[position].block_name, policy) for position, policy in found.policies),
+            found.cost,
             self._capacity(),
-        )  # fmt: skip
+        )
 
     def _capacity(self) -> Capacity | None:
         """For a model with more such blocks, which run again one at a time. Below stage 3 each rank has all weights."""
@@ -221,48 +236,51 @@ class _Joint:
         left = left_for_states(room, working=working, buffers=self.request.buffer_bytes, num_ranks=ranks)
         return Capacity(self.footprint, left, self.request.plan.keeps_gradients)
 
-    def _spread(self, counts: Sequence[Sequence[int]]) -> list[tuple[UnitFootprint, str]]:
-        """The last blocks keep, because what they keep is freed first."""
-        chosen = []
-        for (policies, members), numbers in zip(self.blocks, counts, strict=True):
-            spread = [policy for policy, count in zip(policies, numbers, strict=True) for _ in range(count)]
-            chosen += list(zip(members, reversed(spread), strict=True))
-        return chosen
-
-    def _held(
-        self, places: Sequence[UnitPlace], policies: Sequence[tuple[UnitFootprint, str]]
-    ) -> dict[str, dict[str, float]]:
+    def _held(self, found: _Found) -> dict[str, dict[str, float]]:
         """Bytes by tier and kind; for the device, when it holds the most."""
-        turn, end = self._at("turn", places, policies), self._at("end", places, policies)
+        turn, end = self._at("turn", found), self._at("end", found)
         held = turn if sum(turn["device"].values()) >= sum(end["device"].values()) else end
         if any(held[tier] for tier in TIERS[1:]):
             held["host"]["buffers"] = float(self.request.buffer_bytes)
         return held
 
-    def _at(
-        self, moment: str, places: Sequence[UnitPlace], policies: Sequence[tuple[UnitFootprint, str]]
-    ) -> dict[str, dict[str, float]]:
+    def _at(self, moment: str, found: _Found) -> dict[str, dict[str, float]]:
         held: dict[str, dict[str, float]] = {tier: {} for tier in TIERS}
 
         def add(tier: str, kind: str, num_bytes: float) -> None:
             if num_bytes:
                 held[tier][kind] = held[tier].get(kind, 0.0) + num_bytes
 
-        again = self.setup.accumulate > 1
-        for unit, where in zip(self.units, places, strict=True):
-            add(where.weights, "weights", unit.weights)
-            add(where.optimizer, "optimizer", unit.optimizer)
-            add(where.remainder, "optimizer", unit.remainder)
-            if where.gradients != "device":
-                add(where.gradients, "gradients", unit.size("gradients", where.gradients, is_summed=again))
-            elif again or moment == "end":
-                add("device", "gradients", unit.summed_gradients if again else unit.gradients)
-        for part, policy in policies:
-            for tier, taken in activation_loads(part, policy, self.machine, self.setup)[1].items():
-                if tier != "device" or moment == "turn":
-                    add(tier, "activations", taken)
-        recomputes = any(policy != "keep" for _, policy in policies)
-        gathers = any(where.weights != "device" for where in places) or (self.setup.stage == 3 and self.setup.data > 1)
+        policies, again = dict(found.policies), self.setup.accumulate > 1
+        for kind in self.rank.kinds:
+            unit = unit_bytes(kind.part, self.footprint, self.setup)
+            for where, count in Counter(found.places[position] for position in kind.positions).items():
+                add(where.weights, "weights", count * unit.weights)
+                add(where.optimizer, "optimizer", count * unit.optimizer)
+                add(where.remainder, "optimizer", count * unit.remainder)
+                if where.gradients != "device":
+                    add(where.gradients, "gradients", count * unit.size("gradients", where.gradients, is_summed=again))
+                elif again or moment == "end":
+                    add("device", "gradients", count * (unit.summed_gradients if again else unit.gradients))
+            if kind.part.is_block:
+                for policy, count in Counter(policies[position] for position in kind.positions).items():
+                    for tier, taken in activation_loads(kind.part, policy, self.machine, self.setup)[1].items():
+                        if tier != "device" or moment == "turn":
+                            add(tier, "activations", count * taken)
+        recomputes = any(policy != "keep" for policy in policies.values())
+        off_device = any(where.weights != "device" for where in found.places)
+        gathers = off_device or (self.setup.stage == 3 and self.setup.data > 1)
         working = working_bytes(self.footprint, self.setup, gathers=gathers, recomputes=recomputes)
         add("device", "working memory", working[moment == "end"])
         return held
+
+
+def _spread(
+    blocks: Sequence[tuple[UnitFootprint, tuple[str, ...], list[int]]], counts: Sequence[Sequence[int]]
+) -> tuple[tuple[int, str], ...]:
+    """Policies by position. The last blocks keep, because what they keep is freed first."""
+    chosen: list[tuple[int, str]] = []
+    for (_, policies, positions), numbers in zip(blocks, counts, strict=True):
+        spread = [policy for policy, count in zip(policies, numbers, strict=True) for _ in range(count)]
+        chosen += zip(positions, reversed(spread), strict=True)
+    return tuple(chosen)

@@ -112,6 +112,7 @@ class Plan:
             object.__setattr__(self, name, float(getattr(self, name)))
         _check_seconds("watchdog_seconds", self.watchdog_seconds)
         self._check_axes()
+        self._check_weights()
         self._check_gradients()
 
     def _check_axes(self) -> None:
@@ -120,6 +121,13 @@ class Plan:
             raise PlanError(f"sequence is {self.sequence!r}. Choose True or False.")
         if self.styles is not None:
             object.__setattr__(self, "styles", _read_styles(self.styles))
+
+    def _check_weights(self) -> None:
+        if self.stage < 3 and self.offloads_weights:
+            raise PlanError(
+                f"stage {self.stage} keeps whole weights on every device, but the plan puts them on "
+                f"{_show('weights', self.weights)}. Use stage 3 to keep weights elsewhere."
+            )
 
     def _check_gradients(self) -> None:
         """Refuses what contradicts that no gradient is stored."""
@@ -149,6 +157,12 @@ class Plan:
         """Whether gradients are stored between the backward and the step."""
         tiers = [tier for _, tier in self.gradients] if isinstance(self.gradients, tuple) else [self.gradients]
         return NOWHERE not in tiers
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether any unit's weights are to be off the device."""
+        tiers = [tier for _, tier in self.weights] if isinstance(self.weights, tuple) else [self.weights]
+        return not {*tiers} <= {None, "device"}
 
     @property
     def offloads_activations(self) -> bool:

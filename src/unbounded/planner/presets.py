@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
+from pathlib import Path
 
 from unbounded.errors import PlanError
 from unbounded.planner.machine import MachineRates
@@ -173,6 +174,15 @@ _NODES = {
 }
 _GPUS = {"v100": "dgx2", "a100": "dgx-a100", "h100": "dgx-h100", "h200": "dgx-h200", "b200": "dgx-b200"}
 NAMES = (*_NODES, *_GPUS)
+
+
+def read_machine(text: str) -> MachineRates:
+    """The machine that a file has, or a preset."""
+    if Path(text).is_file():
+        return MachineRates.load(text)
+    if "/" in text or text.endswith(".json"):
+        raise PlanError(f'there is no machine file "{text}". Write one with Machine.measure().save(path).')
+    return find_machine(text)
 
 
 def find_machine(name: str) -> MachineRates:

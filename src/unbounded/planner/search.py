@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from unbounded.errors import BudgetError, PlanError
-from unbounded.planner.evaluation import FEW_NODES, Candidate, Request, evaluate, rooms
+from unbounded.planner.evaluation import FEW_NODES, Candidate, Request, evaluate, less_than, rooms
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.capacity import Capacity, left_for_states
 from unbounded.planner.models.footprint import Footprint
@@ -32,31 +32,32 @@ def search(footprint: Footprint, machine: MachineRates, request: Request) -> Can
     _check_budgets(machine, request.plan)
     best: Candidate | None = None
     for bound, setup, state_format in _ways(footprint, machine, request):
-        if best is not None and bound >= best.seconds:
+        cutoff = math.inf if best is None else less_than(best.cost)
+        if bound >= cutoff:
             break
-        cutoff = best.seconds if best is not None else math.inf
         found = evaluate(footprint, machine, setup, state_format, request, cutoff=cutoff, max_nodes=FEW_NODES)
-        if found is not None and found.seconds < cutoff:
-            best = found
+        best = found or best
     if best is None:
         raise _nothing_fits(footprint, machine, request)
     return evaluate(footprint, machine, best.setup, best.format, request) or best
 
 
 def compare_ways(footprint: Footprint, machine: MachineRates, request: Request, limit: int = 12) -> list[Candidate]:
-    """The best of every combination of axes, stage and format, fastest first."""
+    """The best `limit` combinations of axes, stage and format, each at its best, the best first."""
     best: dict[tuple[int, int, int, str], Candidate] = {}
     for bound, setup, state_format in _ways(footprint, machine, request):
         key = (setup.stage, setup.tensor, setup.pipeline, state_format)
-        if key in best and bound >= best[key].seconds:
+        costs = sorted(way.cost for way in best.values())[:limit]
+        last = costs[-1] if len(costs) == limit else math.inf
+        cutoff = less_than(min(best[key].cost, last) if key in best else last)
+        if bound >= less_than(last):
+            break
+        if bound >= cutoff:
             continue
-        if key not in best and len(best) >= 3 * limit:
-            continue
-        cutoff = best[key].seconds if key in best else math.inf
         found = evaluate(footprint, machine, setup, state_format, request, cutoff=cutoff, max_nodes=FEW_NODES)
-        if found is not None and found.seconds < cutoff:
+        if found is not None:
             best[key] = found
-    return sorted(best.values(), key=lambda candidate: candidate.seconds)[:limit]
+    return sorted(best.values(), key=lambda candidate: candidate.cost)[:limit]
 
 
 def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list[tuple[float, Setup, str]]:
@@ -97,7 +98,7 @@ def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> It
                 if accumulate > 1 and not request.plan.keeps_gradients:
                     continue
                 for stage in request.stages:
-                    if (stage == 0 and data > 1 and 0 not in request.stages) or (pipeline > 1 and stage > 1):
+                    if (pipeline > 1 and stage > 1) or (stage < 3 and request.plan.offloads_weights):
                         continue
                     yield Setup(
                         tokens=micro * sequence,

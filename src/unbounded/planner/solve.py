@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import mul
 
 from unbounded.errors import BudgetError
 from unbounded.planner.linear.program import Group, Option, Phase, Program, Solution, solve_program
@@ -92,96 +93,108 @@ def _place(
     units: Sequence[UnitBytes], room: Mapping[str, int], plan: Plan, machine: MachineRates, setup: Setup
 ) -> tuple[UnitPlace, ...] | None:
     """Tries first without and then with weights and gradients on disk."""
+    kinds, options = find_alike(units, plan), PlaceOptions(machine, setup)
     for uses_disk in (False, True):
-        choice = StateChoice(units, plan, machine, setup, uses_disk=uses_disk)
+        choice = StateChoice(kinds, options, uses_disk=uses_disk)
         solution = solve_program(choice.program(room))
         if solution is not None:
             return choice.places(solution)
     return None
 
 
-class StateChoice:
-    """The units of one rank as groups of equal ones, each with the places it may have."""
+@dataclass(frozen=True)
+class UnitsAlike:
+    """Units of one rank with the same bytes, by position, and the tiers that the plan fixes for them."""
+
+    unit: UnitBytes
+    fixed: tuple[tuple[str, str], ...]
+    positions: tuple[int, ...]
+
+
+def find_alike(units: Sequence[UnitBytes], plan: Plan) -> list[UnitsAlike]:
+    alike: dict[tuple[tuple[int | None, ...], tuple[tuple[str, str], ...]], list[int]] = {}
+    for position, unit in enumerate(units):
+        alike.setdefault((unit.sizes, tuple(fixed_tiers(unit.name, plan).items())), []).append(position)
+    return [UnitsAlike(units[found[0]], fixed, tuple(found)) for (_, fixed), found in alike.items()]
+
+
+class PlaceOptions:
+    """What places of units add to lanes and tiers in one setup, each computed once."""
 
     def __init__(
         self,
-        units: Sequence[UnitBytes],
-        plan: Plan,
         machine: MachineRates,
         setup: Setup,
-        *,
-        uses_disk: bool,
         take: Callable[[UnitBytes, UnitPlace], tuple[float, ...]] = place_bytes,
     ) -> None:
-        self.units, self.machine, self.setup, self.take = units, machine, setup, take
-        alike: dict[tuple[tuple[int | None, ...], tuple[UnitPlace, ...]], list[int]] = {}
-        for index, unit in enumerate(units):
-            alike.setdefault((unit.sizes, candidates(unit, plan, uses_disk=uses_disk)), []).append(index)
-        self.members = [(units[indices[0]], places, indices) for (_, places), indices in alike.items()]
+        self.machine, self.setup, self.take = machine, setup, take
+        times = repeats(setup)
+        self._hidden_costs = [times[phase] * HIDDEN_COSTS.get(lane, 0.0) for phase in PHASES for lane in LANES]
+        self._found: dict[tuple[tuple[int | None, ...], UnitPlace], Option] = {}
 
-    def groups(self) -> tuple[Group, ...]:
-        return tuple(
-            Group(unit.name, len(indices), tuple(self._option(unit, where) for where in places))
-            for unit, places, indices in self.members
-        )
+    def option(self, unit: UnitBytes, where: UnitPlace) -> Option:
+        key = (unit.sizes, where)
+        if key not in self._found:
+            self._found[key] = self._compute(unit, where)
+        return self._found[key]
 
-    def _option(self, unit: UnitBytes, where: UnitPlace) -> Option:
+    def _compute(self, unit: UnitBytes, where: UnitPlace) -> Option:
         seconds = place_loads(unit, where, self.machine, self.setup).seconds
-        burden = sum(
-            times * HIDDEN_COSTS[lane] * seconds[PHASES.index(phase) * len(LANES) + LANES.index(lane)]
-            for phase, times in repeats(self.setup).items()
-            for lane in HIDDEN_COSTS
-        )
+        burden = sum(map(mul, self._hidden_costs, seconds))
         taken = self.take(unit, where)
         held = HELD_COST * taken[0] / self.machine.device_bandwidth
         label = (where.weights, where.gradients, where.optimizer)
         return Option(label, tuple(seconds), taken, burden + held)
 
+
+class StateChoice:
+    """The units of one rank as groups of equal ones, each with the places it may have."""
+
+    def __init__(self, kinds: Sequence[UnitsAlike], options: PlaceOptions, *, uses_disk: bool) -> None:
+        self.options = options
+        alike: dict[tuple[tuple[int | None, ...], tuple[UnitPlace, ...]], list[UnitsAlike]] = {}
+        for kind in kinds:
+            alike.setdefault((kind.unit.sizes, candidates(kind, uses_disk=uses_disk)), []).append(kind)
+        self.members = [
+            (found[0].unit, places, sorted(position for kind in found for position in kind.positions))
+            for (_, places), found in alike.items()
+        ]
+
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(
+            Group(unit.name, len(positions), tuple(self.options.option(unit, where) for where in places))
+            for unit, places, positions in self.members
+        )
+
     def program(self, room: Mapping[str, float]) -> Program:
-        return build_program(self.groups(), self.setup, [room[tier] for tier in TIERS], base=None)
+        return build_program(self.groups(), self.options.setup, [room[tier] for tier in TIERS], base=None)
 
     def places(self, solution: Solution) -> tuple[UnitPlace, ...]:
         """Units in order, the fastest places first."""
         chosen: dict[int, UnitPlace] = {}
-        for (_, places, indices), counts in zip(self.members, solution.counts, strict=True):
-            spread = [where for where, count in zip(places, counts, strict=False) for _ in range(count)]
-            chosen.update(zip(indices, spread, strict=True))
-        return tuple(chosen[index] for index in range(len(self.units)))
+        for (_, places, positions), counts in zip(self.members, solution.counts, strict=False):
+            spread = [where for where, count in zip(places, counts, strict=True) for _ in range(count)]
+            chosen.update(zip(positions, spread, strict=True))
+        return tuple(chosen[position] for position in range(len(chosen)))
 
 
 def build_program(
     groups: Sequence[Group], setup: Setup, room: Sequence[float], base: Sequence[float] | None
 ) -> Program:
-    """The program of the groups with phases and rooms, in a unit of time in which no number is tiny."""
-    width = len(LANES)
-    base = base or [0.0] * (len(PHASES) * width)
-    most = max([sum(base), *(sum(option.seconds) for group in groups for option in group.options)], default=0.0)
-    scale = 1.0 / most if most else 1.0
-    scaled = tuple(
-        Group(
-            group.name,
-            group.count,
-            tuple(
-                Option(o.label, tuple(second * scale for second in o.seconds), o.bytes, o.burden * scale)
-                for o in group.options
-            ),
-        )
-        for group in groups
-    )
-    counts = repeats(setup)
+    """The program of the groups with phases and rooms."""
+    width, counts = len(LANES), repeats(setup)
     phases = tuple(
         Phase(counts[name], tuple(range(index * width, (index + 1) * width)))
         for index, name in enumerate(PHASES)
         if counts[name]
     )
-    rooms = tuple(map(float, room))
-    return Program(scaled, phases, tuple(second * scale for second in base), rooms, scale)
+    return Program(tuple(groups), phases, tuple(base or [0.0] * (len(PHASES) * width)), tuple(map(float, room)))
 
 
-def candidates(unit: UnitBytes, plan: Plan, *, uses_disk: bool) -> tuple[UnitPlace, ...]:
+def candidates(kind: UnitsAlike, *, uses_disk: bool) -> tuple[UnitPlace, ...]:
     """The places that a unit may have, the fastest first."""
-    is_frozen = not unit.optimizer and not unit.gradients
-    return _menu(tuple(fixed_tiers(unit, plan).items()), is_frozen, uses_disk)
+    is_frozen = not kind.unit.optimizer and not kind.unit.gradients
+    return _menu(kind.fixed, is_frozen, uses_disk)
 
 
 @cache

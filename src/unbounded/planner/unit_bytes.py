@@ -104,9 +104,9 @@ def _remainder_tier(tiers: Mapping[str, str]) -> str | None:
     return optimizer if optimizer != "disk" else tiers.get("weights")
 
 
-def fixed_tiers(unit: UnitBytes, plan: Plan) -> dict[str, str]:
-    """The tiers that the plan has fixed."""
-    named = {kind: read_placement(getattr(plan, kind), unit.name) for kind in KINDS}
+def fixed_tiers(unit: str, plan: Plan) -> dict[str, str]:
+    """The tiers that the plan has fixed for a unit of this name."""
+    named = {kind: read_placement(getattr(plan, kind), unit) for kind in KINDS}
     tiers = {kind: tier for kind, tier in named.items() if tier is not None}
     if plan.stage < 3:
         tiers["weights"] = "device"

@@ -9,31 +9,26 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from unbounded.errors import PlanError
 from unbounded.optim.recognition import unwrap
-from unbounded.planner.evaluation import Candidate, Request
+from unbounded.planner.evaluation import Candidate, Request, assumed_tokens
 from unbounded.planner.explanation import describe
 from unbounded.planner.machine import MachineRates, saved_path
 from unbounded.planner.plan import Plan, read_plan
-from unbounded.planner.presets import UNMEASURED, find_machine
+from unbounded.planner.presets import UNMEASURED, read_machine
 from unbounded.planner.search import search
 from unbounded.planning.module_footprint import read_footprint
 from unbounded.tiers import budget as budgets
-
-# About so many tokens per step and device, if nobody says.
-ASSUMED_TOKENS = 4096
 
 
 def plan(
     model: Any,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
-    machine: MachineRates | str | None = None,
+    machine: MachineRates | str | os.PathLike[str] | None = None,
     tokens_per_step: int | None = None,
     sequence: int = 2048,
     **budgets: Any,
@@ -44,7 +39,10 @@ def plan(
     folder, a preset's name, `layers=..,hidden=..`. `machine` is a Machine, a preset's name or a saved file; by
     default it is this machine as it was measured. `budgets` are any fields of a Plan, which are kept as given.
     """
-    found = read_machine(machine)
+    if machine is None:
+        found = this_machine()
+    else:
+        found = machine if isinstance(machine, MachineRates) else read_machine(os.fspath(machine))
     asked = read_plan(budgets)
     joined = unwrap(optimizer) if optimizer is not None else None
     footprint, precision, formats = read_footprint(model, joined, asked)
@@ -59,11 +57,6 @@ def plan(
         pipelines=(asked.pipeline,),
     )
     return close(search(footprint, found, request), asked, precision)
-
-
-def assumed_tokens(machine: MachineRates, sequence: int) -> int:
-    """Tokens of a step if nobody says: whole sequences for each device."""
-    return machine.num_devices * max(1, ASSUMED_TOKENS // max(1, sequence)) * max(1, sequence)
 
 
 def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:
@@ -81,20 +74,6 @@ def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:
         reasons="\n".join(describe(candidate)),
         **named,  # type: ignore[arg-type]
     )
-
-
-def read_machine(machine: MachineRates | str | os.PathLike[str] | None) -> MachineRates:
-    """A machine by value, preset, or file; this one if none is given."""
-    if isinstance(machine, MachineRates):
-        return machine
-    if machine is None:
-        return this_machine()
-    text = os.fspath(machine)
-    if Path(text).is_file():
-        return MachineRates.load(text)
-    if "/" in text or text.endswith(".json"):
-        raise PlanError(f'there is no machine file "{text}". Write one with Machine.measure().save(path).')
-    return find_machine(text)
 
 
 def this_machine() -> MachineRates:

@@ -89,7 +89,7 @@ def _running_policies(
 ) -> tuple[tuple[str, str], ...]:
     """What `Headroom` will decide for each block in turn; nothing if the plan has decided."""
     headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
-    blocks = [part for part in expand(footprint) if part.is_block]
+    blocks = [part for part in expand(footprint.parts) if part.is_block]
     if headroom is None or not blocks:
         return ()
     weights = dict(state.plan.weights) if isinstance(state.plan.weights, tuple) else {}

@@ -52,13 +52,21 @@ class Phase:
 
 @dataclass(frozen=True)
 class Program:
-    """What to choose, `base` seconds per lane that no choice changes, and the room in each tier."""
+    """What to choose, `base` seconds per lane that no choice changes, and the room in each tier.
+
+    Arrays and values are in a unit of time in which no number is tiny: seconds times `scale`.
+    """
 
     groups: tuple[Group, ...]
     phases: tuple[Phase, ...]
     base: tuple[float, ...]
     room: tuple[float, ...]
-    scale: float = 1.0  # of all seconds above, so that none is tiny
+
+    @cached_property
+    def scale(self) -> float:
+        """One over the seconds of the largest thing."""
+        most = max([sum(self.base), *(sum(option.seconds) for _, option in self.options)], default=0.0)
+        return 1.0 / most if most else 1.0
 
     @cached_property
     def options(self) -> list[tuple[int, Option]]:
@@ -67,7 +75,19 @@ class Program:
     @cached_property
     def seconds(self) -> np.ndarray:
         """Lanes by options."""
-        return np.array([option.seconds for _, option in self.options], dtype=float).reshape(-1, len(self.base)).T
+        seconds = np.array([option.seconds for _, option in self.options], dtype=float)
+        return self.scale * seconds.reshape(-1, len(self.base)).T
+
+    @cached_property
+    def base_lanes(self) -> np.ndarray:
+        return self.scale * np.array(self.base, dtype=float)
+
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """Groups by options: 1 where an option is the group's."""
+        owners = np.zeros((len(self.groups), len(self.options)))
+        owners[[group for group, _ in self.options], range(len(self.options))] = 1.0
+        return owners
 
     @cached_property
     def bytes(self) -> np.ndarray:
@@ -99,14 +119,23 @@ class Program:
 
     @cached_property
     def burdens(self) -> np.ndarray:
-        return np.array([option.burden for _, option in self.options], dtype=float)
+        return self.scale * np.array([option.burden for _, option in self.options], dtype=float)
+
+    @cached_property
+    def root(self) -> Node | None:
+        """The program with counts that need not be whole; None if there is no room."""
+        if any(least > room for least, room in zip(self.least, self.room, strict=True)):
+            return None
+        low, high = np.zeros(len(self.options)), np.full(len(self.options), np.inf)
+        solved = _relax(self, low, high)
+        return None if solved is None else (*solved, low, high)
 
     def fits(self, counts: np.ndarray) -> bool:
         return bool(np.all(self.bytes @ counts <= np.array(self.room) + 1e-6))
 
     def value(self, counts: np.ndarray) -> float:
         """Seconds of a step, and a little for what is preferred among equals."""
-        lanes = np.array(self.base) + self.seconds @ counts
+        lanes = self.base_lanes + self.seconds @ counts
         taken = sum(phase.repeats * max(lanes[list(phase.lanes)]) for phase in self.phases)
         return float(taken + self.burdens @ counts)
 
@@ -121,42 +150,37 @@ class Solution:
 
 
 def solve_program(program: Program, cutoff: float = np.inf, max_nodes: int = MAX_NODES) -> Solution | None:
-    """The best choice of `max_nodes` (or the first found after); None if nothing fits or beats `cutoff` seconds.
+    """The best choice of `max_nodes` (or the first found after); None if nothing fits.
 
+    Where the bound shows that no choice beats `cutoff` seconds, it is the first that was found.
     Deterministic: it counts nodes, not time.
     """
-    if any(least > room for least, room in zip(program.least, program.room, strict=True)):
+    if program.root is None:
         return None
     best: tuple[float, np.ndarray] | None = None
-    num_options = len(program.options)
-    root = _relax(program, np.zeros(num_options), np.full(num_options, np.inf))
-    if root is None or root[0] >= cutoff * program.scale:
-        return None
     is_small = sum(group.count for group in program.groups) <= FEW_THINGS
     gap, max_nodes = (EXACT_GAP, max_nodes) if is_small else (CLOSE_GAP, min(max_nodes, NODES_OF_MANY))
-    open_nodes: list[Node] = [(root[0], root[1], np.zeros(num_options), np.full(num_options, np.inf))]
+    if program.root[0] >= cutoff * program.scale:
+        max_nodes = 0
+    open_nodes: list[Node] = [program.root]
     for number in range(MAX_NODES):
         if not open_nodes or (best is not None and number >= max_nodes):
             break
         index = min(range(len(open_nodes)), key=lambda i: open_nodes[i][0]) if best else len(open_nodes) - 1
-        bound, relaxed, low, high = open_nodes.pop(index)
+        node = open_nodes.pop(index)
+        bound, relaxed, low, high = node
         if best is not None and bound >= best[0] - gap * abs(best[0]):
             continue
         for slack in (1e-9, -1e-6):  # one byte too many shows only in counts that are almost whole
             rounded = _round(program, np.floor(relaxed + slack).clip(low, None))
             if rounded is not None and (best is None or program.value(rounded) < best[0]):
                 best = (program.value(rounded), rounded)
-        open_nodes += _branch(program, relaxed, low, high)
+        is_enough = best is not None and not max_nodes
+        open_nodes += [node] if is_enough else _branch(program, relaxed, low, high)
     if best is None:
         return None
     bounds = [node[0] for node in open_nodes]
     return Solution(_split(program, best[1]), best[0] / program.scale, min([best[0], *bounds]) / program.scale)
-
-
-def can_fit(program: Program) -> bool:
-    """Whether there is room if counts need not be whole."""
-    num_options = len(program.options)
-    return _relax(program, np.zeros(num_options), np.full(num_options, np.inf)) is not None
 
 
 def _branch(program: Program, relaxed: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[Node]:
@@ -184,36 +208,27 @@ def _relax(program: Program, low: np.ndarray, high: np.ndarray) -> tuple[float, 
     Variables are the counts above `low`, and one for each phase that is at least each of its lanes.
     """
     num_options, num_phases = len(program.options), len(program.phases)
-    base = np.array(program.base) + program.seconds @ low
+    base = program.base_lanes + program.seconds @ low
     left = np.array(program.room) - program.bytes @ low
-    if np.any(left < -1e-6 * np.maximum(1.0, np.abs(program.room))):
+    totals = np.array([group.count for group in program.groups], dtype=float) - program.owners @ low
+    if np.any(left < -1e-6 * np.maximum(1.0, np.abs(program.room))) or np.any(totals < -1e-9):
         return None
-    rows, bounds = [], []
-    for number, lanes in enumerate(program.deciding):
-        for lane in lanes:
-            row = np.zeros(num_options + num_phases)
-            row[:num_options], row[num_options + number] = program.seconds[lane], -1.0
-            rows.append(row)
-            bounds.append(-base[lane])
-    for tier, room in enumerate(left):
-        if program.most[tier] <= program.room[tier]:
-            continue  # whatever is chosen fits
+    lanes = [(number, lane) for number, lanes in enumerate(program.deciding) for lane in lanes]
+    tiers = [tier for tier in range(len(left)) if program.most[tier] > program.room[tier]]  # in others anything fits
+    capped = np.flatnonzero(np.isfinite(high))
+    rows = np.zeros((len(lanes) + len(tiers) + len(capped), num_options + num_phases))
+    bounds = np.zeros(len(rows))
+    for row, (number, lane) in enumerate(lanes):
+        rows[row, :num_options], rows[row, num_options + number] = program.seconds[lane], -1.0
+        bounds[row] = -base[lane]
+    for row, tier in enumerate(tiers, start=len(lanes)):
         scale = 1.0 / max(1.0, float(np.max(np.abs(program.bytes[tier]), initial=0.0)))
-        rows.append(np.concatenate([program.bytes[tier] * scale, np.zeros(num_phases)]))
-        bounds.append(max(0.0, room * scale))
-    for index in np.flatnonzero(np.isfinite(high)):
-        row = np.zeros(num_options + num_phases)
-        row[index] = 1.0
-        rows.append(row)
-        bounds.append(high[index] - low[index])
-    equal = np.zeros((len(program.groups), num_options + num_phases))
-    for position, (group, _) in enumerate(program.options):
-        equal[group, position] = 1.0
-    totals = np.array([group.count for group in program.groups], dtype=float) - equal[:, :num_options] @ low
-    if np.any(totals < -1e-9):
-        return None
+        rows[row, :num_options], bounds[row] = program.bytes[tier] * scale, max(0.0, left[tier] * scale)
+    for row, index in enumerate(capped, start=len(lanes) + len(tiers)):
+        rows[row, index], bounds[row] = 1.0, high[index] - low[index]
+    equal = np.hstack([program.owners, np.zeros((len(program.groups), num_phases))])
     costs = np.concatenate([program.burdens, [phase.repeats for phase in program.phases]])
-    solved = minimize(costs, np.array(rows), np.array(bounds), equal, totals)
+    solved = minimize(costs, rows, bounds, equal, totals)
     if solved is None:
         return None
     return solved[0] + float(program.burdens @ low), solved[1][:num_options] + low
@@ -221,11 +236,11 @@ def _relax(program: Program, low: np.ndarray, high: np.ndarray) -> tuple[float, 
 
 def _round(program: Program, counts: np.ndarray) -> np.ndarray | None:
     """Whole counts: rounds down, and puts each remaining thing where it costs least."""
-    owners = np.array([group for group, _ in program.options])
     for number, group in enumerate(program.groups):
-        for _ in range(group.count - int(counts[owners == number].sum())):
+        own = np.flatnonzero(program.owners[number])
+        for _ in range(group.count - int(counts[own].sum())):
             choices = []
-            for index in np.flatnonzero(owners == number):
+            for index in own:
                 counts[index] += 1
                 if program.fits(counts):
                     choices.append((program.value(counts), int(index)))

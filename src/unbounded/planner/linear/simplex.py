@@ -6,6 +6,8 @@ progress for a while, so that it always ends.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 _TOLERANCE = 1e-9
@@ -24,13 +26,11 @@ def minimize(
     negative = right < 0
     rows[negative] *= -1
     right[negative] *= -1
-    basis = list(range(size, size + num_upper))
-    needs = [row for row in range(num_upper + num_equal) if row >= num_upper or negative[row]]
-    basis += [0] * num_equal
+    basis = np.arange(size, size + num_upper + num_equal)
+    needs = np.flatnonzero(negative | (np.arange(len(rows)) >= num_upper))
     artificial = np.zeros((len(rows), len(needs)))
-    for column, row in enumerate(needs):
-        artificial[row, column] = 1.0
-        basis[row] = size + num_upper + column
+    artificial[needs, np.arange(len(needs))] = 1.0
+    basis[needs] = size + num_upper + np.arange(len(needs))
     table = np.hstack([rows, artificial, right[:, None]])
     width = size + num_upper
     first = np.concatenate([np.zeros(width), np.ones(len(needs))])
@@ -40,49 +40,45 @@ def minimize(
     table = np.hstack([table[:, :width], table[:, -1:]])
     value = _run(table, basis, np.concatenate([costs, np.zeros(num_upper)]))
     x = np.zeros(width)
-    for row, column in enumerate(basis):
-        if column < width:
-            x[column] = table[row, -1]
+    own = basis < width
+    x[basis[own]] = table[own, -1]
     return value, x[:size]
 
 
-def _run(table: np.ndarray, basis: list[int], costs: np.ndarray) -> float:
+def _run(table: np.ndarray, basis: np.ndarray, costs: np.ndarray) -> float:
     """Pivots until no column improves; returns the value. Changes both in place."""
+    least = -_TOLERANCE * max(1.0, float(np.abs(costs).max(initial=0.0)))
+    costs_of = np.append(costs, np.zeros(len(basis)))  # a redundant row keeps its artificial variable, which is free
     value, waited = np.inf, 0
     while True:
-        basic = np.array([costs[column] if column < len(costs) else 0.0 for column in basis])
-        reduced = costs - basic @ table[:, :-1]
-        now = float(basic @ table[:, -1])
-        waited = 0 if now < value - 1e-12 * max(1.0, abs(value if np.isfinite(value) else 1.0)) else waited + 1
+        priced = costs_of[basis] @ table
+        reduced, now = costs - priced[:-1], float(priced[-1])
+        waited = 0 if now < value - 1e-12 * max(1.0, abs(value if math.isfinite(value) else 1.0)) else waited + 1
         value = min(value, now)
-        scale = _TOLERANCE * max(1.0, float(np.abs(costs).max(initial=0.0)))
-        improving = np.flatnonzero(reduced < -scale)
-        if not len(improving):
+        column = int((reduced < least).argmax() if waited > _PATIENCE else reduced.argmin())
+        if not reduced[column] < least:
             return now
-        column = int(improving[0] if waited > _PATIENCE else improving[np.argmin(reduced[improving])])
-        positive = np.flatnonzero(table[:, column] > _TOLERANCE)
+        positive = (table[:, column] > _TOLERANCE).nonzero()[0]
         if not len(positive):
             return -np.inf
         ratios = table[positive, -1] / table[positive, column]
         tied = positive[ratios <= ratios.min() + 1e-12]
-        row = int(min(tied, key=lambda r: basis[r]))
-        _pivot(table, basis, row, column)
+        _pivot(table, basis, int(tied[basis[tied].argmin()]), column)
 
 
-def _pivot(table: np.ndarray, basis: list[int], row: int, column: int) -> None:
+def _pivot(table: np.ndarray, basis: np.ndarray, row: int, column: int) -> None:
     table[row] /= table[row, column]
     factors = table[:, column].copy()
     factors[row] = 0.0
-    table -= np.outer(factors, table[row])
+    table -= factors[:, None] * table[row]
     basis[row] = column
 
 
-def _expel(table: np.ndarray, basis: list[int], width: int) -> None:
+def _expel(table: np.ndarray, basis: np.ndarray, width: int) -> None:
     """Takes artificial variables, by now zero, out of the basis; a row with no other variable is redundant."""
-    for row, column in enumerate(basis):
-        if column >= width:
-            usable = np.flatnonzero(np.abs(table[row, :width]) > 1e-7)
-            if len(usable):
-                _pivot(table, basis, row, int(usable[0]))
-            else:
-                table[row] = 0.0
+    for row in map(int, np.flatnonzero(basis >= width)):
+        usable = np.flatnonzero(np.abs(table[row, :width]) > 1e-7)
+        if len(usable):
+            _pivot(table, basis, row, int(usable[0]))
+        else:
+            table[row] = 0.0

@@ -7,6 +7,7 @@ as plain PyTorch does, or fused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from unbounded.planner.models.shapes import Shape
@@ -134,13 +135,13 @@ def widen(cost: Cost) -> Cost:
     )
 
 
-def expand(footprint: Footprint) -> tuple[UnitFootprint, ...]:
+def expand(parts: Iterable[UnitFootprint]) -> tuple[UnitFootprint, ...]:
     """Every part once, under its own name."""
-    parts = []
-    for part in footprint.parts:
+    found = []
+    for part in parts:
         names = [part.name] if part.count == 1 else [f"{part.name}.{index}" for index in range(part.count)]
-        parts += [replace(part, name=name, count=1) for name in names]
-    return tuple(parts)
+        found += [replace(part, name=name, count=1) for name in names]
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ PHASES = ("first forward", "forward", "backward", "update")
 LANES = (
     "compute", "launch", "collectives", "to device", "to host", "host memory", "disk read", "disk write", "disk",
 )  # fmt: skip
+_SLOTS = {(phase, lane): i * len(LANES) + j for i, phase in enumerate(PHASES) for j, lane in enumerate(LANES)}
 # Python's time for the hooks of one unit in one pass, in operations of the model. Assumed, not measured.
 UNIT_LAUNCHES = 25
 
@@ -69,7 +70,7 @@ class Loads:
         self.seconds = [0.0] * (len(PHASES) * len(LANES))
 
     def add(self, phase: str, lane: str, seconds: float) -> None:
-        self.seconds[PHASES.index(phase) * len(LANES) + LANES.index(lane)] += seconds
+        self.seconds[_SLOTS[phase, lane]] += seconds
 
     def add_disk(self, machine: MachineRates, phase: str, *, read: float = 0.0, write: float = 0.0) -> None:
         """One rank's bytes; all devices of a node share its disks."""

@@ -73,7 +73,7 @@ def plan_units(
 
     `world_size` counts the ranks of all axes: those of one machine share its memory, its disk and its cores.
     """
-    _check(specs, plan, ranks.size)
+    _check(specs, plan)
     own = budgets.measure(plan, device, budgets.local_size(world_size))
     everyone = ranks.objects((own, budgets.this_machine(plan, device, world_size)))
     on_device, host, disk = (min(column) for column in zip(*(sizes for sizes, _ in everyone), strict=True))
@@ -123,7 +123,7 @@ def _set_aside(
     ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
     largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
     wholes = largest * WHOLE_BYTES if device_type == "cuda" else 0
-    may_store = sum(use_of(unit, dict.fromkeys(KINDS, "disk") | fixed_tiers(unit, plan))["disk"] for unit in sizes)
+    may_store = sum(use_of(unit, dict.fromkeys(KINDS, "disk") | fixed_tiers(unit.name, plan))["disk"] for unit in sizes)
     room = (means.device_bytes, means.host_bytes, means.disk_bytes)
     return budgets.set_aside(
         room, plan, torch.device(device_type), ring=ring, buffers=buffers, wholes=wholes, may_store=may_store
@@ -199,12 +199,7 @@ def _stream(
     )
 
 
-def _check(specs: Sequence[UnitSpec], plan: Plan, num_ranks: int) -> None:
-    if plan.stage < 3 and num_ranks > 1 and plan.weights not in (None, "device"):
-        raise PlanError(
-            f"stage {plan.stage} keeps whole weights on every device, but the plan puts them on {plan.weights!r}. "
-            "Use stage 3 to keep weights elsewhere."
-        )
+def _check(specs: Sequence[UnitSpec], plan: Plan) -> None:
     if not plan.keeps_gradients:
         if any(spec.trainable and spec.rule is None for spec in specs):
             raise PlanError(
