@@ -99,8 +99,8 @@ def evaluate(
 ) -> Candidate | None:
     """The best placements and policies for one way; None if nothing fits or none costs less than `cutoff`."""
     footprint = replace(footprint, states=request.formats[state_format])
-    way = _Way(footprint, machine, replace(setup, state_format=state_format), request)
-    best: _Found | None = None
+    way = _WayProgram(footprint, machine, replace(setup, state_format=state_format), request)
+    best: _Chosen | None = None
     for gathers, recomputes in way.variants():
         limit = cutoff if best is None else less_than(best.cost)
         best = way.solve(gathers, recomputes, limit, max_nodes) or best
@@ -113,14 +113,14 @@ def less_than(cost: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Chosen:
     cost: float
     lanes: tuple[float, ...]
     places: tuple[UnitPlace, ...]  # by position
     policies: tuple[tuple[int, str], ...]  # by position
 
 
-class _Way:
+class _WayProgram:
     """Placements of units and policies of blocks as one program, for one setup."""
 
     def __init__(self, footprint: Footprint, machine: MachineRates, setup: Setup, request: Request) -> None:
@@ -145,7 +145,7 @@ class _Way:
             for recomputes in ([True] if must_recompute else [False, True] if None in policies else [False])
         ]
 
-    def solve(self, gathers: bool, recomputes: bool, cutoff: float, max_nodes: int) -> _Found | None:
+    def solve(self, gathers: bool, recomputes: bool, cutoff: float, max_nodes: int) -> _Chosen | None:
         working = working_bytes(self.footprint, self.setup, gathers=gathers, recomputes=recomputes)
         host = max(0.0, self.room["host"] - self.request.buffer_bytes)
         left = [*(self.room["device"] - more for more in working), host, self.room["disk"]]
@@ -202,16 +202,16 @@ class _Way:
         choice: StateChoice,
         groups: Sequence[Group],
         blocks: Sequence[tuple[UnitFootprint, tuple[str, ...], list[int]]],
-    ) -> _Found:
+    ) -> _Chosen:
         lanes = list(self.base)
         for group, counts in zip(groups, solution.counts, strict=True):
             for option, count in zip(group.options, counts, strict=True):
                 if count:
                     lanes = [have + count * more for have, more in zip(lanes, option.seconds, strict=True)]
         policies = _spread(blocks, solution.counts[len(choice.members) :])
-        return _Found(solution.value, tuple(lanes), choice.places(solution), policies)
+        return _Chosen(solution.value, tuple(lanes), choice.places(solution), policies)
 
-    def candidate(self, found: _Found) -> Candidate:
+    def candidate(self, found: _Chosen) -> Candidate:
         tokens = self.setup.tokens * self.setup.accumulate * self.setup.data
         flops = tokens * self.footprint.flops(self.setup.sequence)
         parts = self.rank.parts
@@ -236,7 +236,7 @@ class _Way:
         left = left_for_states(room, working=working, buffers=self.request.buffer_bytes, num_ranks=ranks)
         return Capacity(self.footprint, left, self.request.plan.keeps_gradients)
 
-    def _held(self, found: _Found) -> dict[str, dict[str, float]]:
+    def _held(self, found: _Chosen) -> dict[str, dict[str, float]]:
         """Bytes by tier and kind; for the device, when it holds the most."""
         turn, end = self._at("turn", found), self._at("end", found)
         held = turn if sum(turn["device"].values()) >= sum(end["device"].values()) else end
@@ -244,7 +244,7 @@ class _Way:
             held["host"]["buffers"] = float(self.request.buffer_bytes)
         return held
 
-    def _at(self, moment: str, found: _Found) -> dict[str, dict[str, float]]:
+    def _at(self, moment: str, found: _Chosen) -> dict[str, dict[str, float]]:
         held: dict[str, dict[str, float]] = {tier: {} for tier in TIERS}
 
         def add(tier: str, kind: str, num_bytes: float) -> None:
