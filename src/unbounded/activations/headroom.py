@@ -35,8 +35,6 @@ FIRST_RATIO = 24.0
 FIRST_PASS_RATIO = 2 * FIRST_RATIO
 # The share of the free memory that is left for a tail that was not measured yet.
 FIRST_TAIL = 7 / 8
-# The share of a device's budget that may be allocated: the rest is lost between the allocator's blocks.
-LIMIT_PART = 0.9
 
 
 class Meter(Protocol):

@@ -17,14 +17,15 @@ from unbounded.planner.models.capacity import Capacity, left_for_states
 from unbounded.planner.models.footprint import STATE_BYTES, Cost, Footprint, StateBytes, UnitFootprint
 from unbounded.planner.models.rank_parts import PartsAlike, find_rank_parts
 from unbounded.planner.plan import TIERS, Plan
+from unbounded.planner.sizes import allocatable_bytes
 from unbounded.planner.solve import PlaceOptions, StateChoice, UnitsAlike, build_program
 from unbounded.planner.step.loads import Setup, activation_loads, base_loads, unit_bytes
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planner.unit_bytes import UnitPlace
 
-# The part of each tier that a job may plan with. The rest is for the driver, the allocator's gaps and the system.
-USABLE = {"device": 0.9, "host": 0.9, "disk": 0.95}
+# The part of host and disk that a job may plan with. The rest is for the system.
+USABLE = {"host": 0.9, "disk": 0.95}
 # About so many tokens per step and device, if nobody says.
 ASSUMED_TOKENS = 4096
 POLICIES = ("keep", "recompute", "host")
@@ -76,12 +77,9 @@ class Candidate:
 
 
 def rooms(machine: MachineRates, plan: Plan, num_devices: int) -> dict[str, float]:
-    """What one rank may use of each tier: what the plan says, otherwise its part of what is usable.
-
-    At most nine tenths of a device's memory are planned: the rest is lost between the allocator's blocks.
-    """
+    """What one rank may use of each tier: what the plan says, otherwise its part of what is usable."""
     inside = min(machine.devices, num_devices)
-    device = (plan.device_bytes if plan.device_bytes is not None else machine.device_bytes) * USABLE["device"]
+    device = allocatable_bytes(plan.device_bytes if plan.device_bytes is not None else machine.device_bytes)
     host = plan.host_bytes if plan.host_bytes is not None else machine.host_bytes * USABLE["host"] / inside
     disk = plan.disk_bytes if plan.disk_bytes is not None else machine.disk_bytes * USABLE["disk"] / inside
     return {"device": float(device), "host": float(host), "disk": float(disk)}

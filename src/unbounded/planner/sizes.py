@@ -1,4 +1,4 @@
-"""Byte counts as people write them: "24GiB" in, "24.0 GiB" out."""
+"""Byte counts as people write them: "24GiB" in, "24.0 GiB" out; and how much of a device can be counted on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
     _UNITS[_letter] = 1024**_power
+
+# What is lost of a device between the allocator's blocks: a part of it, and the most (measured: 0.3 to 3.6 GiB).
+GAPS_PART, GAPS_BYTES = 0.1, 8 << 30
+
+
+def allocatable_bytes(device_bytes: float) -> int:
+    """What may be allocated of a device's memory."""
+    return int(device_bytes - min(GAPS_PART * device_bytes, GAPS_BYTES))
 
 
 def parse_bytes(value: int | float | str, what: str = "a size") -> int:

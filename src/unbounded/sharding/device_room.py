@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from unbounded.activations.checkpointed import attached_to
-from unbounded.activations.headroom import LIMIT_PART, DeviceMeter, Headroom
+from unbounded.activations.headroom import DeviceMeter, Headroom
 from unbounded.activations.promise import DevicePromise, promise_device
 from unbounded.activations.shelf import Shelf
 from unbounded.errors import BudgetError
 from unbounded.native.host_memory import available_bytes
 from unbounded.optim.rules import NativeRule
 from unbounded.planner.plan import Plan
+from unbounded.planner.sizes import allocatable_bytes
 from unbounded.ranks.mesh import Axes
 from unbounded.sharding.running import find_sharded
 from unbounded.tiers.room import FreeRoom, TierRoom
@@ -72,12 +73,12 @@ def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
     promise = _promises.get(model)
     headroom = Headroom(
         DeviceMeter(device),
-        int(device_limit(model) * LIMIT_PART),
+        allocatable_bytes(device_limit(model)),
         num_blocks,
         has_host_room=shelf_of(model).buffers.has_room,
         trim_host=shelf_of(model).buffers.trim,
         growth_bytes=state.engine.gradients.growth_bytes if state is not None else lambda: 0,
-        renew_limit=(lambda: int(promise.cap_bytes * LIMIT_PART)) if promise is not None else None,
+        renew_limit=(lambda: allocatable_bytes(promise.cap_bytes)) if promise is not None else None,
     )
     if promise is not None:
         promise.on_shortage = headroom.note_shortage
@@ -115,7 +116,7 @@ def balance(model: nn.Module, state: Sharded) -> Callable[[], None]:
     """Lets states and activations share the device, once steps have been seen; the returned function ends it."""
     assert state.optimizer is not None
     headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
-    meter, limit = DeviceMeter(state.engine.device), int(device_limit(model) * LIMIT_PART)
+    meter, limit = DeviceMeter(state.engine.device), allocatable_bytes(device_limit(model))
     balancer = Balancer(
         state.optimizer,
         Relocation(state.engine, state.tiers, state.bounce),

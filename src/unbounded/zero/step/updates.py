@@ -136,7 +136,7 @@ class Updates:
         planned = [(unit, *self._plan(unit, groups)) for unit in units]  # a failure here has changed nothing
         queued: dict[Lane, list[UnitUpdate]] = {lane: [] for lane in self.lanes.all}
         try:
-            self._begin(planned, queued, outdate)
+            on_stream = self._sort(planned, queued, outdate)
         except BaseException as error:
             for part in itertools.chain(*queued.values()):
                 part.fail(error)
@@ -148,6 +148,8 @@ class Updates:
         for lane, work in queued.items():
             if work:
                 lane.submit(self._run_in, lane, work, ready)
+        for unit, pieces in on_stream:  # only now: lanes that read a factor would wait for all of them
+            self._run_now(unit, pieces, outdate)
 
     def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> tuple[list[Job], list[Piece]]:
         gradient = unit.gradient
@@ -162,22 +164,19 @@ class Updates:
         jobs = plan_jobs(unit, groups)
         return jobs, cut_pieces(unit, jobs, piece_numel)
 
-    def _begin(
+    def _sort(
         self,
         planned: Sequence[tuple[Unit, list[Job], list[Piece]]],
         queued: dict[Lane, list[UnitUpdate]],
         outdate: Callable[[Unit], None],
-    ) -> None:
-        """Updates what is on the GPU, and sorts the rest by lanes, with handles for whoever needs it."""
-        num_streamed = 0
+    ) -> list[tuple[Unit, list[Piece]]]:
+        """Sorts what lanes update, with handles for whoever needs it; returns what the compute stream updates."""
+        num_streamed, on_stream = 0, []
         for unit, jobs, pieces in planned:
             unit.steps = steps_after(unit)
             unit.note_change()
             if pieces and kernel_device(unit).type == "cuda" and not unit.streamed and not unit.needs_wholes:
-                self.engine.gathering.order_stream(unit)  # a running gather still reads what this writes
-                self._run_now(unit, pieces)
-                if not unit.is_whole or not unit.resident:
-                    outdate(unit)
+                on_stream.append((unit, pieces))
             elif pieces:
                 lane = self.lanes.lane_for(unit, num_streamed)
                 num_streamed += unit.streamed
@@ -191,10 +190,14 @@ class Updates:
                 outdate(unit)
             elif not unit.is_whole:  # only peers use it, and it will be gathered again
                 outdate(unit)
+        return on_stream
 
-    def _run_now(self, unit: Unit, pieces: list[Piece]) -> None:
+    def _run_now(self, unit: Unit, pieces: list[Piece], outdate: Callable[[Unit], None]) -> None:
         assert unit.rule is not None
+        self.engine.gathering.order_stream(unit)  # a running gather still reads what this writes
         self._passes["device", unit.rule].run(pieces, on_home=_ignore, on_written=_ignore)
+        if not unit.is_whole or not unit.resident:
+            outdate(unit)
 
     def _run_in(self, lane: Lane, work: list[UnitUpdate], ready: torch.cuda.Event | None) -> None:
         """Runs in `lane`."""
