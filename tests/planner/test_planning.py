@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from tests.ranks import HANG_SECONDS
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
+from unbounded.cli.plan_page import COLUMNS
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.machine import saved_path
 from unbounded.planner.presets import UNMEASURED
@@ -196,7 +198,18 @@ def test_the_page_is_whole_and_needs_nothing_else(page: Path) -> None:
         ElementTree.fromstring(drawing)
     labels = re.findall(r'aria-label="([^"]+)"', text)
     assert labels == ["memory map", "lanes of a step", "scaling curve"]
+    report = re.search(r"<pre>(.*?)</pre>", text, re.DOTALL)
+    assert report is not None
+    assert max(map(len, html.unescape(report[1]).splitlines())) <= COLUMNS
+    assert re.search(r"^weights +[\d.]+ [GM]iB", report[1], re.MULTILINE)  # tables keep their columns
     assert not re.search(r"<script|src=|href=|url\(", text)
+
+
+def test_the_memory_map_shows_the_budget_that_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    words = ["plan", "llama-1b", "--machine", "h200", "--device-bytes", "20GiB", "--html", str(path)]
+    assert main(words) == 0
+    assert re.search(r"GiB of 18.0 GiB", path.read_text())  # nine tenths
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
@@ -218,7 +231,12 @@ def test_a_browser_draws_the_page(page: Path) -> None:
         (["llama-7b", "--machine", "rtx4090", "--device-bytes", "1TiB"], "the machine 'rtx4090' has 24.0 GiB"),
         (["llama-7b", "--machine", "rtx4090", "--tokens", "3000"], "3,000 tokens are not a whole number of sequences"),
         (["llama-7b", "--machine", "rtx4090", "--sequence", "0"], "sequence is 0, but it must be at least 1"),
-        (["llama-7b", "--machine", "rtx4090", "--gradients", "disk", "--disk-bytes", "0"], "(stage, gradients)"),
+        ([""], "no MODEL was given"),
+        (["llama-7b", "--machine", "rtx4090", "--html", ""], "cannot be used"),
+        (["layers=2,hidden=64,hidden=128", "--machine", "rtx4090"], "hidden is given twice: 64 and 128"),
+        (["layers=2,hidden=64,heads=4,kv_heads=3", "--machine", "rtx4090"], "kv_heads is 3, but it must divide"),
+        (["llama-70b", "--machine", "rtx4090", "--stage", "1"], "which take 131.4 GiB, but there are 21.6 GiB"),
+        (["llama-7b", "--machine", "rtx4090", "--gradients", "disk", "--disk-bytes", "0"], "(gradients)"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +244,36 @@ def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tensor": 3}, "tensor is 3, but it must divide the 8 devices of a node. Choose one of 1, 2, 4, 8"),
+        ({"pipeline": 5}, "pipeline is 5, but it must divide the 32 layers of the model"),
+        ({"pipeline": 2, "microbatches": 3}, "cannot be cut into 3 micro-batches"),
+        ({"context": 2}, "does not know what a context axis costs"),
+        ({"tokens_per_step": 2.5}, "tokens is 2.5, but it must be a whole number"),
+        ({"sequence": "long"}, "sequence is 'long', but it must be a whole number"),
+        ({"machine": 5}, "machine is a int"),
+        ({"optimizer": "host"}, "plan takes the optimizer itself"),
+        ({"weights": (("nothing*", "host"),)}, "'nothing*' in weights matches no unit"),
+    ],
+)
+def test_what_no_plan_can_have_is_refused_by_name(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        unbounded.plan("llama-7b", **{"machine": "h200:8", **asked})
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(PlanError, match="has no parameters"):
+        unbounded.plan(nn.Sequential(), machine="h200")
+
+
+def test_a_pipeline_and_its_micro_batches_are_planned_as_they_are_asked_for() -> None:
+    plan = unbounded.plan("llama-7b", machine="h200:8", pipeline=2, microbatches=4)
+    assert "data 4 x tensor 1 x pipeline 2" in plan.reasons
+    assert "tokens x 4" in plan.reasons
 
 
 def test_a_summary_compares_the_run_with_its_prediction(tmp_path: Path) -> None:

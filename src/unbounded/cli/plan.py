@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         _measure()
         if args.model is None:
             return 0
-    if args.model is None:
+    if not args.model:
         from unbounded.errors import PlanError
 
         raise PlanError("no MODEL was given. Give a config folder, a preset such as llama-7b, or layers=..,hidden=..")
@@ -86,7 +86,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     footprint, machine, request = _read(args)
     best = search(footprint, machine, request)
-    if args.html:
+    if args.html is not None:
         from unbounded.cli.plan_page import write_page
 
         write_page(Path(args.html), best, scaling(footprint, machine, request))
@@ -100,7 +100,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.compare:
         print()
         print("\n".join(_rank(compare_ways(footprint, machine, request))))
-    if args.html:
+    if args.html is not None:
         print(f"page         {args.html}")
     return 0
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from unbounded.planner.evaluation import Candidate, rooms
+from unbounded.planner.evaluation import Candidate
 from unbounded.planner.explanation import KINDS, count, describe, seconds
-from unbounded.planner.plan import TIERS, Plan
+from unbounded.planner.plan import TIERS
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import LANES, PHASES
 from unbounded.planner.step.prediction import NAMES
 
 COLOURS = dict(zip(KINDS, ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9498a0", "#d0d4da"), strict=True))
 _BUSY, _PACING = "#8fb3e6", "#d6456b"
-WIDTH = 900
+WIDTH, COLUMNS = 900, 103
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; color: #222; }
 pre { background: #f6f6f4; padding: 1em; overflow-x: auto; } h2 { margin-top: 2em; } svg { width: 100%; height: auto; }
@@ -40,7 +41,7 @@ def render(candidate: Candidate, scaling: Sequence[Candidate]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{_say(title)}</h1>",
-        f"<pre>{_say(chr(10).join(describe(candidate)))}</pre>",
+        f"<pre>{_say(chr(10).join(_wrap(describe(candidate))))}</pre>",
         "<h2>Memory of one rank</h2>",
         memory_map(candidate),
         f"<h2>The lanes of a step of {_say(seconds(candidate.seconds))}</h2>",
@@ -52,11 +53,19 @@ def render(candidate: Candidate, scaling: Sequence[Candidate]) -> str:
     return "\n".join(parts)
 
 
+def _wrap(lines: Sequence[str]) -> list[str]:
+    """Lines that fit the page; what is left of one goes on below its first words."""
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, COLUMNS, subsequent_indent=13 * " ", drop_whitespace=len(line) > COLUMNS)
+        or [""]
+    ]
+
+
 def memory_map(candidate: Candidate) -> str:
     """One bar per tier, as long as what a rank may use of it, filled by kind of state."""
-    held = candidate.prediction.held
-    setup, machine = candidate.setup, candidate.prediction.machine
-    room = rooms(machine, Plan(), setup.data * setup.model_ranks)
+    held, room = candidate.prediction.held, candidate.room
     shapes, top = [], 10
     for tier in TIERS:
         whole, left = max(room[tier], sum(held[tier].values()), 1.0), 80.0

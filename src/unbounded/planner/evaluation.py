@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from unbounded.errors import PlanError
 from unbounded.planner.linear.program import Group, Option, Solution, solve_program
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.capacity import Capacity, left_for_states
@@ -28,6 +29,8 @@ from unbounded.planner.unit_bytes import UnitPlace
 USABLE = {"host": 0.9, "disk": 0.95}
 # About so many tokens per step and device, if nobody says.
 ASSUMED_TOKENS = 4096
+# Of a step: more than any machine could take in a year.
+MOST_TOKENS = 10**15
 POLICIES = ("keep", "recompute", "host")
 # Nodes of a program: few to rank ways, many for the one that is chosen.
 FEW_NODES, MANY_NODES = 4, 60
@@ -47,10 +50,22 @@ class Request:
     accumulate: int | None = None
     buffer_bytes: int = 2**30  # of the host, for the buffers of all lanes of one rank
 
+    def __post_init__(self) -> None:
+        check_tokens("tokens", self.tokens)
+        check_tokens("sequence", self.sequence)
+
+
+def check_tokens(name: str, number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise PlanError(f"{name} is {number!r}, but it must be a whole number.")
+    if not 1 <= number <= MOST_TOKENS:
+        raise PlanError(f"{name} is {number:,}, but it must be at least 1 and at most {MOST_TOKENS:,}.")
+
 
 def assumed_tokens(machine: MachineRates, sequence: int) -> int:
     """Tokens of a step if nobody says: whole sequences for each device."""
-    return machine.num_devices * max(1, ASSUMED_TOKENS // max(1, sequence)) * max(1, sequence)
+    check_tokens("sequence", sequence)
+    return machine.num_devices * max(1, ASSUMED_TOKENS // sequence) * sequence
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,7 @@ class Candidate:
     prediction: Prediction
     places: tuple[tuple[str, UnitPlace], ...]  # by unit, in the order of the forward
     policies: tuple[tuple[str, str], ...]  # by block
+    room: Mapping[str, float]  # what one rank may use of each tier
     cost: float  # its seconds, and a little for hidden work (`solve`): what ways are compared by
     capacity: Capacity | None = None  # how large a model could be, at stage 3
 
@@ -220,6 +236,7 @@ class _WayProgram:
             Prediction(self.setup, self.machine, found.lanes, flops, self._held(found)),
             tuple((part.name, where) for part, where in zip(parts, found.places, strict=True)),
             tuple((parts[position].block_name, policy) for position, policy in found.policies),
+            self.room,
             found.cost,
             self._capacity(),
         )

@@ -71,6 +71,12 @@ class MachineRates:
                 f"the machine {self.name!r} has {self.nodes} nodes but a network_bandwidth of 0. "
                 "Give what one node's links reach, in bytes per second."
             )
+        for name in ("disk_read", "disk_write", "disk_both"):
+            if self.disk_bytes and not getattr(self, name):
+                raise PlanError(
+                    f"the machine {self.name!r} has disk_bytes but a {name} of 0. Give what its disks reach, in bytes "
+                    "per second, or disk_bytes 0."
+                )
 
     @property
     def num_devices(self) -> int:
@@ -174,7 +180,7 @@ def _check_number(name: str, value: Any) -> None:
         raise PlanError(
             f"the machine's {name} is {value!r}, which is not a number. Give it in bytes, seconds or FLOP/s."
         )
-    if value == math.inf:
+    if abs(value) == math.inf:
         raise PlanError(f"the machine's {name} is infinite, which is impossible. Give what was measured.")
     if value == 0 and name in _OPTIONAL:
         return

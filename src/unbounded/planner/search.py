@@ -7,29 +7,27 @@ Choices with few values (axes, stage, format, micro-batch) are tried in the orde
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.evaluation import FEW_NODES, Candidate, Request, evaluate, less_than, rooms
+from unbounded.planner.explanation import count
 from unbounded.planner.machine import MachineRates
 from unbounded.planner.models.capacity import Capacity, left_for_states
-from unbounded.planner.models.footprint import Footprint
+from unbounded.planner.models.footprint import Footprint, expand
 from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import Setup, base_loads
 from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.peaks import working_bytes
 from unbounded.planner.step.prediction import Prediction
-from unbounded.planner.unit_bytes import KINDS
-
-# Of a step: more than any machine could take in a year.
-MOST_TOKENS = 10**15
+from unbounded.planner.unit_bytes import KINDS, check_patterns
 
 
 def search(footprint: Footprint, machine: MachineRates, request: Request) -> Candidate:
     """The way with the least predicted step time; if none fits, a BudgetError says what is short."""
-    _check_budgets(machine, request.plan)
+    _check_plan(footprint, machine, request.plan)
     best: Candidate | None = None
     for bound, setup, state_format in _ways(footprint, machine, request):
         cutoff = math.inf if best is None else less_than(best.cost)
@@ -62,9 +60,6 @@ def compare_ways(footprint: Footprint, machine: MachineRates, request: Request, 
 
 def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list[tuple[float, Setup, str]]:
     """Every way with the best it can reach, the most promising first."""
-    for name, number in (("tokens", request.tokens), ("sequence", request.sequence)):
-        if not 1 <= number <= MOST_TOKENS:
-            raise PlanError(f"{name} is {number:,}, but it must be at least 1 and at most {MOST_TOKENS:,}.")
     ways = []
     for state_format, states in request.formats.items():
         formatted = replace(footprint, states=states)
@@ -73,10 +68,7 @@ def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list
             at_best = Prediction(setup, machine, tuple(lanes.seconds), 0.0).seconds
             ways.append((at_best, setup, state_format))
     if not ways:
-        raise PlanError(
-            f"{request.tokens:,} tokens are not a whole number of sequences of {request.sequence:,} for each of "
-            f"{machine.num_devices} devices. Give a multiple of {request.sequence:,}, or fewer devices."
-        )
+        raise _no_way(footprint, machine, request)
     return sorted(ways, key=lambda way: (way[0], way[1].tensor, way[1].pipeline, -way[1].stage))
 
 
@@ -98,7 +90,10 @@ def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> It
                 if accumulate > 1 and not request.plan.keeps_gradients:
                     continue
                 for stage in request.stages:
-                    if (pipeline > 1 and stage > 1) or (stage < 3 and request.plan.offloads_weights):
+                    # A pipeline that gathers weights for every micro-batch is never best.
+                    if pipeline > 1 and stage > 1 and len(request.stages) > 1:
+                        continue
+                    if stage < 3 and request.plan.offloads_weights:
                         continue
                     yield Setup(
                         tokens=micro * sequence,
@@ -113,8 +108,41 @@ def _setups(footprint: Footprint, machine: MachineRates, request: Request) -> It
                     )
 
 
-def _check_budgets(machine: MachineRates, plan: Plan) -> None:
-    """A budget may not promise more than the machine has."""
+def _no_way(footprint: Footprint, machine: MachineRates, request: Request) -> PlanError:
+    """Why no axes and micro-batches are possible with what is fixed."""
+    devices, layers = machine.num_devices, max(1, footprint.layers)
+    tensors = _divisors(machine.devices, request.tensors)
+    if not tensors:
+        return PlanError(
+            f"tensor is {_either(request.tensors)}, but it must divide the {machine.devices} devices of a node. "
+            f"Choose one of {_either(_divisors(machine.devices, None))}."
+        )
+    possible = [p for p in _divisors(devices // tensors[0], None) if layers % p == 0]
+    if request.pipelines is not None and not {*possible} & {*request.pipelines}:
+        return PlanError(
+            f"pipeline is {_either(request.pipelines)}, but it must divide the {layers} layers of the model and the "
+            f"{devices // tensors[0]} devices that the tensor axis leaves. Choose one of {_either(possible)}."
+        )
+    if request.accumulate is not None:
+        return PlanError(
+            f"{request.tokens:,} tokens cannot be cut into {request.accumulate} micro-batches of whole sequences of "
+            f"{request.sequence:,} on every rank. Give other tokens, or leave microbatches open."
+        )
+    return PlanError(
+        f"{request.tokens:,} tokens are not a whole number of sequences of {request.sequence:,} for each of "
+        f"{devices} devices. Give a multiple of {request.sequence:,}, or fewer devices."
+    )
+
+
+def _either(numbers: Sequence[int] | None) -> str:
+    return ", ".join(map(str, numbers or ()))
+
+
+def _check_plan(footprint: Footprint, machine: MachineRates, plan: Plan) -> None:
+    """A pattern must match, a budget may not promise more than the machine has."""
+    names = [part.name for part in expand(footprint.parts)]
+    for kind in KINDS:
+        check_patterns(getattr(plan, kind), kind, names)
     for tier in TIERS:
         given, has = getattr(plan, f"{tier}_bytes"), getattr(machine, f"{tier}_bytes")
         if given is not None and given > has:
@@ -150,14 +178,23 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
     total = left_for_states(room, working=working, buffers=0.0, num_ranks=ranks)
     capacity = Capacity(formatted, total, keeps)
     states = capacity.states_bytes(keeps_gradients=keeps)
-    if working > room["device"]:
+    whole = formatted.numel * formatted.states.weights / setup.model_ranks
+    if setup.stage < 3 and whole > room["device"]:
+        fact = (
+            f"stage {setup.stage} keeps whole weights on every device, which take {format_bytes(whole)}, but there are "
+            f"{format_bytes(room['device'])}"
+        )
+        remedy = "Use stage 3, a device with more memory, or a tensor axis."
+    elif working > room["device"]:
         fact = (
             f"running one unit at a time takes {format_bytes(working)} of device memory, but there are "
             f"{format_bytes(room['device'])}"
         )
-        remedy = "Take a device with more memory, a tensor axis, or fewer tokens per micro-batch."
+        wider = "" if setup.tensor == machine.devices else "a tensor axis, "
+        remedy = f"Take a device with more memory, {wider}narrower layers, or fewer tokens per micro-batch."
     elif states <= total:
-        put = [kind for kind in ("stage", *KINDS, "activations") if getattr(request.plan, kind) is not None]
+        put = [kind for kind in (*KINDS, "activations") if getattr(request.plan, kind) is not None]
+        put = ["stage", *put] if len(request.stages) == 1 else put
         has = ", ".join(f"{tier} {format_bytes(room[tier])}" for tier in TIERS)
         fact = (
             f"its states take {format_bytes(states)} of {format_bytes(total)} that there are for them, but not with "
@@ -176,5 +213,4 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
             if needed
             else "Give it a host or a disk budget."
         )
-    name = footprint.name
-    return BudgetError(f"{name} with {footprint.numel / 1e9:.4g}B parameters fits nowhere: {fact}. {remedy}")
+    return BudgetError(f"{footprint.name} with {count(footprint.numel)} parameters fits nowhere: {fact}. {remedy}")

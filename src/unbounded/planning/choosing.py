@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from unbounded.errors import PlanError
 from unbounded.optim.recognition import unwrap
 from unbounded.planner.evaluation import Candidate, Request, assumed_tokens
 from unbounded.planner.explanation import describe
@@ -39,11 +40,15 @@ def plan(
     folder, a preset's name, `layers=..,hidden=..`. `machine` is a Machine, a preset's name or a saved file; by
     default it is this machine as it was measured. `budgets` are any fields of a Plan, which are kept as given.
     """
-    if machine is None:
-        found = this_machine()
-    else:
-        found = machine if isinstance(machine, MachineRates) else read_machine(os.fspath(machine))
+    found = this_machine() if machine is None else _read(machine)
     asked = read_plan(budgets)
+    if asked.context > 1:
+        raise PlanError("plan does not know what a context axis costs. Leave context out, and give it to `shard`.")
+    if isinstance(optimizer, str):
+        raise PlanError(
+            f"optimizer is {optimizer!r}, but plan takes the optimizer itself. Where its states live is said to "
+            f'`shard`: plan={{"optimizer": {optimizer!r}}}.'
+        )
     joined = unwrap(optimizer) if optimizer is not None else None
     footprint, precision, formats = read_footprint(model, joined, asked)
     tokens = assumed_tokens(found, sequence) if tokens_per_step is None else tokens_per_step
@@ -55,8 +60,17 @@ def plan(
         stages=(asked.stage,),
         tensors=(asked.tensor,),
         pipelines=(asked.pipeline,),
+        accumulate=asked.microbatches,
     )
     return close(search(footprint, found, request), asked, precision)
+
+
+def _read(machine: MachineRates | str | os.PathLike[str]) -> MachineRates:
+    if isinstance(machine, MachineRates):
+        return machine
+    if not isinstance(machine, str | os.PathLike):
+        raise PlanError(f"machine is a {type(machine).__name__}. Give a Machine, a preset's name, or a saved file.")
+    return read_machine(os.fspath(machine))
 
 
 def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:

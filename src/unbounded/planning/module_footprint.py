@@ -92,6 +92,8 @@ def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | Non
     sites = find_sites(model)
     lowered = DTYPES[asked.precision] if asked.precision is not None else None
     specs = find_specs(sites, check_optimizer(optimizer, find_members(model)), 1, lowered)
+    if not specs:
+        raise PlanError(f"the {type(model).__name__} has no parameters, so there is nothing to plan.")
     shape = _known_shape(model)
     has_head = any(not isinstance(s.module, nn.Embedding) and _is_leaf(s.module) for s in sites if s.name)
     parts, charged = [], set()

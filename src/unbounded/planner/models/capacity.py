@@ -36,7 +36,9 @@ class Capacity:
 
     def _say(self, *, keeps_gradients: bool) -> str:
         each = self.states_bytes(keeps_gradients=keeps_gradients) / max(1, self.footprint.numel)
-        return f"{self.most(keeps_gradients=keeps_gradients) / 1e9:.3g}B parameters at {each:.3g} bytes each"
+        most = self.most(keeps_gradients=keeps_gradients)
+        shown = f"{most / 1e12:.3g}T" if most >= 1e12 else f"{most / 1e9:.3g}B"
+        return f"{shown} parameters at {each:.3g} bytes each"
 
 
 def left_for_states(room: Mapping[str, float], *, working: float, buffers: float, num_ranks: int) -> float:

@@ -53,6 +53,8 @@ class Shape:
                 raise PlanError(f"{item.name} is more than any model has. Give at most {most:,}.")
         if self.heads > self.hidden and not self.head_dim:
             raise PlanError(f"there are {self.heads} heads for a width of {self.hidden}. Give fewer, or head_dim.")
+        if self.heads % self.kv_heads:
+            raise PlanError(f"kv_heads is {self.kv_heads}, but it must divide the {self.heads} heads.")
         if self.active > self.experts:
             raise PlanError(f"a token passes {self.active} experts, but a block has {self.experts}. Give fewer.")
 
@@ -178,6 +180,8 @@ def read_shape(text: str) -> Shape:
             raise PlanError(f"a model has no {key!r}. {hint}")
         if not value.isdecimal() or len(value) > 12:
             raise PlanError(f"{key} is {value!r}, but it must be a whole number of at most 12 digits.")
+        if key in values:
+            raise PlanError(f"{key} is given twice: {values[key]} and {value}. Give it once.")
         values[key] = int(value)
     for key in ("layers", "hidden"):
         if key not in values:
