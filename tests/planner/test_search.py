@@ -15,9 +15,9 @@ from unbounded.planner.models.footprint import STATE_BYTES, Footprint, footprint
 from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.presets import find_machine
 from unbounded.planner.search import compare_ways, search
-from unbounded.planner.step.loads import Setup
+from unbounded.planner.step.loads import LANES, PHASES, Setup, place_loads
 from unbounded.planner.step.prediction import compare
-from unbounded.planner.unit_bytes import UnitPlace
+from unbounded.planner.unit_bytes import UnitBytes, UnitPlace
 
 
 def model(text: str) -> Footprint:
@@ -156,7 +156,17 @@ def test_without_stored_gradients_a_model_of_seven_sixths_the_size_fits() -> Non
     assert ratio == pytest.approx(14 / 12)
     # The update is work of the backward, and a step has one.
     assert found.setup.accumulate == 1
-    assert found.prediction.lane("first forward", "host memory") == 0 < found.prediction.lane("backward", "host memory")
+    passes = [found.prediction.lane(phase, "host memory") for phase in ("forward", "first forward", "backward")]
+    assert passes[0] == passes[1] < passes[2]
+
+
+def test_several_backwards_write_add_and_measure_sums_on_the_host_beside_what_passes_through_its_memory() -> None:
+    machine = replace(find_machine("h200"), host_bandwidth=100e9, host_add_rate=50e9)
+    unit = UnitBytes("block", weights=20, gradients=20, optimizer=100, summed_gradients=40)
+    for times, expected in ((1, (20 + 20 + 20) / 100e9), (4, (20 + 20 + 40 / 4) / 100e9 + (20 + 7 * 40 / 4) / 50e9)):
+        loads = place_loads(unit, UnitPlace("host", "host", "host"), machine, Setup(accumulate=times))
+        found = loads.seconds[PHASES.index("backward") * len(LANES) + LANES.index("host memory")]
+        assert found == pytest.approx(expected)
 
 
 def test_tokens_that_cannot_be_split_are_refused() -> None:

@@ -72,6 +72,12 @@ class Loads:
     def add(self, phase: str, lane: str, seconds: float) -> None:
         self.seconds[_SLOTS[phase, lane]] += seconds
 
+    def add_link(self, machine: MachineRates, phase: str, lane: str, num_bytes: float) -> None:
+        """One rank's bytes to or from its device. They pass through host memory, which all devices of a node share."""
+        self.add(phase, lane, num_bytes / (machine.up() if lane == "to device" else machine.down()))
+        if not machine.is_cpu:
+            self.add(phase, "host memory", num_bytes * machine.devices / machine.host_bandwidth)
+
     def add_disk(self, machine: MachineRates, phase: str, *, read: float = 0.0, write: float = 0.0) -> None:
         """One rank's bytes; all devices of a node share its disks."""
         if not read and not write:
@@ -152,20 +158,29 @@ def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup:
     loads = Loads()
     for phase in ("first forward", "forward", "backward"):
         if where.weights != "device":
-            loads.add(phase, "to device", unit.weights / machine.up())
+            loads.add_link(machine, phase, "to device", unit.weights)
             if where.weights == "disk":
                 loads.add_disk(machine, phase, read=unit.weights)
     if where.gradients not in ("device", NOWHERE):
-        loads.add("backward", "to host", unit.gradients / machine.down())
+        loads.add_link(machine, "backward", "to host", unit.gradients)
+        loads.add("backward", "host memory", _summed_seconds(unit, machine, setup))
         again = (setup.accumulate - 1) / setup.accumulate  # the backwards that add to earlier ones
-        summed = (2 * unit.summed_gradients + unit.gradients) * again
-        loads.add("backward", "host memory", summed * machine.devices / machine.addition_rate)
         if where.gradients == "disk":
             stored = unit.size("gradients", "disk")
             loads.add_disk(machine, "backward", read=stored * again, write=stored)
     if unit.optimizer or unit.gradients:
         _add_update(loads, unit, where, machine, setup)
     return loads
+
+
+def _summed_seconds(unit: UnitBytes, machine: MachineRates, setup: Setup) -> float:
+    """The host's work on gradients in one backward, on average: sums are written by the first and changed by the
+    others, and the norm is read once per step."""
+    if setup.accumulate == 1:
+        return unit.gradients * machine.devices / machine.host_bandwidth
+    sums, times = unit.summed_gradients, setup.accumulate
+    changed = unit.gradients + (2 * sums * (times - 1) + sums) / times
+    return machine.devices * (changed / machine.addition_rate + sums / times / machine.host_bandwidth)
 
 
 def touched_bytes(unit: UnitBytes, setup: Setup) -> float:
@@ -193,11 +208,11 @@ def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machin
         ("device" if at_once else where.gradients, gradient, False),
     ):
         if on_device and tier != "device":
-            loads.add("update", "to device", num_bytes / machine.up())
-            loads.add("update", "to host", num_bytes / machine.down() * comes_back)
+            loads.add_link(machine, "update", "to device", num_bytes)
+            loads.add_link(machine, "update", "to host", num_bytes * comes_back)
         if not on_device and tier == "device":
-            loads.add(phase, "to host", num_bytes / machine.down())
-            loads.add(phase, "to device", num_bytes / machine.up() * comes_back)
+            loads.add_link(machine, phase, "to host", num_bytes)
+            loads.add_link(machine, phase, "to device", num_bytes * comes_back)
         if tier == "disk":
             loads.add_disk(machine, "update" if on_device else phase, read=num_bytes, write=num_bytes * comes_back)
     if where.optimizer == "disk":
@@ -261,10 +276,6 @@ def activation_loads(
         held["device"] = inputs
         return loads, held
     held["host"] = inputs
-    for phase, lane, rate in (
-        ("first forward", "to host", machine.down()),
-        ("forward", "to host", machine.down()),
-        ("backward", "to device", machine.up()),
-    ):
-        loads.add(phase, lane, setup.tokens * cost.input / rate)
+    for phase, lane in (("first forward", "to host"), ("forward", "to host"), ("backward", "to device")):
+        loads.add_link(machine, phase, lane, setup.tokens * cost.input)
     return loads, held

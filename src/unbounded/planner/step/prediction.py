@@ -14,7 +14,7 @@ NAMES = {
     "collectives": "collectives between ranks",
     "to device": "the link to the device",
     "to host": "the link to the host",
-    "host memory": "the host's optimizer",
+    "host memory": "the host's optimizer and memory",
     "disk read": "reading from disk",
     "disk write": "writing to disk",
     "disk": "the disk",
