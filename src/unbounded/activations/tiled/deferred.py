@@ -22,23 +22,13 @@ from unbounded.activations.tiled.logits_recipe import (
     map_inputs,
     products_of,
 )
+from unbounded.deferred_tensor import METADATA, DeferredTensor, make_all
 
 # Takes a recipe of (rows, classes), labels and the arguments of cross_entropy; None if it wants to see logits.
 Loss = Callable[[LogitsRecipe, torch.Tensor, Mapping[str, Any]], torch.Tensor | None]
 
-_Tensor = torch.Tensor
-_METADATA = {
-    getattr(_Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta",
-                 "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "is_mkldnn")
-} | {
-    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.element_size,
-    _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.__len__, _Tensor.__hash__, _Tensor.get_device,
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
-}  # fmt: skip
 
-
-class Deferred(torch.Tensor):
+class Deferred(DeferredTensor):
     """See the module's docstring. `source` makes the values, `loss` is what cross_entropy becomes."""
 
     _recipe: LogitsRecipe
@@ -80,9 +70,8 @@ class Deferred(torch.Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if func in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
         name, owner = getattr(func, "__name__", ""), args[0] if args and isinstance(args[0], Deferred) else None
         if owner is not None and owner.requires_grad and _writes_in_place(name):
             with torch.enable_grad():
@@ -98,32 +87,13 @@ class Deferred(torch.Tensor):
             loss = _cross_entropy(*args, **kwargs)
             if loss is not None:
                 return loss
-        return func(*_make_all(args), **_make_all(kwargs))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*_make_all(args), **_make_all(kwargs or {}))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.make())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.make().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.make().__deepcopy__(memo)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _writes_in_place(name: str) -> bool:
     return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
         name.endswith("_") and not name.endswith("__")
     )
-
-
-def _make_all(value: Any) -> Any:
-    return pytree.tree_map_only(Deferred, lambda deferred: deferred.make(), value)
 
 
 def _register_hook(owner: Deferred, hook: Callable[..., Any]) -> Any:
@@ -143,11 +113,11 @@ class _Removable:
 
 # What engines ask of every output of a module, answered without making the logits.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
-    _Tensor.register_hook: _register_hook,
-    _Tensor.untyped_storage: lambda owner: torch.UntypedStorage(0),
-    _Tensor.is_leaf.__get__: lambda owner: not owner.requires_grad,  # type: ignore[attr-defined]
-    _Tensor.grad_fn.__get__: lambda owner: next(products_of(owner._recipe)).inputs.grad_fn,  # type: ignore[union-attr]
-    _Tensor.is_inference: lambda owner: False,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.untyped_storage: lambda owner: torch.UntypedStorage(0),
+    torch.Tensor.is_leaf.__get__: lambda owner: not owner.requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: lambda owner: next(products_of(owner._recipe)).inputs.grad_fn,  # type: ignore[union-attr]
+    torch.Tensor.is_inference: lambda owner: False,
 }
 _SAME_ROWS = frozenset({"view", "reshape", "flatten", "contiguous", "__getitem__", "clone"})
 
@@ -163,7 +133,7 @@ def _derive(owner: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kw
     )
     if recipe is None:
         return None
-    return Deferred(like, recipe, lambda: func(*_make_all(args), **_make_all(kwargs)), owner._loss)
+    return Deferred(like, recipe, lambda: func(*make_all(args), **make_all(kwargs)), owner._loss)
 
 
 def _result_like(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:

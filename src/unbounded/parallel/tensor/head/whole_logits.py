@@ -6,20 +6,14 @@ loss. Only their shape, dtype and device are known before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch.utils import _pytree as pytree
 
-_Tensor = torch.Tensor
-_METADATA = {
-    getattr(_Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta")
-} | {_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.is_floating_point, _Tensor.__len__, _Tensor.__hash__}
+from unbounded.deferred_tensor import DeferredTensor
 
 
-class WholeLogits(torch.Tensor):
+class WholeLogits(DeferredTensor):
     """All ranks of the axis must look at it alike. `join` makes all classes from a rank's `part`, in the graph."""
 
     _join: Callable[[], torch.Tensor]
@@ -41,31 +35,3 @@ class WholeLogits(torch.Tensor):
             with torch.set_grad_enabled(self.requires_grad):
                 self._made = self._join()
         return self._made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return func(*_make_all(args), **_make_all(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*_make_all(args), **_make_all(kwargs or {}))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.make())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.make().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.make().__deepcopy__(memo)
-
-
-def _make_all(value: Any) -> Any:
-    return pytree.tree_map_only(WholeLogits, lambda whole: whole.make(), value)
