@@ -84,16 +84,8 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert footprint.flops(32) * 64 == pytest.approx(3 * ours)
 
 
-@pytest.mark.parametrize("is_measured", [False, True])
-def test_a_block_keeps_what_autograd_saves(is_measured: bool) -> None:
-    """A block of transformers, and the one that `Machine.measure()` times as such."""
-    config = llama(hidden_size=128, intermediate_size=344)
-    block = transformers.models.llama.modeling_llama.LlamaDecoderLayer(config, 0)
-    angles = torch.randn(2, 128, 32, dtype=torch.bfloat16)
-    given: dict[str, Any] = {"position_embeddings": (angles, angles), "attention_mask": None}
-    if is_measured:
-        block, given = MeasuredBlock(shape_of(config.to_dict(), "config"), 128), {}
-    block = block.to(torch.bfloat16)
+def saved_bytes(block: torch.nn.Module, **given: Any) -> int:
+    """What autograd saves of 256 tokens besides parameters."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
     x = torch.randn(2, 128, 128, dtype=torch.bfloat16, requires_grad=True)
     saved: dict[int, int] = {}
@@ -107,8 +99,32 @@ def test_a_block_keeps_what_autograd_saves(is_measured: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = block(x, **given)
     del out
-    part = next(part for part in footprint_of(shape_of(config.to_dict(), "config")).parts if part.is_block)
-    assert 256 * part.cost.kept == pytest.approx(sum(saved.values()), rel=0.15)
+    return sum(saved.values())
+
+
+def angles() -> dict[str, Any]:
+    values = torch.randn(2, 128, 32, dtype=torch.bfloat16)
+    return {"position_embeddings": (values, values), "attention_mask": None}
+
+
+def test_a_block_keeps_what_autograd_saves() -> None:
+    """A block of transformers, and the one that `Machine.measure()` times as such."""
+    config = llama(hidden_size=128, intermediate_size=344)
+    shape = shape_of(config.to_dict(), "config")
+    part = next(part for part in footprint_of(shape).parts if part.is_block)
+    block = transformers.models.llama.modeling_llama.LlamaDecoderLayer(config, 0).to(torch.bfloat16)
+    assert 256 * part.cost.kept == pytest.approx(saved_bytes(block, **angles()), rel=0.15)
+    assert 256 * part.cost.kept == pytest.approx(saved_bytes(MeasuredBlock(shape, 128).to(torch.bfloat16)), rel=0.15)
+
+
+@pytest.mark.parametrize("trained", [["q_proj", "v_proj"], ["down_proj"], ["layernorm"], []], ids=" ".join)
+def test_a_block_with_frozen_weights_keeps_less(trained: list[str]) -> None:
+    model = transformers.LlamaForCausalLM(llama(hidden_size=128, intermediate_size=344)).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained) or "layers" not in name)
+    footprint = footprint_of_module(model, None, Plan())
+    kept = next(part.cost.kept for part in footprint.parts if part.is_block and part.cost.kept)
+    assert 256 * kept == pytest.approx(saved_bytes(model.model.layers[0], **angles()), rel=0.1)
 
 
 def test_a_module_has_the_units_that_shard_makes_and_the_costs_of_its_config() -> None:

@@ -138,11 +138,26 @@ def _part(
     learnt = sum(slot.numel for other in same if other.trainable for slot in other.layout.slots)
     is_root = not spec.site.name
     cost = Cost() if is_root and has_head else _cost(spec.site.module, shape, is_block=is_block, is_root=is_root)
-    cost = replace(cost, trained=cost.products * learnt / max(1, total))
+    unkept = _unkept_bytes(spec.site.module, shape) if shape is not None and is_block else 0.0
+    cost = replace(cost, trained=cost.products * learnt / max(1, total), kept=cost.kept - unkept)
     cost = widen(cost) if spec.dtype == torch.float32 else cost
     largest = max((slot.numel for slot in spec.layout.slots), default=0)
     module = spec.site.name
     return UnitFootprint(spec.name, numel, 1, cost, trained, is_block=is_block, largest=largest, module=module)
+
+
+def _unkept_bytes(block: nn.Module, shape: Shape) -> float:
+    """What a block does not keep of a token because weights are frozen: what norms have normed, and inputs of layers
+    that are needed for nothing else. (Attention and the ffn's product keep theirs anyway, but for the ffn's last.)"""
+    unkept = 0.0
+    for child in block.children():
+        own = list(child.parameters())
+        if not own or any(parameter.requires_grad for parameter in own):
+            continue
+        unkept += 2 * shape.hidden
+        if any(shape.ffn in parameter.shape for parameter in own if parameter.dim() > 1):
+            unkept += 2 * shape.ffn * shape.active
+    return unkept
 
 
 def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bool) -> Cost:
