@@ -115,11 +115,8 @@ template <class V, class R, class T> inline Shared<V> shared_of(const Place<T>& 
           second, second * V::all(Second::offset), V::all(stored.second_inverse)};
 }
 
-// Sets the scales of a block that has been advanced.
-template <class V, class R, class T>
-inline void rescale(const Place<T>& p, const Highest<V>& highest, Stepped& advanced) {
-  uint32_t first, second;
-  V::highest(highest.first, highest.second, first, second);
+// Sets the scales of a block that has been advanced, from the bits of its largest magnitudes.
+template <class R, class T> inline void rescale(const Place<T>& p, uint32_t first, uint32_t second, Stepped& advanced) {
   first = block_scale(first, First::headroom), second = block_scale(second, Second::headroom);
   if (R::first) *p.first_scale = float_of(first), advanced.first_inverse = inverse_scale(first);
   if (R::second) *p.second_scale = float_of(second), advanced.second_inverse = inverse_scale(second);
@@ -169,7 +166,9 @@ template <class V, class R, class T> inline void update_blocks(const Update& giv
       vector.template operator()<2>(), vector.template operator()<3>();
       store_at<V, R>(to, k, quads);
     }
-    rescale<V, R>(from, highest, *advanced);
+    uint32_t first, second;
+    V::highest(highest.first, highest.second, first, second);
+    rescale<R>(from, first, second, *advanced);
     Stepped* next = stored;
     stored = divided, divided = raised, raised = rooted, rooted = advanced, advanced = next;
   }
@@ -182,9 +181,10 @@ template <class V, class R, class T> inline void update_blocks_neon(const Update
 // Whole blocks, the way that suits the vectors.
 template <class V, class R, class T> inline void update_whole(const Update& u, size_t begin, size_t end) {
 #if defined(__aarch64__)
-  if constexpr (V::width == 4) return update_blocks_neon<V, R, T>(u, begin, end);
+  if constexpr (V::width > 1) update_blocks_neon<V, R, T>(u, begin, end);
+  else
 #endif
-  update_blocks<V, R, T>(u, begin, end);
+    update_blocks<V, R, T>(u, begin, end);
 }
 
 // The last block, of n < BLOCK elements, filled up with zeros, which change neither its scales nor its other values.
