@@ -60,14 +60,15 @@ def run_host(
     torch.set_num_threads(threads)
     try:
         with Pool(threads) as pool:
-            rows = _measure(_cases(parameters, pool), repetitions)
+            rows = _measure(cases(parameters, pool), repetitions)
             (console or Console()).print(_table(rows, parameters, pool))
     finally:
         torch.set_num_threads(before)
     return rows
 
 
-def _cases(parameters: int, pool: Pool) -> list[Case]:
+def cases(parameters: int, pool: Pool) -> list[Case]:
+    """torch's step, and ours in every format, over arrays of their own."""
     weight, grad = torch.randn(parameters) * 0.02, torch.randn(parameters) * 1e-3
     states = {name: torch.zeros(parameters) for name in ("exp_avg", "exp_avg_sq")}
     full, full_grad = _held(weight), _held(grad)
