@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import unbounded
+from unbounded.native.bulk import Backing
 
 PACKAGE = str(Path(unbounded.__file__).parent)
 WATCHDOG = f"{PACKAGE}/ranks/watchdog/"
@@ -24,12 +25,13 @@ WATCHDOG = f"{PACKAGE}/ranks/watchdog/"
 
 def live_bytes() -> int:
     """Bytes of memory under all tensors that Python can reach, each byte once."""
-    spans = []
-    for thing in gc.get_objects():
+    spans, things = [], gc.get_objects()
+    hidden = {thing.storage.data_ptr() for thing in things if type(thing) is Backing and not thing.is_there}
+    for thing in things:
         if issubclass(type(thing), torch.Tensor) and type(thing).__name__ != "FakeTensor" and not _is_meta(thing):
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
-            if storage.nbytes():
+            if storage.nbytes() and storage.data_ptr() not in hidden:
                 spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     total, reached = 0, 0
     for start, stop in sorted(spans):

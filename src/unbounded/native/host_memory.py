@@ -1,4 +1,4 @@
-"""Host memory by the page: aligned anonymous buffers as tensors, faulting them in, and how much is free.
+"""Host memory by the page: aligned anonymous buffers as tensors, moving and faulting in their pages, how much is free.
 
 A buffer is its own mapping: exactly as large as asked (torch's pinned allocator rounds up to a power of two), zero
 until written, on huge pages if the system gives them, and unmapped when its last tensor dies. A forked child finds
@@ -9,9 +9,11 @@ Pinning is not done here; whoever registers a buffer with a device must unregist
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import weakref
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096  # the alignment that O_DIRECT asks for
 HUGE_PAGE_BYTES = 2 << 20
+# What the module mmap lacks.
+PROT_NONE = 0
+MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4
 
 
 @lru_cache(maxsize=1)
@@ -43,19 +48,75 @@ def host_buffer(nbytes: int, *, huge: bool = True) -> torch.Tensor:
         raise PlanError(f"a host buffer of {nbytes} bytes was asked for. Ask for zero or more.")
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    map_memory, unmap_memory, _ = _functions()
+    return as_tensor(map_pages(nbytes, huge=huge), nbytes, torch.uint8, partial(unmap_pages, nbytes=nbytes))
+
+
+def map_pages(nbytes: int, *, huge: bool = True) -> int:
+    """The address of a new mapping, of which no page is present yet."""
     large = huge and nbytes >= HUGE_PAGE_BYTES
     error = ctypes.c_int()
-    address = map_memory(nbytes, HUGE_PAGE_BYTES if large else PAGE_BYTES, int(large), ctypes.byref(error))
+    address = _functions()[0](nbytes, HUGE_PAGE_BYTES if large else PAGE_BYTES, int(large), ctypes.byref(error))
     if not address:
-        raise BudgetError(
-            f"the system refused {nbytes:,} bytes of host memory ({os.strerror(error.value)}). "
-            f"Lower host_bytes; {available_bytes():,} bytes are available now."
-        )
+        raise _refused("give", nbytes, error.value)
+    return int(address)
+
+
+def unmap_pages(address: int, nbytes: int) -> None:
+    _functions()[1](address, nbytes)
+
+
+def as_tensor(address: int, nbytes: int, dtype: torch.dtype, on_free: Callable[[int], object]) -> torch.Tensor:
+    """A flat tensor over a mapping. `on_free` gets the address when the last tensor over it is gone."""
+    import torch
+
     owner = (ctypes.c_uint8 * nbytes).from_address(address)
-    finalizer = weakref.finalize(owner, unmap_memory, address, nbytes)
+    finalizer = weakref.finalize(owner, on_free, address)
     finalizer.atexit = False  # threads may still use it while the interpreter ends; the system unmaps it then
-    return torch.frombuffer(owner, dtype=torch.uint8)
+    return torch.frombuffer(owner, dtype=dtype)
+
+
+def hide_pages(address: int, nbytes: int) -> None:
+    """Gives the pages back to the system. Whoever reads them before `show_pages` ends the process."""
+    _protect(address, nbytes, PROT_NONE)
+    if _system()[2](address, nbytes, mmap.MADV_DONTNEED):
+        raise _refused("take back", nbytes, ctypes.get_errno())
+
+
+def show_pages(address: int, nbytes: int) -> None:
+    """Hidden pages may be used again. They are zero."""
+    _protect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def move_pages(source: int, target: int, nbytes: int, *, hide: bool) -> bool:
+    """Moves pages between mappings of equal size. The source is hidden or unmapped; False: the system cannot do it."""
+    flags = MREMAP_MAYMOVE | MREMAP_FIXED | (MREMAP_DONTUNMAP if hide else 0)
+    if _system()[0](source, nbytes, nbytes, flags, target) != target:
+        return False
+    if hide:
+        _protect(source, nbytes, PROT_NONE)
+    return True
+
+
+def _protect(address: int, nbytes: int, protection: int) -> None:
+    if _system()[1](address, nbytes, protection):
+        raise _refused("give", nbytes, ctypes.get_errno())
+
+
+def _refused(verb: str, nbytes: int, error: int) -> BudgetError:
+    return BudgetError(
+        f"the system refused to {verb} {nbytes:,} bytes of host memory ({os.strerror(error)}). "
+        f"Lower host_bytes; {available_bytes():,} bytes are available now."
+    )
+
+
+@lru_cache(maxsize=1)
+def _system() -> tuple[ctypes._NamedFuncPointer, ...]:
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    # Those that take microseconds keep the GIL: getting it back takes far longer if another thread wants it.
+    short, long = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
+    short.mremap.argtypes, short.mremap.restype = [pointer, size, size, integer, pointer], pointer
+    short.mprotect.argtypes = long.madvise.argtypes = [pointer, size, integer]
+    return short.mremap, short.mprotect, long.madvise
 
 
 def touch(tensor: torch.Tensor, num_threads: int = 1) -> None:

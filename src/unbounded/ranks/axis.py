@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from unbounded import errors
 from unbounded.errors import PlanError, StateError
+from unbounded.native.bulk import convert, new_tensor
 from unbounded.observe import trace
 from unbounded.ranks.groups import GroupLease, take_lease
 from unbounded.ranks.watchdog.watch import LIMIT_SECONDS, Collective, Watch
@@ -138,10 +139,10 @@ class Axis:
         gloo's reduce-scatter adds in an order that depends on an element's place in the buffer, so results would
         depend on how parameters are divided into units. Exchanging the same bytes and adding them here does not.
         """
-        parts = torch.empty_like(full)
+        parts = new_tensor(full.numel(), full.dtype, full.device)
         self._end(self._launch(dist.all_to_all_single, parts, full))
         rows = parts.view(self.size, -1)
-        total = rows[0].to(torch.promote_types(full.dtype, torch.float32), copy=True)
+        total = convert(rows[0], torch.promote_types(full.dtype, torch.float32), copy=True)
         for row in rows[1:]:
             total.add_(row)
         return total

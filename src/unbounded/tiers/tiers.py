@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from unbounded.errors import BudgetError
+from unbounded.native.bulk import new_tensor
 from unbounded.native.disk import ExtentStore
 from unbounded.native.host_memory import available_bytes
 from unbounded.planner.sizes import format_bytes
@@ -88,7 +89,7 @@ class Tiers:
             self._plan_more(unplanned_bytes)
         array: Array
         if tier == "device":
-            array = MemoryArray(torch.full((numel,), initial, dtype=dtype, device=self.device), tier)
+            array = MemoryArray(new_tensor(numel, dtype, self.device).fill_(initial), tier)
         elif tier == "host":
             array = MemoryArray(self.arena.allocate(dtype, numel, pin=pin), tier, self.arena.release)
             if initial:
@@ -96,7 +97,7 @@ class Tiers:
         else:
             array = DiskArray(store or self._stores[0], bounce, dtype, numel)
             if initial or not array.is_zero:
-                array.evict(torch.full((numel,), initial, dtype=dtype)).wait()
+                array.evict(new_tensor(numel, dtype, torch.device("cpu")).fill_(initial)).wait()
         if tier != "host":
             self.count(tier, num_bytes)
         return array

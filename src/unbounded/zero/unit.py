@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from unbounded.native.bulk import Backing
 from unbounded.native.thread_pool import Pool
 from unbounded.optim.formats import MASTER_STATES
 from unbounded.optim.granularity import Granularity
@@ -256,18 +257,19 @@ class Unit:
     # -- bytes ---------------------------------------------------------------------------------------------------
 
     def _take_storage(self) -> None:
-        self.storage = torch.UntypedStorage(0, device=self.device)
         # Aliases with their own version counters: filling the buffer is not a change that autograd should see.
         with torch.inference_mode(False):
+            self.backing = Backing(self.num_bytes, self.device)
+            self.storage = self.backing.storage
             self.buffer = _alias(self.storage, self.dtype, self.layout.numel)
             self._flat = _alias(self.storage, self.dtype, self.layout.numel)
+        self.backing.give_back()
         self._lasting: list[torch.Tensor] | None = None  # views without a graph, which stay from pass to pass
         self._num_owners = _owners(self.storage._cdata)
         saved.settle_in(self)
 
     def allocate(self) -> None:
-        if self.storage.nbytes() != self.num_bytes:
-            self.storage.resize_(self.num_bytes)
+        self.backing.take()
 
     def hold_whole(self) -> None:
         """Takes memory for the weights of a resident unit before any pass; what is put there counts as gathered."""
@@ -277,7 +279,7 @@ class Unit:
     def deallocate(self) -> None:
         """Frees the bytes, or leaves them to whoever else still holds a tensor over them."""
         if _owners(self.storage._cdata) <= self._num_owners:
-            self.storage.resize_(0)
+            self.backing.give_back()
         else:
             if self.device.type == "cuda":  # the fetch lane's memory, which others use on this stream and free
                 self.buffer.record_stream(torch.cuda.current_stream(self.device))
@@ -346,11 +348,8 @@ class Unit:
 
 
 def _alias(storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """A tensor over `storage`, whose bytes may not be there yet."""
-    storage.resize_(numel * dtype.itemsize)
-    alias = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
-    storage.resize_(0)
-    return alias
+    """A tensor over `storage`."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
 
 
 def _templates(layout: Layout) -> tuple[list[torch.Tensor], list[int]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from unbounded.native.bulk import new_tensor
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.gradient_array import GradientArray
@@ -80,7 +81,7 @@ class Gradient(GradientValue):
     def open_local(self, dtype: torch.dtype) -> torch.Tensor:
         """This rank's own, to be written to: zeros where there is none yet."""
         if self.local is None:
-            self.local = torch.zeros(self.layout.numel, dtype=dtype, device=self._device)
+            self.local = new_tensor(self.layout.numel, dtype, self._device).zero_()
         return self.local
 
     def take_local(self) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from unbounded.native import kernels
+from unbounded.native.bulk import convert, new_tensor
 from unbounded.tiers.array import PAGE, Array, MemoryArray, Waitable, stream_mark
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.gradients.scale_factor import ScaleFactor, scale_tensor
@@ -80,13 +81,13 @@ class GradientArray:
         self.is_wide = self.is_wide or part.dtype != self.wire
         dtype = self.sum_dtype if self.is_wide else self.wire
         if self.tier == "device":
-            self.array = MemoryArray(part.to(dtype), "device")
+            self.array = MemoryArray(convert(part, dtype), "device")
             return
         if self.array is None or self.array.dtype != dtype:
             if self.array is not None:
                 self.array.free()
             self.array = self._allocate(dtype)
-        self.array.evict(part.to(dtype)).wait()
+        self.array.evict(convert(part, dtype)).wait()
 
     def accumulate(self, part: torch.Tensor) -> None:
         with self._changing():
@@ -154,8 +155,8 @@ class GradientArray:
         """A copy of a stretch, on the host if it is not on the device."""
         assert self.array is not None
         if self.array.direct is not None:
-            return self.array.direct[start:stop].clone()
-        value = torch.empty(stop - start, dtype=self.array.dtype)
+            return convert(self.array.direct[start:stop], self.array.dtype, copy=True)
+        value = new_tensor(stop - start, self.array.dtype, torch.device("cpu"))
         for position, part in self._parts(start, stop):
             value[position : position + part.numel()].copy_(part)
         return value
@@ -168,7 +169,7 @@ class GradientArray:
     def leave(self) -> None:
         """Leaves its memory on the device to whoever else holds it, and continues in a copy."""
         assert self.array is not None
-        self.array = MemoryArray(self.array.direct.clone(), "device")  # type: ignore[union-attr]
+        self.array = MemoryArray(convert(self.array.direct, self.array.dtype, copy=True), "device")  # type: ignore[arg-type]
 
     def _within(self, start: int, stop: int) -> Iterator[torch.Tensor]:
         """[start, stop) to change in place, in parts that go back to their tier."""
@@ -196,7 +197,7 @@ class GradientArray:
         assert self.array is not None
         narrow = self.array
         if self.tier == "device":
-            self.array = MemoryArray(narrow.direct.to(self.sum_dtype), "device")  # type: ignore[union-attr]
+            self.array = MemoryArray(convert(narrow.direct, self.sum_dtype), "device")  # type: ignore[arg-type]
             return
         self.array = self._allocate(self.sum_dtype)
         kernels.convert(narrow.direct, self.array.direct, pool=self._threads)  # type: ignore[arg-type]

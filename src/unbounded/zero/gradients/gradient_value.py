@@ -15,6 +15,7 @@ from enum import Enum
 
 import torch
 
+from unbounded.native.bulk import new_tensor
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.gradient_array import GradientArray
@@ -117,8 +118,8 @@ class GradientValue:
         """Makes the array equal to the gradient: writes zeros, multiplies by the factor."""
         self._finish_reading()
         if self.state is GradientState.ZERO:
-            where = self._device if self.store.tier == "device" else "cpu"
-            self.store.store(torch.zeros(self.store.numel, dtype=self.store.wire, device=where))
+            where = self._device if self.store.tier == "device" else torch.device("cpu")
+            self.store.store(new_tensor(self.store.numel, self.store.wire, where).zero_())
             self.state, self.factor = GradientState.HELD, 1.0
         if not is_one(self.factor):
             factor, self.factor = self.factor, 1.0

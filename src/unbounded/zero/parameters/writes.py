@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from unbounded.errors import StateError
+from unbounded.native.bulk import convert, new_tensor
 from unbounded.optim import formats
 from unbounded.tiers.array import PAGE
 from unbounded.zero.layout import round_up
@@ -133,8 +134,8 @@ def fetch_owned(unit: Unit, start: int = 0, stop: int | None = None) -> torch.Te
     """A copy of a stretch of this rank's part of the weights, as their tier has it."""
     stop = unit.owned[1] - unit.owned[0] if stop is None else stop
     if unit.resident:
-        return unit.owned_part()[start:stop].clone()
-    held = torch.empty(stop - start, dtype=unit.dtype, device=unit.device)
+        return convert(unit.owned_part()[start:stop], unit.dtype, copy=True)
+    held = new_tensor(stop - start, unit.dtype, unit.device)
     unit.weights.fetch(held, start).wait()
     return held
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from unbounded.native.bulk import convert, new_tensor
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.phases import Phases, Ticket
@@ -60,7 +61,7 @@ class Gathering:
         if unit.fetching is None or not unit.fetching.failed():
             return
         unit.state, unit.fetching = WeightState.STALE if unit.resident else WeightState.RELEASED, None
-        if not unit.resident and unit.storage.nbytes():
+        if not unit.resident and unit.backing.is_there:
             unit.deallocate()
             self._count_bytes(-unit.num_bytes)
 
@@ -136,11 +137,11 @@ class Gathering:
             torch.cuda.current_stream().wait_event(self._released)
         if unit.resident:
             if self.needs_peers(unit):
-                self._gather(unit, unit.owned_part().clone(), ticket)
+                self._gather(unit, convert(unit.owned_part(), unit.dtype, copy=True), ticket)
         elif self.needs_peers(unit):
             shard = unit.weights.direct
             if shard is None or shard.device != self.device:
-                shard = torch.empty(unit.weights.numel, dtype=unit.dtype, device=self.device)
+                shard = new_tensor(unit.weights.numel, unit.dtype, self.device)
                 self._fetch_owned(unit, shard)
             self._gather(unit, shard, ticket)
         else:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from unbounded.errors import StateError
+from unbounded.native.bulk import new_tensor
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
@@ -108,7 +109,7 @@ class GradientAgreement:
                 return
             gradient.write_out()
             own = gradient.store.copy(0, gradient.store.numel).to(self._device)
-            whole = torch.empty(unit.layout.numel, dtype=own.dtype, device=self._device)
+            whole = new_tensor(unit.layout.numel, own.dtype, self._device)
             self._ranks.gather(whole, own, unit.name)
             gradient.lend_whole(whole)
 

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from unbounded.errors import StateError
+from unbounded.native.bulk import convert, new_tensor
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
@@ -150,8 +151,8 @@ class Reduction:
         dtype = torch.promote_types(unit.dtype, torch.float32) if wide else unit.dtype
         full = unit.gradient.take_local()
         if full is None:
-            full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
-        self._submit(unit, full.to(dtype))
+            full = new_tensor(unit.layout.numel, dtype, unit.device).zero_()
+        self._submit(unit, convert(full, dtype))
 
     def measure_sum(self, unit: Unit) -> None:
         """The gradient of `unit` is a sum that is probably complete: its norm is taken while the backward goes on."""
@@ -216,7 +217,7 @@ class Reduction:
         if self.ranks.size > 1:
             if self.at_once:
                 self._agree_used(unit)
-            shard = torch.empty(unit.layout.shard_numel, dtype=full.dtype, device=full.device)
+            shard = new_tensor(unit.layout.shard_numel, full.dtype, full.device)
             self.ranks.reduce(shard, full, unit.name)
             if self.replicate:
                 self.ranks.gather(full, shard, unit.name)
@@ -234,8 +235,9 @@ class Reduction:
 
     def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         whole = all(map(_is_there, gradients))
-        make = torch.zeros if unit.layout.numel != unit.numel or not whole else torch.empty
-        full = make(unit.layout.numel, dtype=unit.dtype, device=unit.device)
+        full = new_tensor(unit.layout.numel, unit.dtype, unit.device)
+        if unit.layout.numel != unit.numel or not whole:
+            full.zero_()
         views, used = unit.slot_views(full), unit.gradient.used
         if whole:
             unit.gradient.mark_used(b"\x01" * len(used))
@@ -256,7 +258,7 @@ def _measure_after(gradient: Gradient, adding: Handle) -> None:
 
 def _add(held: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:
     """The sum of several uses or backwards, in fp32 or wider; a single one stays as it is."""
-    return fresh if held is None else held.to(torch.promote_types(fresh.dtype, torch.float32)).add_(fresh)
+    return fresh if held is None else convert(held, torch.promote_types(fresh.dtype, torch.float32)).add_(fresh)
 
 
 def _call_hooks(unit: Unit, full: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from unbounded.native.bulk import new_tensor
 from unbounded.native.disk import ExtentStore
 from unbounded.optim import formats
 from unbounded.optim.rules import UpdateRule
@@ -115,7 +116,7 @@ def install_model(units: Entries, installer: Installer, carried: Carried | None)
 
 
 def gather_values(unit: Unit, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    values = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
+    values = new_tensor(unit.layout.numel, dtype, unit.device).zero_()
     for slot, view in zip(unit.layout.slots, unit.slot_views(values), strict=True):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             view.copy_(parameters[slot.name])

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError
+from unbounded.native.bulk import new_tensor
 from unbounded.ranks.cut import Cut
 from unbounded.zero.members import Member
 from unbounded.zero.setup.initial import Carried, Entries, Installer, carry_over, gather_values
@@ -146,7 +147,7 @@ class ModuleFill:
         dtype = members[0].parameter.dtype
         if not self.is_meta:
             return gather_values(unit, {member.names[0]: member.parameter for member in members}, dtype)
-        values = torch.zeros(unit.layout.numel, dtype=dtype, device=self.device)
+        values = new_tensor(unit.layout.numel, dtype, self.device).zero_()
         views = unit.slot_views(values)
         for member in members:
             if not self._comes_from_elsewhere(member.names[0]):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from unbounded.native.bulk import new_tensor
 from unbounded.ranks.axis import Axis
 from unbounded.zero.layout import clip_range
 from unbounded.zero.unit import Unit
@@ -92,7 +93,7 @@ class HomeExchange:
         if is_back:
             out, into = into, out
         packed = torch.cat([part.view(torch.uint8) for row in sent for part in row] or [_nothing(unit)])
-        landed = torch.empty(sum(into), dtype=torch.uint8, device=unit.device)
+        landed = new_tensor(sum(into), torch.uint8, unit.device)
         self._ranks.exchange(landed, packed, unit.name, f"unit {unit.name!r}", (into, out))
         position = 0
         for part in (part.view(torch.uint8) for row in received for part in row):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from unbounded.native import kernels
-from unbounded.native.host_memory import host_buffer
+from unbounded.native.bulk import new_tensor
 from unbounded.observe import trace
 from unbounded.optim.rules import UpdateRule, Whole
 from unbounded.tiers.pool import BufferPool
@@ -97,9 +97,7 @@ class TensorPass(UpdatePass):
                 self._note(error)
 
     def _buffer(self, piece: Piece, device: torch.device, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        if device.type == "cuda":
-            return torch.empty(numel, dtype=dtype, device=device)
-        return host_buffer(numel * dtype.itemsize).view(dtype)
+        return new_tensor(numel, dtype, device)
 
     def _update(self, piece: Piece) -> None:
         if self._error is None:
@@ -141,7 +139,7 @@ class TensorPass(UpdatePass):
     def _stand_ins(self, piece: Piece) -> dict[str, torch.Tensor]:
         """What a rank exchanges if it has nothing of a piece, or could not read it."""
         return {
-            name: torch.zeros(piece.stop - piece.start, dtype=array.dtype, device=piece.unit.device)
+            name: new_tensor(piece.stop - piece.start, array.dtype, piece.unit.device).zero_()
             for name, (array, _, _) in self._arrays(piece).items()
         }
 
