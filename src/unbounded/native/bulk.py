@@ -75,7 +75,10 @@ class Backing:
         if self.is_on_host:
             address, size = self._span
             kept = _take_kept(size)
-            if kept is None or not move_pages(kept, address, size, hide=False):
+            if kept is not None and not move_pages(kept, address, size, hide=False):
+                unmap_pages(kept, size)
+                kept = None
+            if kept is None:
                 show_pages(address, size)
         else:
             self.storage.resize_(self.num_bytes)
