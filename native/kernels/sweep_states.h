@@ -2,7 +2,8 @@
 //
 // New arrays are written past the caches: a cache would read a line before it is written, 12 bytes more per parameter in
 // the exact format. Whole lines only go that way, so a few elements are stepped into memory that stays in the first
-// cache, and leave it line by line. More of them at a time are slower: loads then wait while stores leave.
+// cache, and leave it line by line. More of them at a time are slower: loads then wait while stores leave. Where there is no
+// such way, or the processor takes it by itself, new arrays are written as old ones are.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -38,26 +39,27 @@ template <class V> [[gnu::always_inline]] inline void send(void* array, const ch
 // Runs `body<W>(i, to, k)` over [begin, end): it steps the old states at i and writes the new ones to place k of `to`.
 // A line of elements at a time, with `ahead(i)` before it.
 template <class V, class Ahead, class Body>
-[[gnu::always_inline]] inline void sweep_states(const Update& u, const Widths& widths, size_t begin, size_t end,
-                                                Ahead ahead, Body body) {
+[[gnu::always_inline]] inline void sweep_states(const Update& u, [[maybe_unused]] const Widths& widths, size_t begin,
+                                                size_t end, Ahead ahead, Body body) {
   const auto line = [&](size_t i, const States& to, size_t place) __attribute__((always_inline)) {
     ahead(i);
 #pragma GCC unroll 4
     for (size_t k = 0; k < LINE; k += V::width) body.template operator()<V>(i + k, to, place + k);
   };
   size_t i = begin;
-  if (u.is_in_place()) {
-    for (; i + LINE <= end; i += LINE) line(i, u, i);
-  } else {
-    Outgoing out;
-    const States to = out.states();
-    for (; i + GROUP <= end; i += GROUP) {
-      line(i, to, 0), line(i + LINE, to, LINE);
-      send<V>(u.weight, out.weight, i, widths.weight), send<V>(u.remainder, out.remainder, i, widths.remainder);
-      send<V>(u.first, out.first, i, widths.first), send<V>(u.second, out.second, i, widths.second);
+  if constexpr (V::streams) {
+    if (!u.is_in_place()) {
+      Outgoing out;
+      const States to = out.states();
+      for (; i + GROUP <= end; i += GROUP) {
+        line(i, to, 0), line(i + LINE, to, LINE);
+        send<V>(u.weight, out.weight, i, widths.weight), send<V>(u.remainder, out.remainder, i, widths.remainder);
+        send<V>(u.first, out.first, i, widths.first), send<V>(u.second, out.second, i, widths.second);
+      }
+      V::finish_streams();
     }
-    V::finish_streams();
   }
+  for (; i + LINE <= end; i += LINE) line(i, u, i);
   for (; i < end; ++i) body.template operator()<Scalar>(i, u, i);
 }
 

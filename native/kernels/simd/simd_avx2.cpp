@@ -123,6 +123,7 @@ struct Avx2 {
   static Bytes flip(Bytes a, Bytes b) { return {_mm256_xor_si256(a.x, b.x)}; }
   static void store(void* p, Bytes a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a.x); }
 
+  static constexpr bool streams = true;
   static void stream_line(void* to, const void* from) {
     const auto* source = static_cast<const __m256i*>(from);
     auto* target = static_cast<__m256i*>(to);

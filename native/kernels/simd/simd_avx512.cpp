@@ -136,6 +136,7 @@ struct Avx512 {
   static Bytes flip(Bytes a, Bytes b) { return {_mm512_xor_si512(a.x, b.x)}; }
   static void store(void* p, Bytes a) { _mm512_storeu_si512(p, a.x); }
 
+  static constexpr bool streams = true;
   static void stream_line(void* to, const void* from) {
     _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
   }

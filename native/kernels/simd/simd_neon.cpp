@@ -163,10 +163,7 @@ struct Neon {
   static void store_high(uint16_t* p, const I& x) { store_halves(p, high(x)); }
   template <int n> static void store_byte(void* p, const I& x) { vst1q_u8(static_cast<uint8_t*>(p), bytes_from<8 * n>(x)); }
 
-  static void stream_line(void* to, const void* from) {  // the cores notice that whole lines are written
-    __builtin_memcpy(to, from, 64);
-  }
-  static void finish_streams() {}
+  static constexpr bool streams = false;  // the cores notice that whole lines are written
 
   static D zero() { return {}; }
   static D add_squares(const D& sum, const F& x) {  // a product of two floats is exact in double, so fusing changes nothing

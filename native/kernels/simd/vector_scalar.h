@@ -84,10 +84,9 @@ struct Scalar {
   }
   static void store(void* p, Bytes a) { __builtin_memcpy(p, a.x, 4); }
 
-  // Writes one line of a cache, where that can be done without reading it first. Others may see such lines late: only
-  // after finish_streams() what was written is there for everybody.
-  static void stream_line(void* to, const void* from) { __builtin_memcpy(to, from, 64); }
-  static void finish_streams() {}
+  // Whether stream_line() writes one line of a cache without reading it first. Others may see such lines late: only after
+  // finish_streams() what was written is there for everybody.
+  static constexpr bool streams = false;
 
   // Roots and quotients from memory to memory, where a vector need not be one operation.
   static void store_root(float* to, const float* of) { store(to, sqrt(load(of))); }
