@@ -47,7 +47,7 @@ def join_parts(part: torch.Tensor, dim: int, site: LayerSite, subject: str, leng
         return _join_equal(part, dim, site, subject)
     longest = -(-length // site.size)
     rows = part.transpose(0, dim)
-    padded = rows.new_tensor(longest, *rows.shape[1:]).zero_()
+    padded = rows.new_zeros(longest, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
     joined = _join_equal(padded, 0, site, subject)
     kept = []

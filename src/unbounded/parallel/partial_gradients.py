@@ -55,7 +55,7 @@ def _spread(gradient: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     """The gradient at its place in the whole parameter, of which other ranks have other parts."""
     if cut is None:
         return gradient
-    whole = gradient.new_tensor(cut.shape).zero_()
+    whole = gradient.new_zeros(cut.shape)
     cut.put(whole, gradient)
     return whole
 
