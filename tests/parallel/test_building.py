@@ -51,7 +51,7 @@ def start_from_meta(rank: int, size: int, plan: dict[str, Any], folder: str | No
     finally:
         if folder is not None:
             WeightFolder.read = whole  # type: ignore[method-assign]
-    # Its parts are not what a step costs: no prediction, rather than a wrong one.
+    # How fast its ranks exchange activations was not measured: no prediction, rather than a wrong one.
     assert predict_step(model, tokens=64, sequence=16, machine=UNMEASURED) is None
     found = model.state_dict()
     return [name for name, value in wanted.items() if not torch.equal(found[name], value)], read

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.ranks import HANG_SECONDS
+from tests.ranks import HANG_SECONDS, run_ranks
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
@@ -112,6 +112,21 @@ def test_a_sharded_model_is_predicted_only_with_a_measured_machine(
     assert slow.seconds > 2 * twice.seconds
     saved_path().write_text(UNMEASURED.to_json().replace('"version": 2', '"version": 1'))
     assert predict_step(model, tokens=64, sequence=16) is None
+
+
+def predict_on_cpu(rank: int, world_size: int) -> tuple[float, float]:
+    """Seconds that a rank computes in its forward, and the bytes of its optimizer states."""
+    model, optimizer = make()
+    unbounded.shard(model, optimizer, {"optimizer": "host"})
+    found = predict_step(model, tokens=64, sequence=16, machine=replace(UNMEASURED, is_cpu=True, kernel_seconds=0.0))
+    assert found is not None
+    return found.lane("first forward", "compute"), found.held["host"]["optimizer"]
+
+
+def test_ranks_of_one_cpu_share_its_cores() -> None:
+    (alone,) = run_ranks(1, predict_on_cpu)
+    for shared in run_ranks(2, predict_on_cpu):
+        assert shared == pytest.approx((2 * alone[0], alone[1] / 2), rel=1e-3)
 
 
 class Idle:

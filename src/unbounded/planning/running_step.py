@@ -37,8 +37,8 @@ def predict_step(
     """One step of a sharded model as it is placed: `tokens` of each of `accumulate` micro-batches on this rank.
 
     None if the machine was not measured by this version, because typical rates would say nothing about this one, and
-    if the job has a tensor, pipeline or context axis, because a model that is cut does not tell what it costs. What
-    blocks keep is what "auto" will decide while it runs.
+    if the job has a tensor, pipeline or context axis: what such ranks send each other is not hidden, and one process
+    cannot measure how fast it goes. What blocks keep is what "auto" will decide while it runs.
     """
     machine, state = machine or saved_machine(), sharded(model)
     axes = state.engine.axes
@@ -46,8 +46,11 @@ def predict_step(
         return None
     placed, ranks = state.plan, state.engine.ranks.size
     local = budgets.local_size(ranks)
+    sharing = local if machine.is_cpu else 1  # one process measured all cores
     machine = replace(
         machine,
+        matmul_flops=machine.matmul_flops / sharing,
+        device_bandwidth=machine.device_bandwidth / sharing,
         devices=local,
         nodes=max(1, ranks // local),
         host_threads=budgets.host_threads(placed, ranks) * local,
