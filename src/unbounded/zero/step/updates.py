@@ -149,7 +149,10 @@ class Updates:
             if work:
                 lane.submit(self._run_in, lane, work, ready)
         for unit, pieces in on_stream:  # only now: lanes that read a factor would wait for all of them
-            self._run_now(unit, pieces, outdate)
+            self.engine.gathering.order_stream(unit)  # a running gather still reads what this writes
+            self._run_now(unit, pieces)
+            if not unit.is_whole or not unit.resident:
+                outdate(unit)
 
     def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> tuple[list[Job], list[Piece]]:
         gradient = unit.gradient
@@ -192,12 +195,9 @@ class Updates:
                 outdate(unit)
         return on_stream
 
-    def _run_now(self, unit: Unit, pieces: list[Piece], outdate: Callable[[Unit], None]) -> None:
+    def _run_now(self, unit: Unit, pieces: list[Piece]) -> None:
         assert unit.rule is not None
-        self.engine.gathering.order_stream(unit)  # a running gather still reads what this writes
         self._passes["device", unit.rule].run(pieces, on_home=_ignore, on_written=_ignore)
-        if not unit.is_whole or not unit.resident:
-            outdate(unit)
 
     def _run_in(self, lane: Lane, work: list[UnitUpdate], ready: torch.cuda.Event | None) -> None:
         """Runs in `lane`."""
