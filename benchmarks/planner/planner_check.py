@@ -98,6 +98,9 @@ CPU = {
     "deep-host-in-2": Case("deep", 4, 128, accumulate=2, plan=HOST),
     "deep-all-disk": Case("deep", 8, 128, plan=_DISK),
     "deep-lora": Case("deep", 8, 128, lora=True),
+    "0.1b": Case("0.1b", 2, 256, steps=4),
+    "0.1b-host": Case("0.1b", 2, 256, plan=HOST, steps=4),
+    "0.1b-disk": Case("0.1b", 2, 256, plan={"optimizer": "disk"}, steps=4),
 }
 
 
