@@ -410,6 +410,29 @@ class Adversarial(nn.Module):
         return self.critic(F.pad(self.generator(x), (0, 2)))
 
 
+class PaddedEncoder(nn.Module):
+    """Evaluated, torch's encoder looks at its first layer's parameters and then leaves padding out of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.first, self.encoder, self.last = nn.Linear(5, 8), nn.TransformerEncoder(layer, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        return self.last(self.encoder(self.first(x).unsqueeze(0), src_key_padding_mask=padding))
+
+
+def evaluate_padded(model: nn.Module, optimizer: Any) -> Any:
+    padding, found = torch.tensor([[False, False, False, True]]), []
+    for number in range(2):
+        found.append(step(model.train(), optimizer, number))
+        with torch.no_grad():
+            found.append(model.eval()(data(number), padding))
+        with torch.inference_mode():
+            found.append(model(data(number), padding).clone())
+    return found, weights(model)
+
+
 def adversarial(model: nn.Module, optimizer: Any) -> Any:
     """Turns of a critic and a generator over parts of one model."""
     for number in range(4):
@@ -453,6 +476,7 @@ RECIPES: list[tuple[Any, Any, Any]] = [
     (autocast, Net, adamw),
     (double_backward, Net, adamw),
     (accumulate, Net, adamw),
+    (evaluate_padded, PaddedEncoder, adamw),
     (adversarial, Adversarial, adamw),
 ]
 

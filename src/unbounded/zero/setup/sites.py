@@ -103,6 +103,8 @@ def _site_names(model: nn.Module, *, with_tiles: bool) -> list[str]:
 
 def _walk(prefix: str, module: nn.Module, total: int, found: list[str], seen: set[int], with_tiles: bool) -> None:
     repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and _is_repeated(module)
+    if isinstance(module, nn.TransformerEncoder) and _is_repeated(module.layers):
+        seen.add(id(module.layers[0]))  # the encoder itself looks at its first layer's parameters
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         if id(child) in seen:
