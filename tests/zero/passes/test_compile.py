@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.semantics.programs import compare, data, weights
 from tests.zero.training import Run, Task, TinyGPT, assert_parity, train_both, train_ours
 
 
@@ -57,6 +58,29 @@ def train_compiled(rank: int, world_size: int, task: Task, plan: dict[str, Any])
 def test_compiled_models_train_as_in_plain_pytorch(ranks: Any, kind: Any, world_size: int, stage: int) -> None:
     results = ranks(world_size, train_compiled, kind("aot_eager"), {"stage": stage})
     assert_parity([result[:2] for result in results])
+
+
+def compiled_steps(model: nn.Module, optimizer: Any) -> Any:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def train(batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses = [float(train(data(number))) for number in range(3)]
+    torch._dynamo.reset()
+    return losses, weights(model)
+
+
+@pytest.mark.parametrize("world", [(1, "host", 3), (2, "device", 1), (2, "disk", 3)], ids=str)
+def test_a_compiled_step_with_its_backward_and_update_trains_as_in_plain_pytorch(
+    ranks: Any, world: tuple[int, str, int]
+) -> None:
+    compare(ranks, world, compiled_steps)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

@@ -24,6 +24,10 @@ from unbounded.zero.passes.inputs import Inputs
 
 _MAX_ANNOUNCED = 8
 
+# Where a whole training step is compiled, its backward and its `step` come here: these are not for the compiler.
+for _package in ("native", "optim", "ranks", "tiers", "zero"):
+    torch._dynamo.trace_rules.add(f"unbounded.{_package}")
+
 
 class Visitor(Protocol):
     """The engine as the hooks see it; a site is known by its index."""
