@@ -69,13 +69,13 @@ class Lending:
     def snapshot(self, unit: Unit, index: int) -> torch.Tensor:
         """All ranks of the axis must call this. A parameter's value for a state dict, on the host."""
         self._engine.recover()
-        with torch.no_grad(), self._phases.during("model.state_dict()"):
+        with torch.inference_mode(False), torch.no_grad(), self._phases.during("model.state_dict()"):
             value = self.borrow(unit, index, from_all=True)
             self._engine.raise_failures()
             cut = unit.layout.slots[index].cut
             if cut is not None:  # a copy of the whole, from which no write goes back
                 return join_cut(cut, value, self._tensor).cpu()
-        return self.copies.take(unit, index, value)
+            return self.copies.take(unit, index, value)
 
     def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
         """Brings a new value of a parameter to its tier."""
