@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import defaultdict
 from pathlib import Path
@@ -70,12 +71,16 @@ def in_ddp(model: nn.Module, optimizer: Any) -> None:
 def late_hook(model: nn.Module, optimizer: Any) -> None:
     with pytest.raises(StateError, match=r"last\.weight.*post-accumulate-grad hook"):
         model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(StateError, match=r"register_multi_grad_hook.*last\.weight.*Use register_hook"):
+        torch.autograd.graph.register_multi_grad_hook([model.last.weight], lambda gradients: None)
 
 
 def pickled(model: nn.Module, optimizer: Any) -> None:
-    for what in (model, model.last.weight):
+    for what in (model, model.last.weight, optimizer):
         with pytest.raises(StateError, match=r"unbounded\.save"):
             pickle.dumps(what)
+    with pytest.raises(StateError, match=r"cannot be copied.*copy\.deepcopy\(model\)"):
+        copy.deepcopy((model, optimizer))
 
 
 def all_refused(model: nn.Module, optimizer: Any) -> Any:

@@ -73,6 +73,8 @@ class ManagedParameter(Placeholder, nn.Parameter):
                     f"nn.Parameter() was given the sharded parameter {owner.name!r}, whose memory it cannot share. "
                     "Give it a copy: nn.Parameter(parameter.detach().clone())."
                 )
+            if name == "view_as" and called_from(torch.autograd.graph._get_grad_fn_or_grad_acc):
+                return owner._leaf(args[1])
             if name == "copy_":
                 return owner._overwrite(args[1])
             if name in _MOVES and _changes_nothing(func, owner, args, kwargs):
@@ -99,6 +101,16 @@ class ManagedParameter(Placeholder, nn.Parameter):
         (unit.views.frozen.discard if is_trained else unit.views.frozen.add)(self._index)
         unit.views.watch()
         return self
+
+    def _leaf(self, other: torch.Tensor) -> torch.Tensor:
+        """A view through which torch finds the parameter's node, which `torch.autograd.grad` takes for it."""
+        if called_from(torch.autograd.graph.register_multi_grad_hook):
+            raise StateError(
+                f"register_multi_grad_hook was given the sharded parameter {self.name!r}, whose gradient goes to its "
+                "unit and not through autograd's node, so the hook would never be called. Use register_hook on each."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.view_as(other)
 
     def _overwrite(self, source: Any) -> ManagedParameter:
         """Takes a new value without reading the old one. All ranks load a state dict."""

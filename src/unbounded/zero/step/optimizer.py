@@ -266,6 +266,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             unit.regroup(dict.fromkeys(indices, len(self.param_groups) - 1))
         self._members = self._membership()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Asked for by `copy` and by `pickle`."""
+        raise StateError(
+            "a sharded optimizer cannot be copied or pickled: its states are where the plan put them. Use "
+            "unbounded.save, or make a new optimizer for a copy of the model: copy.deepcopy(model)."
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning and Fabric wrap an optimizer in a subclass of its class; attributes set there are meant for it."""
         if name == "state" and isinstance(self.__dict__.get("state"), _NoStates):
