@@ -228,8 +228,7 @@ def share_the_budget() -> None:
             return len({tier for _, tier in first.optimizer}) == 2
         return False
 
-    free, total = torch.cuda.mem_get_info()
-    budget = next(size for size in range(total - free, 2**33, 2**25) if splits(size))
+    budget = next(size for size in range(2**28, 2**33, 2**25) if splits(size))
     losses, _, plan = train_tower({"device_bytes": budget + 2**28, "move_states": True})
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
         others, given, kept = train_tower({"device_bytes": budget + 2**28, "move_states": True, **tiers})

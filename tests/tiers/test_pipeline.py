@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from tests.ranks import HANG_SECONDS
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
@@ -79,7 +81,7 @@ def test_a_pipeline_never_waits_for_buffers_of_its_own(count: int, monkeypatch: 
             most[0] = max(most[0], len(held))
 
         def finish(self, item: int) -> None:
-            pipeline.give_back(held.pop(item))
+            held.pop(item).release()
 
     pipeline = ItemPipeline(Stages(), num_ahead=8, num_unfinished=8, pool=pool)
     with monkeypatch.context() as patched:
@@ -89,6 +91,33 @@ def test_a_pipeline_never_waits_for_buffers_of_its_own(count: int, monkeypatch: 
     pipeline.run(range(20))
     assert not held
     assert most[0] == count
+
+
+def test_two_pipelines_of_one_pool_do_not_wait_for_each_other() -> None:
+    """Each holds a buffer, and asks for one more."""
+    pool, meeting = BufferPool(HostArena(pin=False, num_threads=1), 4096, 2), threading.Barrier(2)
+
+    class Stages(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held: dict[int, Lease] = {}
+            self.pipeline = ItemPipeline(self, num_ahead=2, num_unfinished=2, pool=pool)
+
+        def read(self, item: int) -> None:
+            self.held[item] = self.pipeline.lease()
+            if item == 0:
+                meeting.wait(HANG_SECONDS)
+
+        def finish(self, item: int) -> None:
+            self.held.pop(item).release()
+
+    pipelines = [Stages().pipeline for _ in range(2)]
+    threads = [threading.Thread(target=pipeline.run, args=(range(8),), daemon=True) for pipeline in pipelines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+        assert not thread.is_alive()
 
 
 def _fail(*_: object) -> None:

@@ -58,6 +58,13 @@ def test_without_room_on_device_and_host_all_is_on_disk() -> None:
     assert place(UNITS, budget(0, 0), Plan()) == (DISK,) * 4
 
 
+def test_weights_on_disk_are_spread_evenly_among_the_others() -> None:
+    frozen = [UnitBytes(f"blocks.{index}", 2 * MIB, 0, 0) for index in range(12)]
+    tiers = [where.weights for where in place(frozen, budget(4 * MIB, 14 * MIB), Plan())]
+    assert tiers[:2] == ["device", "device"]
+    assert [index for index, tier in enumerate(tiers) if tier == "disk"] == [2, 6, 10]
+
+
 def test_reserves_are_not_given_to_states() -> None:
     assert place(UNITS, budget(4 * WHOLE, 4 * WHOLE, device_reserve=4 * WHOLE), Plan()) == (HOST,) * 4
     assert place(UNITS, budget(0, 4 * WHOLE, host_reserve=4 * WHOLE), Plan()) == (DISK,) * 4

@@ -10,7 +10,7 @@ cannot be best:
   byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8);
 - work of host, disk and links counts a little even when it is hidden; among equals, the one that takes the least of
   the device wins, because activations can use it. The first units get the fastest places: the next forward needs them
-  first.
+  first. Only weights on disk are spread evenly, because passes read one unit while they use those before it.
 """
 
 from __future__ import annotations
@@ -170,12 +170,21 @@ class StateChoice:
         return build_program(self.groups(), self.options.setup, [room[tier] for tier in TIERS], base=None)
 
     def places(self, solution: Solution) -> tuple[UnitPlace, ...]:
-        """Units in order, the fastest places first."""
+        """Units in order, the fastest places first; those whose weights are on disk evenly among the others."""
         chosen: dict[int, UnitPlace] = {}
         for (_, places, positions), counts in zip(self.members, solution.counts, strict=False):
             spread = [where for where, count in zip(places, counts, strict=True) for _ in range(count)]
-            chosen.update(zip(positions, spread, strict=True))
+            chosen.update(zip(positions, spread_disk(spread), strict=True))
         return tuple(chosen[position] for position in range(len(chosen)))
+
+
+def spread_disk(places: Sequence[UnitPlace]) -> list[UnitPlace]:
+    """Moves places with weights on disk apart: passes read one while they use the units before it."""
+    slow = [where for where in places if where.weights == "disk"]
+    order = [where for where in places if where.weights != "disk"]
+    for index, where in enumerate(slow):
+        order.insert((2 * index + 1) * len(places) // (2 * len(slow)), where)
+    return order
 
 
 def build_program(

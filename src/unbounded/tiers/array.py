@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,8 +17,9 @@ import torch
 from unbounded.native.disk import DiskHandle, ExtentStore
 from unbounded.native.host_memory import PAGE_BYTES as PAGE
 from unbounded.observe import trace
+from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.lane import finished
-from unbounded.tiers.pool import BufferPool
+from unbounded.tiers.pool import BufferPool, Lease
 
 
 class Waitable(Protocol):
@@ -93,15 +95,7 @@ class DiskArray:
             return _Traced(
                 "disk read", self._store.read(self._extent, as_bytes(target), start * self.dtype.itemsize), target
             )
-        for begin, stop in self._stretches(start, target.numel()):
-            lease = self._bounce.lease()
-            try:
-                part = lease.tensor(self.dtype, stop - begin)
-                with trace.span("disk read", "bounce", bytes=part.numel() * part.element_size()):
-                    self._store.read(self._extent, as_bytes(part), begin * self.dtype.itemsize).wait()
-                target[begin - start : stop - start].copy_(part, non_blocking=True)
-            finally:
-                lease.release(stream_mark(target))
+        _BouncedRead(self, self._bounce, target, start).run()
         return finished()
 
     def evict(self, source: torch.Tensor, start: int = 0) -> InFlight:
@@ -109,23 +103,95 @@ class DiskArray:
             return _Traced(
                 "disk write", self._store.write(self._extent, as_bytes(source), start * self.dtype.itemsize), source
             )
-        for begin, stop in self._stretches(start, source.numel()):
-            lease = self._bounce.lease()
-            try:
-                part = lease.tensor(self.dtype, stop - begin)
-                part.copy_(source[begin - start : stop - start])
-                with trace.span("disk write", "bounce", bytes=part.numel() * part.element_size()):
-                    self._store.write(self._extent, as_bytes(part), begin * self.dtype.itemsize).wait()
-            finally:
-                lease.release()
+        _BouncedWrite(self, self._bounce, source, start).run()
         return finished()
 
     def free(self) -> None:
         self._store.free(self._extent)
 
-    def _stretches(self, start: int, numel: int) -> list[tuple[int, int]]:
-        step = self._bounce.buffer_bytes // PAGE * PAGE // self.dtype.itemsize
-        return [(begin, min(begin + step, start + numel)) for begin in range(start, start + numel, step)]
+
+@dataclass(eq=False)
+class _Stretch:
+    """A part of a buffer that the disk cannot reach, from `begin` to `stop`, and what carries it."""
+
+    begin: int
+    stop: int
+    lease: Lease | None = None
+    carrier: torch.Tensor | None = None
+    transfer: InFlight | None = None
+
+
+class _Bounced:
+    """A transfer between a disk array and a buffer that the disk cannot reach: stretch by stretch through the pool's
+    buffers, several of them in flight. `start` is the buffer's place in the array."""
+
+    def __init__(self, array: DiskArray, bounce: BufferPool, buffer: torch.Tensor, start: int) -> None:
+        self._array, self._buffer, self._start = array, buffer, start
+        self._step = bounce.buffer_bytes // PAGE * PAGE // array.dtype.itemsize
+        depth = max(1, bounce.count // 2)  # others share the pool
+        self._pipeline: ItemPipeline[_Stretch] = ItemPipeline(self, num_ahead=depth, num_unfinished=depth, pool=bounce)
+
+    def run(self) -> None:
+        numel = self._buffer.numel()
+        steps = range(0, numel, self._step)
+        self._pipeline.run(_Stretch(begin, min(begin + self._step, numel)) for begin in steps)
+
+    def read(self, item: _Stretch) -> None:
+        item.lease = self._pipeline.lease()
+        item.carrier = item.lease.tensor(self._array.dtype, item.stop - item.begin)
+
+    def work(self, item: _Stretch) -> None:
+        raise NotImplementedError
+
+    def finish(self, item: _Stretch) -> None:
+        raise NotImplementedError
+
+    def abandon(self, item: _Stretch) -> None:
+        try:
+            if item.transfer is not None:
+                item.transfer.wait()
+        finally:
+            self._give_back(item)
+
+    def _give_back(self, item: _Stretch) -> None:
+        if item.lease is not None:
+            item.lease.release(stream_mark(self._buffer))
+
+    def _part(self, item: _Stretch) -> torch.Tensor:
+        return self._buffer[item.begin : item.stop]
+
+
+class _BouncedRead(_Bounced):
+    """From the disk. The device may still copy when it is over."""
+
+    def read(self, item: _Stretch) -> None:
+        super().read(item)
+        assert item.carrier is not None
+        item.transfer = self._array.fetch(item.carrier, self._start + item.begin)
+
+    def work(self, item: _Stretch) -> None:
+        assert item.carrier is not None
+        assert item.transfer is not None
+        item.transfer.wait()
+        self._part(item).copy_(item.carrier, non_blocking=True)
+        self._give_back(item)
+
+    def finish(self, item: _Stretch) -> None:
+        pass
+
+
+class _BouncedWrite(_Bounced):
+    """To the disk."""
+
+    def work(self, item: _Stretch) -> None:
+        assert item.carrier is not None
+        item.carrier.copy_(self._part(item))
+        item.transfer = self._array.evict(item.carrier, self._start + item.begin)
+
+    def finish(self, item: _Stretch) -> None:
+        assert item.transfer is not None
+        item.transfer.wait()
+        self._give_back(item)
 
 
 class _Traced:

@@ -48,7 +48,6 @@ class ItemPipeline(Generic[T]):
         self._num_ahead, self._num_unfinished = max(1, num_ahead), num_unfinished
         self._ahead: deque[T] = deque()
         self._unfinished: deque[T] = deque()
-        self._num_leased = 0
 
     def run(self, items: Iterable[T]) -> None:
         """Returns when every item is finished. After a failure nothing is in flight, and the first one is raised."""
@@ -63,20 +62,16 @@ class ItemPipeline(Generic[T]):
             raise
 
     def lease(self) -> Lease:
-        """A buffer of the pool, which nobody else uses meanwhile. Called inside `read`."""
+        """A buffer of the pool for the item that is being read, one for each item. Called inside `read`."""
         assert self._pool is not None
-        while self._num_leased == self._pool.count:
+        while (lease := self._pool.lease_if_free()) is None:
             if self._unfinished:
                 self._finish()
-            else:
+            elif len(self._ahead) > 1:
                 self._work()
-        lease = self._pool.lease()
-        self._num_leased += 1
+            else:  # others have all of them, and this pipeline none
+                return self._pool.lease()
         return lease
-
-    def give_back(self, lease: Lease) -> None:
-        lease.release()
-        self._num_leased -= 1
 
     def _read_ahead(self, source: Iterator[T]) -> bool:
         """Starts reading as far ahead as is allowed; returns whether there is an item to work on."""

@@ -37,13 +37,26 @@ class BufferPool:
     def lease(self) -> Lease:
         """A buffer, waiting until one is free."""
         with self._changed:
-            while not self._free and self._made == self.count:
+            while (found := self._take()) is None:
                 self._changed.wait()
-            if self._free:
-                raw, after = self._free.pop(0)
-            else:
-                raw, after = self._arena.allocate(torch.uint8, self.buffer_bytes), None
-                self._made += 1
+        return self._lend(*found)
+
+    def lease_if_free(self) -> Lease | None:
+        """A buffer, unless all are out."""
+        with self._changed:
+            found = self._take()
+        return None if found is None else self._lend(*found)
+
+    def _take(self) -> tuple[torch.Tensor, torch.cuda.Event | None] | None:
+        if self._free:
+            return self._free.pop(0)
+        if self._made == self.count:
+            return None
+        raw = self._arena.allocate(torch.uint8, self.buffer_bytes)
+        self._made += 1
+        return raw, None
+
+    def _lend(self, raw: torch.Tensor, after: torch.cuda.Event | None) -> Lease:
         if after is not None:
             after.synchronize()
         return Lease(self, raw)

@@ -152,6 +152,7 @@ class Unit:
         # The gathered weights: `Gathering` moves these.
         self.state = WeightState.RELEASED
         self.claims = 0  # visits, past and expected, that want it gathered
+        self.reading: Handle | None = None  # its part comes from disk, ahead of the fetch
         self.fetching: Handle | None = None
 
         # The optimizer's update: `Updates` sets these.

@@ -138,7 +138,7 @@ class Transfer:
         chunk.reads.clear()
         chunk.puts.clear()
         if chunk.lease is not None:
-            self._pipeline.give_back(chunk.lease)
+            chunk.lease.release()
             chunk.lease = None
 
     def _put(self, array: Array, position: int, data: torch.Tensor, waits: list[Waitable]) -> None:

@@ -93,5 +93,5 @@ class Writer:
     def _let_go(self, chunk: WriteChunk) -> None:
         chunk.writing, chunk.bytes = None, chunk.bytes[:0]
         if chunk.lease is not None:
-            self._pipeline.give_back(chunk.lease)
+            chunk.lease.release()
             chunk.lease = None

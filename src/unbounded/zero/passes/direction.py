@@ -13,6 +13,9 @@ wait for their backwards, in any order, as in pipeline schedules.
 Each visit claims the site's units and those that the recorded order expects next, and waits for its own. With several
 ranks the order is also an agreement (see `order`): sites that others run but this rank does not are gathered anyway,
 and a few are kept in case they come later.
+
+A unit on disk takes as long to read as several from the host, so one of those that are fetched ahead is the next one on
+disk, however far it is: while the units before it are used, it is being read.
 """
 
 from __future__ import annotations
@@ -47,6 +50,10 @@ class RunningSite:
     is_outer: bool
     units: Sequence[Unit]
 
+    @property
+    def is_on_disk(self) -> bool:
+        return any(unit.weights.tier == "disk" for unit in self.units)
+
 
 class Pass:
     """One direction of a model. `current` is the innermost site that it is in, as far as it is known."""
@@ -59,6 +66,8 @@ class Pass:
         self._sites, self._gathering = sites, gathering
         self._num_ranks, self._num_ahead = num_ranks, num_ahead
         self._passed: list[RunningSite] = []  # claimed for this rank, but not visited when expected
+        self._on_disk: set[int] = set()  # sites with weights there
+        self._read: RunningSite | None = None  # the one of them that is read ahead
 
     @property
     def is_running(self) -> bool:
@@ -67,6 +76,7 @@ class Pass:
     def begin(self) -> None:
         self.state, self.current = PassState.RUNNING, None
         self._passed.clear()
+        self._read, self._on_disk = None, {site.index for site in self._sites if site.is_on_disk}
         self.order.begin()
 
     def end(self) -> None:
@@ -82,6 +92,7 @@ class Pass:
         for site in self._passed:
             self._gathering.drop(site.units)
         self._passed.clear()
+        self._read_only(None)
 
     def abandon(self) -> None:
         """It will not continue; the caller releases whatever it holds."""
@@ -101,12 +112,29 @@ class Pass:
             self.order.skip()
         else:
             self._passed += [self._sites[index] for index in passed]
-        for index in self.order.issue(self._num_ahead):
+        reads_ahead = self._num_ahead > 1 and bool(self._on_disk)
+        for index in self.order.issue(self._num_ahead - reads_ahead):
             self._gathering.claim(self._sites[index].units)
+        if reads_ahead:
+            self._read_ahead()
         for early in self._passed[:-KEPT_SITES]:
             self._gathering.drop(early.units)
         self._passed = self._passed[-KEPT_SITES:]
         self._gathering.gather(site.units)
+
+    def _read_ahead(self) -> None:
+        """Begins to read the next site on disk once the one before it has been claimed."""
+        index = self.order.next_of(self._on_disk)
+        self._read_only(None if index is None else self._sites[index])
+
+    def _read_only(self, site: RunningSite | None) -> None:
+        """Reads this site ahead, and not the one before, which was claimed or will not be visited."""
+        if site is not self._read:
+            for unit in self._read.units if self._read is not None else ():
+                self._gathering.drop_read(unit)
+            for unit in site.units if site is not None else ():
+                self._gathering.read_ahead(unit)
+        self._read = site
 
     def sites_by_first_visit(self) -> list[RunningSite]:
         """Every site once, in the order in which the next pass is expected to come to them first."""

@@ -1,12 +1,17 @@
 """Gathered weights: who needs a unit's, how they come to the device, and when they are freed.
 
 A unit is gathered while anybody has a claim on it. Fetching runs in its own lane: it waits for the optimizer,
-reads the unit's tier, and gathers the other ranks' parts.
+copies this rank's part from the host, and gathers the other ranks' parts. Parts on disk come by another lane, where
+reading may begin before the fetch is due.
+
+    read     | u7 from disk ----------------- | u14 from disk ------------
+    fetch    | u4 | u5 | u6 |    u7 | u8 | u9 | u10
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -14,7 +19,7 @@ from unbounded.native.bulk import convert, new_tensor
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.phases import Phases, Ticket
-from unbounded.tiers.lane import Lane
+from unbounded.tiers.lane import Handle, Lane
 from unbounded.zero.unit import Unit, WeightState
 
 
@@ -27,11 +32,13 @@ class Gathering:
         phases: Phases,
         device: torch.device,
         lane: Lane,
+        reading: Lane,
         failures: Failures,
         count_bytes: Callable[[int], None],
     ) -> None:
         self.device, self.failures = device, failures
-        self._lane_ranks, self._phases, self._lane = ranks.lane("gather"), phases, lane
+        self._lane_ranks, self._phases = ranks.lane("gather"), phases
+        self._lane, self._reading = lane, reading
         self._count_bytes = count_bytes
         self._released = torch.cuda.Event() if device.type == "cuda" else None
         self._has_joined = False
@@ -45,7 +52,14 @@ class Gathering:
             if self.needs_peers(unit):
                 self._has_joined = True
                 ticket = self._phases.ticket(f"the gather of unit {unit.name!r}")
-            unit.fetching = self._lane.submit(self._fetch, unit, ticket)
+            self.read_ahead(unit)
+            reading, unit.reading = unit.reading, None
+            unit.fetching = self._lane.submit(self._fetch, unit, reading, ticket)
+
+    def read_ahead(self, unit: Unit) -> None:
+        """Starts reading this rank's part of a unit's weights if they are on disk; the unit stays released."""
+        if unit.weights.tier == "disk" and unit.fetching is None and not unit.backing.is_there and not unit.reading:
+            unit.reading = self._reading.submit(self._read, unit)
 
     def order_stream(self, unit: Unit) -> None:
         """Returns when the current stream may read the unit's weights."""
@@ -68,13 +82,33 @@ class Gathering:
     def release(self, unit: Unit) -> None:
         """Frees the bytes of a unit's gathered weights and every claim on them, unless it is resident."""
         unit.claims = 0
+        self.drop_read(unit)
         self._give_up_failed(unit)  # and nobody is left to hear of it
         if unit.resident or self.holding or unit.state is WeightState.RELEASED:
             return
         self.order_stream(unit)
+        self._free(unit)
+        unit.state = WeightState.RELEASED
+
+    def settle(self, unit: Unit) -> None:
+        """Returns when what brings the unit's weights waits no longer for the last update of them."""
+        for handle in (unit.reading, unit.fetching):
+            if handle is not None:
+                handle.settle()
+
+    def drop_read(self, unit: Unit) -> None:
+        """Frees what was read ahead of a fetch that did not come."""
+        reading, unit.reading = unit.reading, None
+        if reading is None:
+            return
+        if not reading.failed():
+            reading.order_stream()
+        if unit.backing.is_there:
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
         self._mark_released()
         unit.deallocate()
-        unit.state = WeightState.RELEASED
         self._count_bytes(-unit.num_bytes)
 
     def invalidate(self, unit: Unit) -> None:
@@ -125,39 +159,80 @@ class Gathering:
         """All ranks of the axis must call this. Gathers what is whole on every rank and was updated."""
         self.gather([unit for unit in units if unit.resident and self.needs_peers(unit)])
 
-    def _fetch(self, unit: Unit, ticket: Ticket | None) -> None:
+    def _read(self, unit: Unit) -> torch.Tensor:
+        """Runs in the reading lane; returns this rank's part."""
+        if unit.weights_ready is not None:
+            unit.weights_ready.order_stream()
+        part = self._make_part(unit)
+        unit.weights.fetch(part).order_stream()
+        return part
+
+    def _fetch(self, unit: Unit, reading: Handle | None, ticket: Ticket | None) -> None:
         """Runs in the fetch lane. With peers, a unit is always gathered, because they will gather it too."""
+        part = None
         with self.failures.noting():
-            if unit.weights_ready is not None:
+            if reading is not None:
+                part = reading.order_stream()
+            elif unit.weights_ready is not None:
                 unit.weights_ready.order_stream()
-        if not unit.resident:
-            unit.allocate()
-            self._count_bytes(unit.num_bytes)
-        if self._released is not None:
-            torch.cuda.current_stream().wait_event(self._released)
+        self._wait_for_releases()
         if unit.resident:
             if self.needs_peers(unit):
                 self._gather(unit, convert(unit.owned_part(), unit.dtype, copy=True), ticket)
-        elif self.needs_peers(unit):
-            shard = unit.weights.direct
-            if shard is None or shard.device != self.device:
-                shard = new_tensor(unit.weights.numel, unit.dtype, self.device)
-                self._fetch_owned(unit, shard)
-            self._gather(unit, shard, ticket)
-        else:
-            self._fetch_owned(unit, unit.buffer)
+            return
+        if part is None:
+            part = self._bring_part(unit, is_lost=reading is not None)
+        if self.needs_peers(unit):
+            with self._taking_memory():
+                self._allocate(unit)
+            self._gather(unit, part, ticket)
+
+    def _bring_part(self, unit: Unit, *, is_lost: bool) -> torch.Tensor:
+        """This rank's part, on the device. If it is lost, zeros and not garbage until the ranks have met."""
+        direct = unit.weights.direct
+        if self.needs_peers(unit) and direct is not None and direct.device == self.device:
+            return direct
+        part = self._make_part(unit)
+        if is_lost:
+            return part.zero_()
+        unit.weights.fetch(part).order_stream()
+        return part
+
+    def _make_part(self, unit: Unit) -> torch.Tensor:
+        """Memory for this rank's part: the unit's own if it is all of it."""
+        with self._taking_memory():
+            if self.needs_peers(unit):
+                return new_tensor(unit.weights.numel, unit.dtype, self.device)
+            self._allocate(unit)
+            return unit.buffer
+
+    @contextlib.contextmanager
+    def _taking_memory(self) -> Iterator[None]:
+        """Memory that is taken inside belongs to the fetch lane's stream, whichever lane takes it: the allocator gives
+        what one stream has freed only to that stream again. The caller's stream may use it afterwards."""
+        if self._lane.stream is None:
+            yield
+            self._wait_for_releases()
+            return
+        with torch.cuda.stream(self._lane.stream):
+            yield
+            self._wait_for_releases()
+        torch.cuda.current_stream().wait_stream(self._lane.stream)
+
+    def _allocate(self, unit: Unit) -> None:
+        if not unit.backing.is_there:
+            unit.allocate()
+            self._count_bytes(unit.num_bytes)
+
+    def _wait_for_releases(self) -> None:
+        """What was freed may still be in use by work that is queued on the device."""
+        if self._released is not None:
+            torch.cuda.current_stream().wait_event(self._released)
 
     def _gather(self, unit: Unit, shard: torch.Tensor, ticket: Ticket | None) -> None:
         if ticket is not None:
             ticket.wait()
         self._lane_ranks.gather(unit.buffer, shard, unit.name)
-
-    def _fetch_owned(self, unit: Unit, target: torch.Tensor) -> None:
-        """Makes the lane's stream wait for the copy; the host waits only if the disk is read."""
-        with self.failures.noting():
-            unit.weights.fetch(target).order_stream()
-            return
-        target.zero_()  # the read failed: zeros and not garbage until the ranks have met
 
     def needs_peers(self, unit: Unit) -> bool:
         """Whether other ranks hold a part of the unit."""

@@ -9,7 +9,7 @@ order, still issue the same sequence of collectives. `issue` gives the next stre
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 # After so many passes without a site, the agreed order leaves it out.
 IDLE_PASSES = 100
@@ -59,6 +59,11 @@ class Order:
         stretch = self.expected[self._issued : stop]
         self._issued = max(self._issued, stop)
         return stretch
+
+    def next_of(self, sites: Set[int]) -> int | None:
+        """The first of `sites` that has not been issued, if there is one."""
+        rest = map(self.expected.__getitem__, range(self._issued, len(self.expected)))
+        return next((site for site in rest if site in sites), None)
 
     def end(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The pass is over; returns what was issued for visits that did not come, and what was not issued."""

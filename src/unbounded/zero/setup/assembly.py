@@ -168,7 +168,13 @@ class Assembly:
             device=self.device,
             phases=phases,
             gathering=Gathering(
-                ranks, phases, self.device, self._lane("fetch"), failures, partial(thawing.tiers.count, "device")
+                ranks,
+                phases,
+                self.device,
+                self._lane("fetch"),
+                self._lane("read"),
+                failures,
+                partial(thawing.tiers.count, "device"),
             ),
             reduction=reduction,
             prefetch_units=self.plan.prefetch_units,

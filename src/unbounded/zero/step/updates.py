@@ -186,8 +186,7 @@ class Updates:
                 basis = basis_of(unit, jobs, math.nan)
                 work = UnitUpdate(unit, pieces, Handle(), Handle(), unit.states_written, basis)
                 queued[lane].append(work)
-                if unit.fetching is not None:
-                    unit.fetching.settle()  # it must wait for the update before this one, not for this one
+                self.engine.gathering.settle(unit)  # it waits for the update before this one, not for this one
                 unit.weights_ready, unit.states_written = work.home, work.written
                 unit.gradient.reading = work.written
                 outdate(unit)
