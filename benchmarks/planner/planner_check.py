@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -216,25 +216,23 @@ def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     torch.zeros(1, device=device)
-    build(replace(case, size="tiny"), disk_path)  # what is imported for it is no part of what a model takes
-    before = anonymous_bytes()
+    imported = import_models(case)
     model, optimizer = build(case, disk_path)
     tokens = case.rows * case.sequence
     machine = unbounded.Machine.load(machine_path)
     predicted = predict_step(model, tokens=tokens, sequence=case.sequence, accumulate=case.accumulate, machine=machine)
     assert predicted is not None, "predicted not to fit"
-    times, host = train(case, model, optimizer)
-    held = {tier: predicted.tier_bytes(tier) for tier in ("device", "host")}
-    if not has_gpu:  # both are the process's own memory
-        held = {"device": 0.0, "host": held["device"] + held["host"]}
+    forget_peak()
+    times = train(case, model, optimizer)
     return {
         "tokens": tokens * case.accumulate,
         "predicted_seconds": predicted.seconds,
         "seconds": typical(times),
-        "predicted_device_bytes": held["device"],
+        "predicted_device_bytes": predicted.tier_bytes("device") if has_gpu else 0.0,
         "device_bytes": torch.cuda.max_memory_allocated() if has_gpu else 0,
-        "predicted_host_bytes": held["host"],
-        "host_bytes": host - before,
+        "predicted_host_bytes": predicted.resident_bytes + imported,
+        "host_bytes": own_memory("VmHWM"),
+        "process_bytes": machine.process_bytes + imported,
         "bottleneck": predicted.bottleneck,
         "phases": predicted.phases(),
         "held": predicted.held,
@@ -244,27 +242,35 @@ def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
     }
 
 
-def train(case: Case, model: Any, optimizer: Any) -> tuple[list[float], int]:
-    """Seconds of each step, and the most that the process had of host memory."""
+def import_models(case: Case) -> int:
+    """What the script's own libraries take, which are no part of what `Machine.measure()` has seen."""
+    before = own_memory("VmRSS")
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    if case.lora:
+        import peft  # noqa: F401
+    return own_memory("VmRSS") - before
+
+
+def train(case: Case, model: Any, optimizer: Any) -> list[float]:
+    """Seconds of each step."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    times, host = [], 0
+    times = []
     for _ in range(case.steps):
         start = time.perf_counter()
         for _ in range(case.accumulate):
             batch = torch.randint(0, SIZES[case.size][4], (case.rows, case.sequence), device=device)
             loss = model(input_ids=batch, labels=batch).loss / case.accumulate
-            host = max(host, anonymous_bytes())
             loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        host = max(host, anonymous_bytes())
         times.append(time.perf_counter() - start)
-    return times, host
+    return times
 
 
 def typical(times: list[float]) -> float:
@@ -276,9 +282,14 @@ def warmed(times: list[float]) -> list[float]:
     return times[min(WARM_STEPS, len(times) - 1) :]
 
 
-def anonymous_bytes() -> int:
+def own_memory(field: str) -> int:
+    """Bytes of this process: "VmRSS" is its resident set, "VmHWM" the most that it was since `forget_peak`."""
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:"))
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def errors(row: dict[str, Any]) -> dict[str, float]:

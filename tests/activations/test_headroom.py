@@ -12,6 +12,7 @@ import torch
 import unbounded
 from tests.activations.models import Stack, make, tokens
 from unbounded.activations.headroom import Headroom, Tails, choose_policy
+from unbounded.activations.rehearsal import BlockSizes, PassSizes, rehearse
 from unbounded.planner.sizes import GAPS_PART
 from unbounded.sharding import running
 
@@ -254,3 +255,28 @@ def test_policies_are_chosen_from_the_cheapest_on() -> None:
 
     assert [choose(free) for free in (64, 63, 55, 54)] == ["keep", "recompute", "recompute", "host"]
     assert [choose(free, None) for free in (514, 513, 53, 52)] == ["keep", "recompute", "recompute", "host"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_rehearsal_ends_with_what_the_blocks_of_a_training_settle_on(seed: int) -> None:
+    random = Random(seed)
+    num_blocks, kept = random.randint(1, 40), random.randint(2, 40) * 2**20
+    tail, states = kept + random.randint(0, 60) * 2**20, random.randint(0, 200) * 2**20
+    limit = states + tail + random.randint(0, (num_blocks + 2) * kept + tail)
+    run = Training(states=states, limit=limit, num_blocks=num_blocks, kept=kept, tail=tail, host=2**62)
+    seen = [run.step() for _ in range(10)][-1]
+    found = rehearse([BlockSizes(2**20, kept)] * num_blocks, PassSizes(states, tail, tail, 0), limit)
+    assert Counter(found) == seen
+
+
+def test_until_a_block_was_kept_a_rehearsal_expects_it_to_take_as_much_as_the_tail() -> None:
+    """As a headroom does, which has then seen a block only as a part of the tail."""
+    inputs, kept, tail, num_blocks = 128 * 2**20, 2300 * 2**20, 4300 * 2**20, 32
+    least = num_blocks * inputs + tail
+    blocks, sizes = [BlockSizes(inputs, kept)] * num_blocks, PassSizes(0, tail, tail, 0)
+    between = 3500 * 2**20  # more than one keeps, and than is assumed of it at first
+    assert set(rehearse(blocks, sizes, least + between)) == {"recompute"}
+    assert rehearse(blocks, sizes, least + tail).count("keep") == 1
+    assert set(rehearse(blocks, sizes, least + (num_blocks + 1) * kept)) == {"keep"}
+    much = PassSizes(0, tail, tail, least + (num_blocks + 1) * kept)  # gradients, when activations are gone
+    assert set(rehearse(blocks, much, least + (num_blocks + 1) * kept)) != {"keep"}

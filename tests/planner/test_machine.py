@@ -64,8 +64,8 @@ def break_file(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": VERSION - 1}, r"has version 1, but this release reads 2. Measure again"),
-        ({"version": VERSION + 1}, r"has version 3, but this release reads 2. Measure again"),
+        ({"version": VERSION - 1}, r"has version 2, but this release reads 3. Measure again"),
+        ({"version": VERSION + 1}, r"has version 4, but this release reads 3. Measure again"),
         ({"version": None}, r"has no version"),
         ({"matmul_flops": -1}, r"matmul_flops is -1, which is impossible"),
         ({"device_bytes": 0}, r"device_bytes is 0, which is impossible"),
@@ -75,7 +75,7 @@ def break_file(path: Path, **changes: Any) -> Path:
         ({"host_bandwidth": float("nan")}, r"not a number"),
         ({"disk_write": 0}, r"has disk_bytes but a disk_write of 0"),
         ({"devices": 1.5}, r"must be a whole number"),
-        ({"version": float(VERSION)}, r"has version 2.0, but this release reads 2"),
+        ({"version": float(VERSION)}, r"has version 3.0, but this release reads 3"),
         ({"matmul_flops": 1e-300}, r"matmul_flops is 1e-300, which is impossible"),
         ({"host_bytes": 10**400}, r"host_bytes is more than 10\^30, which is impossible"),
         ({"devices": 10**9}, r"devices is 1000000000, which is impossible. Give 1 to 65536"),

@@ -24,7 +24,7 @@ from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
 from unbounded.cli.plan_page import COLUMNS
 from unbounded.errors import BudgetError, PlanError
-from unbounded.planner.machine import saved_path
+from unbounded.planner.machine import VERSION, saved_path
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planning.running_step import predict_step
 from unbounded.sharding import block_policies
@@ -110,7 +110,7 @@ def test_a_sharded_model_is_predicted_only_with_a_measured_machine(
     slow = predict_step(model, tokens=64, sequence=16, accumulate=2, machine=adds_slowly)
     assert slow is not None
     assert slow.seconds > 2 * twice.seconds
-    saved_path().write_text(UNMEASURED.to_json().replace('"version": 2', '"version": 1'))
+    saved_path().write_text(UNMEASURED.to_json().replace(f'"version": {VERSION}', f'"version": {VERSION - 1}'))
     assert predict_step(model, tokens=64, sequence=16) is None
 
 

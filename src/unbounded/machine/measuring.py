@@ -22,6 +22,7 @@ from torch import nn
 from unbounded.machine.additions import measure_additions
 from unbounded.machine.block import reached_part
 from unbounded.machine.disk import measure_disk
+from unbounded.machine.libraries import measure_libraries
 from unbounded.machine.timing import least_seconds
 from unbounded.native import kernels
 from unbounded.native.host_memory import available_bytes, host_buffer
@@ -43,6 +44,7 @@ def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         **_measure_host(),
         **measure_additions(device),
         **measure_disk(folder),
+        **measure_libraries(),
     }
     free = available_bytes()
     if device.type == "cuda":

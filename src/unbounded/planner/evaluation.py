@@ -255,7 +255,7 @@ class _WayProgram:
         """Bytes by tier and kind; for the device, when it holds the most."""
         turn, end = self._at("turn", found), self._at("end", found)
         held = turn if sum(turn["device"].values()) >= sum(end["device"].values()) else end
-        if any(held[tier] for tier in TIERS[1:]):
+        if self.request.buffer_bytes and any(held[tier] for tier in TIERS[1:]):
             held["host"]["buffers"] = float(self.request.buffer_bytes)
         return held
 

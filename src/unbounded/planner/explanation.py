@@ -9,7 +9,7 @@ from unbounded.planner.evaluation import Candidate
 from unbounded.planner.plan import TIERS
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import LANES
-from unbounded.planner.step.prediction import NAMES, REMEDIES
+from unbounded.planner.step.prediction import NAMES, REMEDIES, Prediction
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "working memory", "buffers")
 
@@ -47,7 +47,17 @@ def bytes_table(candidate: Candidate) -> list[str]:
     for kind in KINDS:
         if any(held[tier].get(kind) for tier in TIERS):
             lines.append(f"{kind:<16}" + "".join(f"{_bytes(held[tier].get(kind, 0.0)):>12}" for tier in TIERS))
-    return [*lines, f"{'together':<16}" + "".join(f"{_bytes(sum(held[tier].values())):>12}" for tier in TIERS)]
+    lines.append(f"{'together':<16}" + "".join(f"{_bytes(sum(held[tier].values())):>12}" for tier in TIERS))
+    return [*lines, *_process(candidate.prediction)]
+
+
+def _process(prediction: Prediction) -> list[str]:
+    """What the process takes of the host with its libraries, which no budget counts."""
+    libraries = prediction.machine.process_bytes
+    if not libraries:
+        return []
+    whole = format_bytes(prediction.resident_bytes)
+    return [f"process      {whole} of host memory at its peak, including {format_bytes(libraries)} of libraries"]
 
 
 def bottleneck(candidate: Candidate) -> list[str]:
@@ -86,6 +96,7 @@ def as_values(candidate: Candidate) -> dict[str, Any]:
         "phases": prediction.phases(),
         "lanes_busy_seconds": prediction.busy(),
         "bytes_per_rank": {tier: dict(prediction.held[tier]) for tier in TIERS},
+        "resident_bytes_per_rank": prediction.resident_bytes,
         "weights": {name: where.weights for name, where in candidate.places},
         "gradients": {name: where.gradients for name, where in candidate.places},
         "optimizer": {name: where.optimizer for name, where in candidate.places},

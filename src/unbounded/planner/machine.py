@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from unbounded.errors import PlanError
 
-VERSION = 2
+VERSION = 3
 _M = TypeVar("_M", bound="MachineRates")
 _OPTIONAL = (
     "kernel_seconds", "host_compact_rate", "host_add_rate", "peer_bandwidth", "network_bandwidth",
-    "disk_bytes", "disk_read", "disk_write", "disk_both",
+    "disk_bytes", "disk_read", "disk_write", "disk_both", "process_bytes",
 )  # fmt: skip
 _WORDS: dict[str, type] = {"name": str, "sources": Mapping, "is_cpu": bool}
 # What numbers can be true of some machine; others are bytes, bytes per second and FLOP/s.
@@ -60,6 +60,7 @@ class MachineRates:
     peer_bandwidth: float = 0.0  # of a device, into collectives inside a node; 0: through the host
     network_bandwidth: float = 0.0  # of a node, into collectives between nodes
     kernel_seconds: float = 0.0  # the least time of one eager operation
+    process_bytes: int = 0  # of host memory that a process takes before it has a model; 0: not known
     is_cpu: bool = False  # the device is the host itself
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 

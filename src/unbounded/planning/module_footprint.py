@@ -130,20 +130,30 @@ def _part(
     """One unit. The cost of its module, for all that its units train, is charged to the module's first unit."""
     numel = sum(slot.numel for slot in spec.layout.slots)
     trained = numel if spec.trainable else 0
+    is_root = not spec.site.name
+    is_outer = spec.site.is_outer or is_root
     if not is_charged:
-        return UnitFootprint(spec.name, numel, trained_numel=trained)
+        return UnitFootprint(spec.name, numel, trained_numel=trained, is_outer=is_outer)
     is_block = bool(spec.site.name) and not _is_leaf(spec.site.module)
     same = [other for other in specs if other.site is spec.site]
     total = sum(slot.numel for other in same for slot in other.layout.slots)
     learnt = sum(slot.numel for other in same if other.trainable for slot in other.layout.slots)
-    is_root = not spec.site.name
     cost = Cost() if is_root and has_head else _cost(spec.site.module, shape, is_block=is_block, is_root=is_root)
     unkept = _unkept_bytes(spec.site.module, shape) if shape is not None and is_block else 0.0
     cost = replace(cost, trained=cost.products * learnt / max(1, total), kept=cost.kept - unkept)
     cost = widen(cost) if spec.dtype == torch.float32 else cost
     largest = max((slot.numel for slot in spec.layout.slots), default=0)
-    module = spec.site.name
-    return UnitFootprint(spec.name, numel, 1, cost, trained, is_block=is_block, largest=largest, module=module)
+    return UnitFootprint(
+        spec.name,
+        numel,
+        1,
+        cost,
+        trained,
+        is_block=is_block,
+        is_outer=is_outer,
+        largest=largest,
+        module=spec.site.name,
+    )
 
 
 def _unkept_bytes(block: nn.Module, shape: Shape) -> float:

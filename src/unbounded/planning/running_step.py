@@ -10,7 +10,8 @@ from dataclasses import replace
 from torch import nn
 
 from unbounded.activations.checkpointed import attached_to
-from unbounded.activations.headroom import choose_policy
+from unbounded.activations.rehearsal import BlockSizes, PassSizes, rehearse
+from unbounded.native.host_memory import PAGE_BYTES
 from unbounded.optim.formats import DTYPES
 from unbounded.planner.evaluation import Request, evaluate
 from unbounded.planner.machine import MachineRates, saved_machine
@@ -23,11 +24,12 @@ from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.logits import tile_bytes
-from unbounded.planner.step.peaks import kept_bytes, working_bytes
+from unbounded.planner.step.peaks import gathered_bytes, kept_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planning.module_footprint import footprint_of_module, rule_bytes
 from unbounded.sharding.running import sharded
 from unbounded.tiers import budget as budgets
+from unbounded.tiers.budget import SUM_BYTES
 from unbounded.zero.setup.assembly import Sharded
 
 
@@ -97,25 +99,21 @@ def _running_policies(
         return ()
     weights = dict(state.plan.weights) if isinstance(state.plan.weights, tuple) else {}
     gathers = any(tier != "device" for tier in weights.values()) or (setup.stage == 3 and setup.data > 1)
-    free: float = headroom.limit_bytes - state.tiers.use()["device"].used_bytes
-    sizes = [(setup.tokens * part.cost.input, kept_bytes(part, setup)) for part in blocks]
-    turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=False)
-    if turn + sum(kept for _, kept in sizes) <= free:
-        return tuple((part.block_name, "keep") for part in blocks)
-    turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=True)
-    chosen = []
-    for index, (part, (entering, kept)) in enumerate(zip(blocks, sizes, strict=True)):
-        policy = choose_policy(
-            free_bytes=int(free),
-            input_bytes=int(entering),
-            kept_bytes=int(kept),
-            num_later=len(blocks) - index - 1,
-            tail_bytes=int(turn),
-            first_tail=0,
-        )
-        free -= {"keep": kept, "recompute": entering, "host": 0.0}[policy]
-        chosen.append((part.block_name, policy))
-    return tuple(chosen)
+    ring = gathered_bytes(footprint, setup) if gathers else 0.0
+    turn, end = working_bytes(footprint, setup, gathers=gathers, recomputes=True)
+    kept_turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=False)
+    gradients = sum(unit.gradient.device_bytes for unit in state.engine.units)
+    policies = rehearse(
+        [BlockSizes(int(setup.tokens * part.cost.input), int(kept_bytes(part, setup))) for part in blocks],
+        PassSizes(
+            start_bytes=int(state.tiers.use()["device"].used_bytes + ring),
+            turn_bytes=int(turn - ring),
+            kept_turn_bytes=int(kept_turn - ring),
+            end_bytes=int(end - ring + gradients),
+        ),
+        headroom.limit_bytes,
+    )
+    return tuple((part.block_name, policy) for part, policy in zip(blocks, policies, strict=True))
 
 
 def _is_closed(plan: Plan) -> bool:
@@ -125,15 +123,15 @@ def _is_closed(plan: Plan) -> bool:
 
 
 def _buffer_bytes(state: Sharded) -> int:
-    """Bytes of all leased buffers. Those for updates exist only if states are on disk, and hold no more than there is
-    to move through them."""
-    units, plan = state.engine.units, state.plan
-    held = {"host": 0, "disk": 0, "device": 0}
-    for unit in units:
-        for array in (unit.weights, *unit.states.values()):
-            held[array.tier] += array.numel * array.dtype.itemsize
-    for unit, (_, tier) in zip(units, (plan.gradients or ()) if plan.keeps_gradients else (), strict=False):
-        held[tier] += (unit.owned[1] - unit.owned[0]) * unit.dtype.itemsize if unit.states else 0
-    drafts = state.optimizer.updates.drafts.num_bytes if state.optimizer is not None else 0
-    planned = max(0, state.tiers.planned_host_bytes - held["host"] - drafts)
-    return min(planned, held["disk"] if held["disk"] else 2**27, max(held.values()))
+    """Host memory of what a step takes besides states: buffers of updates and of what the disk cannot reach, second
+    sets of states, and checksums of what is on disk."""
+    units, bounce = state.engine.units, state.bounce
+    arrays = [array for unit in units for array in unit.arrays().values()]
+    on_disk = sum(array.numel * array.dtype.itemsize for array in arrays if array.tier == "disk")
+    sums = SUM_BYTES * (on_disk // PAGE_BYTES) if state.plan.disk_checksums else 0
+    reached = state.engine.device.type == "cpu"  # gathered weights and gradients are on the host themselves
+    fetched = any(unit.weights.tier == "disk" for unit in units) and not reached
+    stored = any(unit.gradient.tier == "disk" for unit in units) and not reached
+    bounced = (fetched + stored) * bounce.buffer_bytes  # each by a lane, one buffer at a time
+    updates = state.optimizer.updates if state.optimizer is not None else None
+    return sums + bounced + (updates.buffer_bytes() + updates.drafts.num_bytes if updates is not None else 0)

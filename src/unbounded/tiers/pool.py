@@ -34,6 +34,10 @@ class BufferPool:
         self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._changed = threading.Condition()
 
+    @property
+    def is_pinned(self) -> bool:
+        return self._arena.pin
+
     def lease(self) -> Lease:
         """A buffer, waiting until one is free."""
         with self._changed:

@@ -81,6 +81,7 @@ class UnitFootprint:
     cost: Cost = field(default_factory=Cost)
     trained_numel: int | None = None  # None: all of it
     is_block: bool = False
+    is_outer: bool = False  # other units are inside its module, so it is gathered for the whole pass
     largest: int = 0  # elements of its largest matrix
     module: str = ""  # the name by which policies go, if the module has several units; "": the unit's
 
@@ -199,14 +200,19 @@ def footprint_of(shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes |
         num_kernels=12,
     )
     parts = [
-        UnitFootprint("embedding", shape.embedding_numel, cost=Cost(moved=4 * hidden, num_kernels=4)),
+        UnitFootprint(
+            "embedding",
+            shape.embedding_numel,
+            cost=Cost(moved=4 * hidden, num_kernels=4),
+            is_outer=shape.tied,
+        ),
         UnitFootprint("blocks", shape.block_numel, shape.layers, block, is_block=True, largest=hidden * shape.ffn),
     ]
     if shape.tied:
-        parts.append(UnitFootprint("root", shape.root_numel, cost=head))
+        parts.append(UnitFootprint("root", shape.root_numel, cost=head, is_outer=True))
     else:
         parts.append(UnitFootprint("head", shape.head_numel, cost=head))
-        parts.append(UnitFootprint("root", shape.root_numel))
+        parts.append(UnitFootprint("root", shape.root_numel, is_outer=True))
     return Footprint(
         shape.name,
         tuple(parts),

@@ -23,8 +23,15 @@ def tile_bytes(device_type: str, device_bytes: float | None) -> int:
 def loss_bytes(footprint: Footprint, setup: Setup) -> float:
     """At the peak of the loss of one micro-batch."""
     logits = setup.tokens * footprint.vocabulary * footprint.states.weights / setup.tensor
+    head = _trained_head(footprint) * footprint.states.gradients / setup.tensor
     if not setup.logits_tile_bytes or logits <= setup.logits_tile_bytes:
-        return setup.tokens * footprint.logits_bytes / setup.tensor
-    head = footprint.vocabulary * footprint.hidden * footprint.states.weights / setup.tensor
+        # The loss itself, or its gradient while the head's is made from it.
+        return max(setup.tokens * footprint.logits_bytes / setup.tensor, logits + HEAD_COPIES * head)
     hidden = setup.tokens * footprint.hidden * HIDDEN_BYTES * footprint.states.weights / 2
     return setup.logits_tile_bytes + hidden + HEAD_COPIES * head
+
+
+def _trained_head(footprint: Footprint) -> int:
+    """Elements of the head that get a gradient: none if it is frozen."""
+    outside = max((part.trained for part in footprint.parts if not part.is_block), default=0)
+    return min(footprint.vocabulary * footprint.hidden, outside)

@@ -43,16 +43,29 @@ def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomput
     """Device memory at the turn and at the end besides states and what blocks keep: units being gathered, gradients
     being moved, the loss, or one block that is recomputed for its backward."""
     states = footprint.states
-    largest = max((part.numel for part in footprint.parts), default=0) / setup.tensor * states.weights
     trained = max((part.trained for part in footprint.parts), default=0) / setup.tensor * states.gradients
     if setup.tile_bytes:
-        largest, trained = min(largest, setup.tile_bytes), min(trained, setup.tile_bytes)
-    ring = (setup.prefetch_units + 2) * largest if gathers else 0.0
+        trained = min(trained, setup.tile_bytes)
+    ring = gathered_bytes(footprint, setup) if gathers else 0.0
     blocks = [part for part in footprint.parts if part.is_block]
     back = max((_back_bytes(part, setup) for part in blocks), default=0.0)
     back += max((kept_bytes(part, setup) for part in blocks), default=0.0) if recomputes else 0.0
     made = min(trained, max((part.trained for part in blocks), default=0) / setup.tensor * states.gradients)
     return ring + max(back + made, loss_bytes(footprint, setup)), ring + back + 2 * trained
+
+
+def gathered_bytes(footprint: Footprint, setup: Setup) -> float:
+    """The most weights that are gathered at a time: the unit in use, those fetched ahead of it, the one before it, and
+    all that are around others, which stay for the whole pass."""
+    width, outer, inner = setup.prefetch_units + 2, 0.0, []
+    for part in footprint.parts:
+        size = part.numel / setup.tensor * footprint.states.weights
+        size = min(size, setup.tile_bytes) if setup.tile_bytes else size
+        if part.is_outer:
+            outer += part.count * size
+        else:
+            inner += min(part.count, width) * [size]  # more of them make no larger window
+    return outer + max(sum(inner[start : start + width]) for start in range(len(inner) or 1))
 
 
 def _back_bytes(part: UnitFootprint, setup: Setup) -> float:

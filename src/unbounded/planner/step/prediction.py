@@ -95,7 +95,14 @@ class Prediction:
         return sum(self.phases(without=[name for name in LANES if name == lane or _same(name, lane)]).values())
 
     def tier_bytes(self, tier: str) -> float:
+        """What one rank takes of a tier's budget."""
         return sum(self.held.get(tier, {}).values())
+
+    @property
+    def resident_bytes(self) -> float:
+        """The resident set of one rank's process at its peak: what it holds on the host, and its libraries."""
+        on_device = self.tier_bytes("device") if self.machine.is_cpu else 0.0
+        return self.tier_bytes("host") + on_device + self.machine.process_bytes
 
 
 def _same(name: str, lane: str) -> bool:

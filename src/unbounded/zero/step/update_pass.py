@@ -236,6 +236,14 @@ def needs_buffers(unit: Unit) -> bool:
     return any(array is None or array.direct is None or array.direct.device != device for array in _arrays(unit))
 
 
+def moved_sizes(unit: Unit) -> list[int]:
+    """Bytes of an element of each array that an update on the host brings into a buffer."""
+    arrays = [(unit.weights.tier, unit.weights.dtype), (unit.gradient.tier, unit.gradient.store.dtype)]
+    arrays += [(array.tier, array.dtype) for array in unit.states.values()]
+    near = ("host", "device") if unit.device.type == "cpu" else ("host",)
+    return [dtype.itemsize for tier, dtype in arrays if tier not in near]
+
+
 def touches_disk(unit: Unit) -> bool:
     """Whether any array of the unit has to be read from the disk."""
     return any(array is not None and array.tier == "disk" for array in _arrays(unit))

@@ -35,6 +35,7 @@ from unbounded.zero.step.update_pass import (
     UpdatePass,
     cut_pieces,
     kernel_device,
+    moved_sizes,
     needs_buffers,
     plan_jobs,
     steps_after,
@@ -107,6 +108,7 @@ class Updates:
         exchange: HomeExchange | None = None,
     ) -> None:
         self.engine, self.lanes = engine, lanes
+        self._buffers, self._depth = buffers, depth
         self._piece_numel = buffers.buffer_bytes // 4
         # A disk is far slower than the kernel: a few threads keep up with it, while all of them work on host memory.
         few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
@@ -153,6 +155,23 @@ class Updates:
             self._run_now(unit, pieces)
             if not unit.is_whole or not unit.resident:
                 outdate(unit)
+
+    def buffer_bytes(self) -> int:
+        """Host memory of the buffers that a step of all units takes: as many as are out at a time, as far as they are
+        filled. (What is pinned is there to its end.)"""
+        num_pieces = most_arrays = largest = 0
+        for unit in self.engine.units:
+            if unit.rule is None or unit.needs_wholes or kernel_device(unit).type != "cpu":
+                continue
+            sizes = moved_sizes(unit)
+            if sizes:
+                numel = unit.owned[1] - unit.owned[0]
+                num_pieces += -(-numel // self._piece_numel)
+                most_arrays = max(most_arrays, len(sizes))
+                largest = max(largest, min(numel, self._piece_numel) * max(sizes))
+        in_flight = min(num_pieces, 2 * self._depth - 1)  # see `ItemPipeline`
+        filled = self._buffers.buffer_bytes if self._buffers.is_pinned else min(largest, self._buffers.buffer_bytes)
+        return min(in_flight * most_arrays, self._buffers.count) * filled
 
     def _plan(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> tuple[list[Job], list[Piece]]:
         gradient = unit.gradient
