@@ -10,7 +10,7 @@ cannot be best:
   byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8);
 - work of host, disk and links counts a little even when it is hidden; among equals, the one that takes the least of
   the device wins, because activations can use it. The first units get the fastest places: the next forward needs them
-  first. Only weights on disk are spread evenly, because passes read one unit while they use those before it.
+  first. Only weights on disk are spread over the model, because passes read one unit while they use those before it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, fi
 HIDDEN_COSTS = {"host memory": 0.05, "disk": 0.05, "to device": 0.01, "to host": 0.01}
 # Device memory counts too, but only enough to break ties.
 HELD_COST = 1e-6
+# The last of so many equal parts of the units have no weights on disk, unless nearly all have.
+LAST_PART = 6
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class StateChoice:
         return build_program(self.groups(), self.options.setup, [room[tier] for tier in TIERS], base=None)
 
     def places(self, solution: Solution) -> tuple[UnitPlace, ...]:
-        """Units in order, the fastest places first; those whose weights are on disk evenly among the others."""
+        """Units in order, the fastest places first; those whose weights are on disk among the others."""
         chosen: dict[int, UnitPlace] = {}
         for (_, places, positions), counts in zip(self.members, solution.counts, strict=False):
             spread = [where for where, count in zip(places, counts, strict=True) for _ in range(count)]
@@ -179,11 +181,13 @@ class StateChoice:
 
 
 def spread_disk(places: Sequence[UnitPlace]) -> list[UnitPlace]:
-    """Moves places with weights on disk apart: passes read one while they use the units before it."""
+    """Moves places with weights on disk apart: passes read one while they use the units before it. The last units have
+    none, because a backward begins there with a full device and has no room to read ahead."""
     slow = [where for where in places if where.weights == "disk"]
     order = [where for where in places if where.weights != "disk"]
+    num_spread = len(places) - len(places) // LAST_PART
     for index, where in enumerate(slow):
-        order.insert((2 * index + 1) * len(places) // (2 * len(slow)), where)
+        order.insert((2 * index + 1) * num_spread // (2 * len(slow)), where)
     return order
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import DeviceMeter, Headroom
 from unbounded.activations.promise import DevicePromise, promise_device
+from unbounded.activations.read_room import ReadRoom
 from unbounded.activations.shelf import Shelf
 from unbounded.errors import BudgetError
 from unbounded.native.host_memory import available_bytes
@@ -78,11 +79,27 @@ def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
         has_host_room=shelf_of(model).buffers.has_room,
         trim_host=shelf_of(model).buffers.trim,
         growth_bytes=state.engine.gradients.growth_bytes if state is not None else lambda: 0,
-        renew_limit=(lambda: allocatable_bytes(promise.cap_bytes)) if promise is not None else None,
+        renew_limit=partial(_limit, promise) if promise is not None else None,
     )
     if promise is not None:
         promise.on_shortage = headroom.note_shortage
     return headroom
+
+
+def limit_reads(model: nn.Module, state: Sharded) -> None:
+    """Weights on disk are read ahead only where the GPU has room for them."""
+    gathering, promise = state.engine.gathering, _promises.get(model)
+    if gathering.device.type == "cuda":
+        whole = allocatable_bytes(device_limit(model))
+        gathering.room = ReadRoom(
+            DeviceMeter(gathering.device),
+            limit=partial(_limit, promise) if promise is not None else lambda: whole,
+            gathered=lambda: gathering.gathered_bytes,
+        )
+
+
+def _limit(promise: DevicePromise) -> int:
+    return allocatable_bytes(promise.cap_bytes)
 
 
 def shelf_of(model: nn.Module) -> Shelf:

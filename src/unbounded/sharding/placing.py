@@ -29,7 +29,7 @@ from unbounded.planner.plan import Plan
 from unbounded.ranks.cut import Cut
 from unbounded.sharding import device_room, running
 from unbounded.sharding.block_policies import checkpoint_activations, close_activations, lifted_policies
-from unbounded.sharding.device_room import balance, keep_promise, may_balance, promise_budget
+from unbounded.sharding.device_room import balance, keep_promise, limit_reads, may_balance, promise_budget
 from unbounded.sharding.running import enrol, is_sharded, pipeline, sharded
 from unbounded.weights.grafts import Grafts
 from unbounded.weights.pretrained import install_weights
@@ -95,6 +95,7 @@ def shard(
             parts.hollow.answer = lambda *call: pipeline(model).answer(*call)
         if promise is not None:
             keep_promise(model, state, promise)
+        limit_reads(model, state)
     if blueprint.plan.activations is not None:
         checkpoint_activations(model, blueprint.plan.activations)
     state.add_detach(DeferredHeads(model, device_bytes=blueprint.plan.device_bytes, cut=parts.heads).remove)

@@ -15,7 +15,7 @@ ranks the order is also an agreement (see `order`): sites that others run but th
 and a few are kept in case they come later.
 
 A unit on disk takes as long to read as several from the host, so one of those that are fetched ahead is the next one on
-disk, however far it is: while the units before it are used, it is being read.
+disk, however far it is, if the device has room for it: while the units before it are used, it is being read.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class RunningSite:
 
 class Pass:
     """One direction of a model. `current` is the innermost site that it is in, as far as it is known."""
+
+    is_backward = False
 
     def __init__(
         self, sites: Sequence[RunningSite], order: Order, gathering: Gathering, *, num_ranks: int, num_ahead: int
@@ -125,7 +127,10 @@ class Pass:
     def _read_ahead(self) -> None:
         """Begins to read the next site on disk once the one before it has been claimed."""
         index = self.order.next_of(self._on_disk)
-        self._read_only(None if index is None else self._sites[index])
+        site = None if index is None else self._sites[index]
+        num_bytes = sum(unit.num_bytes for unit in site.units) if site is not None else 0
+        if self._gathering.room.allows(num_bytes, is_backward=self.is_backward) or site is self._read:
+            self._read_only(site)
 
     def _read_only(self, site: RunningSite | None) -> None:
         """Reads this site ahead, and not the one before, which was claimed or will not be visited."""
@@ -170,6 +175,7 @@ class Forward(Pass):
 class Backward(Pass):
     """The pass through the graph. Torch calls what it queued for the end, or drops it if there was an exception."""
 
+    is_backward = True
     _end: weakref.ref[Callable[[], None]] | None = None
 
     @property
@@ -183,7 +189,12 @@ class Backward(Pass):
 
     def begin(self) -> None:
         super().begin()
+        self._gathering.room.begin_backward()
         self._end = None
+
+    def end(self) -> None:
+        super().end()
+        self._gathering.room.end_backward()
 
     def queue_end(self, end: Callable[[], None]) -> None:
         """Has torch call `end`, a new object that nobody else holds, when the backward is over."""

@@ -11,7 +11,9 @@ reading may begin before the fetch is due.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -21,6 +23,29 @@ from unbounded.ranks.failures import Failures
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
 from unbounded.zero.unit import Unit, WeightState
+
+
+class AheadRoom(Protocol):
+    """Says whether the device has room for so many bytes of weights, ahead of their use."""
+
+    def begin_backward(self) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def allows(self, num_bytes: int, *, is_backward: bool) -> bool: ...
+
+
+class Unlimited:
+    """The plan has counted them."""
+
+    def begin_backward(self) -> None:
+        pass
+
+    def end_backward(self) -> None:
+        pass
+
+    def allows(self, num_bytes: int, *, is_backward: bool) -> bool:
+        return True
 
 
 class Gathering:
@@ -39,9 +64,11 @@ class Gathering:
         self.device, self.failures = device, failures
         self._lane_ranks, self._phases = ranks.lane("gather"), phases
         self._lane, self._reading = lane, reading
-        self._count_bytes = count_bytes
+        self._count_bytes, self._counting = count_bytes, threading.Lock()
+        self.gathered_bytes = 0  # what units that are not resident take of the device now
         self._released = torch.cuda.Event() if device.type == "cuda" else None
         self._has_joined = False
+        self.room: AheadRoom = Unlimited()  # for what is read ahead
         self.holding = False  # nothing is released, because parameters are shown to the user
 
     def request(self, unit: Unit) -> None:
@@ -77,7 +104,7 @@ class Gathering:
         unit.state, unit.fetching = WeightState.STALE if unit.resident else WeightState.RELEASED, None
         if not unit.resident and unit.backing.is_there:
             unit.deallocate()
-            self._count_bytes(-unit.num_bytes)
+            self._count(-unit.num_bytes)
 
     def release(self, unit: Unit) -> None:
         """Frees the bytes of a unit's gathered weights and every claim on them, unless it is resident."""
@@ -109,7 +136,7 @@ class Gathering:
     def _free(self, unit: Unit) -> None:
         self._mark_released()
         unit.deallocate()
-        self._count_bytes(-unit.num_bytes)
+        self._count(-unit.num_bytes)
 
     def invalidate(self, unit: Unit) -> None:
         """The unit's owned weights are being updated: what was gathered from them is stale."""
@@ -222,7 +249,12 @@ class Gathering:
     def _allocate(self, unit: Unit) -> None:
         if not unit.backing.is_there:
             unit.allocate()
-            self._count_bytes(unit.num_bytes)
+            self._count(unit.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self.gathered_bytes += num_bytes
+        self._count_bytes(num_bytes)
 
     def _wait_for_releases(self) -> None:
         """What was freed may still be in use by work that is queued on the device."""
