@@ -58,10 +58,10 @@ def test_units_gathered_at_a_time_are_neighbours_and_those_around_them(
 def test_a_loss_of_few_tokens_takes_what_the_gradient_of_the_head_does() -> None:
     shape = Shape("wide", 2, 64, 32000, 4, 4, 128)
     footprint, setup = footprint_of(shape), Setup(tokens=8)
-    logits, head = 8 * 32000 * 2, 32000 * 64 * 2
-    assert loss_bytes(footprint, setup) == logits + 2 * head  # as it was made, and in its unit
+    logits, head, hidden = 8 * 32000 * 2, 32000 * 64 * 2, 8 * 64 * 12
+    assert loss_bytes(footprint, setup) == hidden + logits + 2 * head  # as it was made, and in its unit
     frozen = replace(footprint, parts=tuple(replace(part, trained_numel=0) for part in footprint.parts))
-    assert loss_bytes(frozen, setup) == 8 * footprint.logits_bytes
+    assert loss_bytes(frozen, setup) == hidden + 8 * footprint.logits_bytes
 
 
 class Stack(nn.Module):

@@ -9,7 +9,7 @@ from unbounded.planner.step.loads import Setup
 TILE_BYTES = {"cuda": 384 * 2**20, "cpu": 64 * 2**20}
 # One tile of logits takes at most a 48th of a device's budget, unless that is less than this.
 BUDGET_PARTS, LEAST_TILE_BYTES = 48, 16 * 2**20
-# Besides a tile, bytes per token and hidden element: the last norm's input and what it divides by in fp32, its output,
+# Besides logits, bytes per token and hidden element: the last norm's input and what it divides by in fp32, its output,
 # and the gradient of that. The head's gradient is there, and its place in the unit's.
 HIDDEN_BYTES, HEAD_COPIES = 12, 2
 
@@ -24,10 +24,10 @@ def loss_bytes(footprint: Footprint, setup: Setup) -> float:
     """At the peak of the loss of one micro-batch."""
     logits = setup.tokens * footprint.vocabulary * footprint.states.weights / setup.tensor
     head = _trained_head(footprint) * footprint.states.gradients / setup.tensor
+    hidden = setup.tokens * footprint.hidden * HIDDEN_BYTES * footprint.states.weights / 2
     if not setup.logits_tile_bytes or logits <= setup.logits_tile_bytes:
         # The loss itself, or its gradient while the head's is made from it.
-        return max(setup.tokens * footprint.logits_bytes / setup.tensor, logits + HEAD_COPIES * head)
-    hidden = setup.tokens * footprint.hidden * HIDDEN_BYTES * footprint.states.weights / 2
+        return hidden + max(setup.tokens * footprint.logits_bytes / setup.tensor, logits + HEAD_COPIES * head)
     return setup.logits_tile_bytes + hidden + HEAD_COPIES * head
 
 
