@@ -50,8 +50,9 @@ def sharded(model: nn.Module) -> Sharded:
         state = _sharded[model]
     except KeyError:
         raise StateError("this model is not sharded. Call unbounded.shard(model, optimizer) first.") from None
-    state.engine.recover()
-    state.engine.lending.copies.settle()
+    with state.engine.turn():
+        state.engine.recover()
+        state.engine.lending.copies.settle()
     return state
 
 

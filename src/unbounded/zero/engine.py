@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.inputs import Inputs
 from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.passes.order import Order
+from unbounded.zero.passes.turns import Turns, one_at_a_time
 from unbounded.zero.pending import PendingStep
 from unbounded.zero.reduction.agreement import GradientAgreement
 from unbounded.zero.reduction.reduction import Reduction
@@ -92,6 +93,7 @@ class Engine:
         ahead = {"num_ranks": axes.data.size, "num_ahead": prefetch_units}
         self.forward = Forward(sites, Order(indices), gathering, **ahead)
         self.backward = Backward(sites, Order(indices[:1] + indices[:0:-1]), gathering, **ahead)
+        self.turns = Turns(self.forward, self.backward)
         self._site_of = {unit: site for site in sites for unit in site.units}
         self._saving = Saving()
         self._no_sync = False
@@ -103,15 +105,20 @@ class Engine:
         for unit in self.units:
             unit.engine = own
 
+    def turn(self) -> AbstractContextManager[None]:
+        """For everything that is done to the model outside its passes: inside, no other thread uses it."""
+        self.check_process()
+        return self.turns
+
     def check_process(self) -> None:
         """Raises in a forked child, which has the model's memory but nothing that runs it."""
         self._owner.check("this sharded model")
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @one_at_a_time
     def before_forward(self, index: int) -> None:
         """A site's forward begins, or is recomputed inside a backward."""
-        self.check_process()
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # compiled code does not come here
             raise StateError(
                 "a sharded model cannot be traced or exported: its weights come and go. Do it with a plain copy: "
@@ -121,6 +128,8 @@ class Engine:
         if hooks.in_backward():
             self.before_backward(site)
         else:
+            if index == 0:
+                self.turns.wait_for_forward()
             self._drop_broken_backward()
             self.pending.refuse("a forward")
             self._saving.enter()
@@ -134,8 +143,11 @@ class Engine:
         for unit in site.units:
             unit.views.swap_in()
 
+    @one_at_a_time
     def after_forward(self, index: int, outputs: Any) -> None:
         """A site's forward is over: the user's parameters go back into the modules."""
+        if not (hooks.in_backward() or self._saving.is_entered):  # it was refused before it began
+            return
         site = self.sites[index]
         self._buffers.swap_out(index)
         if hooks.in_backward():
@@ -182,6 +194,7 @@ class Engine:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
+    @one_at_a_time
     def before_reading(self, unit: Unit) -> None:
         """A backward reads a saved weight of `unit`."""
         if unit in self.pending.units:
@@ -194,9 +207,9 @@ class Engine:
             self.gathering.claim_alone([unit])
         self.gathering.gather([unit])
 
+    @one_at_a_time
     def before_backward(self, site: RunningSite) -> None:
         """The backward reaches a site, or its forward is recomputed there."""
-        self.check_process()
         self._join_backward()
         if site.is_outer:  # around the others, and gathered until the backward ends
             self.backward.visit(site)
@@ -211,6 +224,7 @@ class Engine:
         self.backward.visit(site)
         self._compute.begin(site)
 
+    @one_at_a_time
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """One autograd node of `unit` has all its gradients: called once for every use in a forward."""
         self._join_backward()
@@ -218,6 +232,7 @@ class Engine:
         with torch.no_grad():
             self.reduction.collect(unit, gradients, defer=self._is_deferring)
 
+    @one_at_a_time
     def gradients_complete(self, unit: Unit) -> None:
         """Every use of `unit` in this backward has given its gradients."""
         with torch.no_grad():
@@ -227,6 +242,7 @@ class Engine:
     def _is_deferring(self) -> bool:
         return self._defer_reduction or self._no_sync
 
+    @one_at_a_time
     def _expect_backward(self) -> None:
         """The gradient of the model's output has arrived."""
         self._drop_broken_backward()
@@ -236,6 +252,7 @@ class Engine:
     def _join_backward(self) -> None:
         """A backward is running: begins one unless it has already begun."""
         self._drop_broken_backward()
+        self.turns.wait_for_backward()
         if not self.backward.is_running:
             self._begin_backward()
 
@@ -271,6 +288,7 @@ class Engine:
             left = sorted(self.backward.sites_by_last_visit(), key=lambda site: site.is_outer)  # around others: last
             self.reduction.begin([unit for site in left for unit in site.units])
 
+    @one_at_a_time
     def _end_backward(self) -> None:
         self._compute.end()
         last, is_reducing = self.backward.current, self.backward.is_reducing
@@ -359,6 +377,7 @@ class Engine:
         finally:
             self._no_sync = before
 
+    @one_at_a_time
     def train(self, unit: Unit, index: int, *, is_trained: bool) -> None:
         """Trains a parameter from the next backward on, or stops. All ranks must do the same."""
         self.check_process()

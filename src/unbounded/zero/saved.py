@@ -12,6 +12,7 @@ The unit sees that in the storage's count of owners and leaves it to them (`Unit
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, NamedTuple, Protocol
 
@@ -101,12 +102,16 @@ def move_out(unit: Weights, homes: dict[int, weakref.ref[Weights]] = _homes) -> 
     homes.pop(unit.storage._cdata, None)
 
 
-class Saving:
-    """Saved-tensor hooks around the outermost forward of one thread's pass. Inside other hooks they are not set."""
+class Saving(threading.local):
+    """Saved-tensor hooks around the outermost forward of each thread. Inside other hooks they are not set."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._is_pushed = False
+
+    @property
+    def is_entered(self) -> bool:
+        return self._depth > 0
 
     def enter(self) -> None:
         """A site's forward begins."""

@@ -17,11 +17,21 @@ from unbounded.zero.unit import Unit
 @contextmanager
 def shown_values(engine: Engine) -> Iterator[None]:
     """All ranks of the axis must call this. Every parameter holds its full value; writes are kept. It may be nested."""
-    engine.check_process()
-    engine.refuse_pending("unbounded.full_params()")
-    if engine.is_shown:
+    with engine.turn():
+        engine.refuse_pending("unbounded.full_params()")
+        was_shown, before = engine.is_shown, {} if engine.is_shown else _show(engine)
+    try:
         yield
-        return
+    finally:
+        if not was_shown:
+            with engine.turn():
+                _hide(engine, before)
+    if not was_shown:
+        engine.raise_failures()
+
+
+def _show(engine: Engine) -> dict[Unit, torch.Tensor]:
+    """Gathers all units and shows their values; returns a copy of the owned ones."""
     engine.settle()
     with engine.phases.during("unbounded.full_params()"):
         for unit in engine.units:
@@ -37,16 +47,21 @@ def shown_values(engine: Engine) -> Iterator[None]:
     try:
         for unit in engine.units:
             _open(unit, engine.axes.tensor, before)
-        yield
-    finally:
-        engine.set_shown(False)
-        for unit, values in before.items():
-            with engine.failures.noting():
-                _close(engine, unit, values)
-        if engine.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        engine.settle()
-    engine.raise_failures()
+    except BaseException:
+        _hide(engine, before)
+        raise
+    return before
+
+
+def _hide(engine: Engine, before: dict[Unit, torch.Tensor]) -> None:
+    """Keeps what was written to the shown values, and releases them."""
+    engine.set_shown(False)
+    for unit, values in before.items():
+        with engine.failures.noting():
+            _close(engine, unit, values)
+    if engine.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    engine.settle()
 
 
 def _open(unit: Unit, tensor: Axis, before: dict[Unit, torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -51,8 +52,11 @@ class ManagedGrad(Placeholder, torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, ManagedGrad) and name in ("requires_grad_", "detach_"):
             return first  # it never has a graph
-        if isinstance(first, ManagedGrad) and first._is_kept and (done := _answer(name, first, args, kwargs)):
-            return done[0]
+        if isinstance(first, ManagedGrad) and first._is_kept:
+            with turn_of(first._unit):
+                done = _answer(name, first, args, kwargs)
+            if done:
+                return done[0]
         if isinstance(first, (list, tuple)) and name in _LISTS:
             return _LISTS[name](*args, **kwargs)
         values, filled = _open_all((args, kwargs))
@@ -69,8 +73,10 @@ class ManagedGrad(Placeholder, torch.Tensor):
 
     def open(self) -> torch.Tensor:
         """The values themselves; writes to them count."""
-        if self._own is not None:
-            return self._own
+        with turn_of(self._unit):
+            return self._own if self._own is not None else self._open()
+
+    def _open(self) -> torch.Tensor:
         gradient = self._unit.gradient
         if self._is_kept:
             gradient.refuse_spent()
@@ -107,8 +113,21 @@ _alive: weakref.WeakKeyDictionary[Gradient, dict[int, weakref.ref[ManagedGrad]]]
 _blanks: weakref.WeakKeyDictionary[Gradient, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
+def turn_of(unit: Any) -> AbstractContextManager[None]:
+    """Inside, no other thread uses the model; a gradient may outlive it."""
+    try:
+        return unit.engine.turn()  # type: ignore[no-any-return]
+    except ReferenceError:
+        return nullcontext()
+
+
 def grad_of(unit: Any, index: int) -> ManagedGrad | None:
     """`.grad` of the parameter at `index`, the same object while anybody holds it."""
+    with turn_of(unit):
+        return _grad_of(unit, index)
+
+
+def _grad_of(unit: Any, index: int) -> ManagedGrad | None:
     gradient: Gradient = unit.gradient
     if not unit.trainable or not gradient.used[index]:
         return None

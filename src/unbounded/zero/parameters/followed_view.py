@@ -7,7 +7,8 @@ whether an operation has written, whatever the operation is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,9 @@ class Source(Protocol):
 
     def changes(self) -> Any:
         """A mark of the present value, which differs after a change; None if it can no longer change."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Inside, no other thread uses the model, so whatever is written to the memory is written by this one."""
 
     def current(self) -> torch.Tensor:
         """The value as it is now."""
@@ -48,19 +52,8 @@ class FollowedView(torch.Tensor):
             return NotImplemented
         views: list[FollowedView] = []
         pytree.tree_map_only(FollowedView, views.append, (args, kwargs))
-        for view in views:
-            view._renew()
-        versions = [version_of(view) for view in views]
-        name = getattr(func, "__name__", "this")
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        if name in ("numpy", "__array__"):
-            result.setflags(write=False)  # a write to it could not be seen
-        for view, version in zip(views, versions, strict=True):
-            if version_of(view) != version:
-                view._source.keep(view._memory, name)
-                _mark(view._memory, view._source)
-        return follow(result, [(view._source, view._memory) for view in views])
+        with in_turns(view._source for view in views):
+            return _compute(func, views, args, kwargs)
 
     def _renew(self) -> None:
         """Brings the memory up to date if an update or a write has changed the value since."""
@@ -78,6 +71,32 @@ class FollowedView(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+def _compute(func: Callable[..., Any], views: list[FollowedView], args: Any, kwargs: Any) -> Any:
+    """Runs `func`, and keeps what it has written to the memory of `views`."""
+    for view in views:
+        view._renew()
+    versions = [version_of(view) for view in views]
+    name = getattr(func, "__name__", "this")
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    if name in ("numpy", "__array__"):
+        result.setflags(write=False)  # a write to it could not be seen
+    for view, version in zip(views, versions, strict=True):
+        if version_of(view) != version:
+            view._source.keep(view._memory, name)
+            _mark(view._memory, view._source)
+    return follow(result, [(view._source, view._memory) for view in views])
+
+
+@contextmanager
+def in_turns(sources: Iterable[Source]) -> Iterator[None]:
+    """Takes the turns of all their models, in one order for all threads."""
+    with ExitStack() as stack:
+        for turn in sorted({source.turn() for source in sources}, key=id):
+            stack.enter_context(turn)
+        yield
 
 
 def follow(result: Any, lent: list[tuple[Source, torch.Tensor]]) -> Any:

@@ -6,6 +6,7 @@ parameter at a time.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -17,11 +18,14 @@ from unbounded.ranks.phases import Phases
 from unbounded.zero.parameters.state_dict_copies import StateDictCopies
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes.gathering import Gathering
+from unbounded.zero.passes.turns import in_turn
 from unbounded.zero.unit import Unit, WeightState
 
 
 class Running(Protocol):
     """The engine as lending sees it."""
+
+    def turn(self) -> AbstractContextManager[None]: ...
 
     def check_weights(self, unit: Unit) -> None: ...
 
@@ -41,10 +45,11 @@ class Lending:
         self, engine: Running, gathering: Gathering, writes: Writes, phases: Phases, *, num_ranks: int, tensor: Axis
     ) -> None:
         self.copies = StateDictCopies()
-        self._engine, self._gathering, self._writes, self._phases = engine, gathering, writes, phases
+        self.engine, self._gathering, self._writes, self._phases = engine, gathering, writes, phases
         self._num_ranks, self._tensor = num_ranks, tensor
         self._looked_at: Unit | None = None  # gathered for a look from outside, until another look or a pass
 
+    @in_turn
     def borrow(self, unit: Unit, index: int, *, from_all: bool = False) -> torch.Tensor:
         """The value of one parameter for a computation outside its module's forward.
 
@@ -52,8 +57,8 @@ class Lending:
         A look from outside may be on one rank only, which must not wait for others. Outside a pass the value is a copy,
         unless the unit is resident: nothing that lasts may alias bytes that are freed.
         """
-        self._engine.check_weights(unit)
-        in_pass = self._engine.is_in_pass()
+        self.engine.check_weights(unit)
+        in_pass = self.engine.is_in_pass()
         wants_graph = torch.is_grad_enabled() and unit.trainable and unit.views.parameters[index].requires_grad
         if not (in_pass or wants_graph or from_all):
             self._refuse_partitioned(unit, index)
@@ -66,22 +71,24 @@ class Lending:
             is_lasting = unit.resident and not unit.has_master
             return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
 
+    @in_turn
     def snapshot(self, unit: Unit, index: int) -> torch.Tensor:
         """All ranks of the axis must call this. A parameter's value for a state dict, on the host."""
-        self._engine.recover()
+        self.engine.recover()
         with torch.inference_mode(False), torch.no_grad(), self._phases.during("model.state_dict()"):
             value = self.borrow(unit, index, from_all=True)
-            self._engine.raise_failures()
+            self.engine.raise_failures()
             cut = unit.layout.slots[index].cut
             if cut is not None:  # a copy of the whole, from which no write goes back
                 return join_cut(cut, value, self._tensor).cpu()
             return self.copies.take(unit, index, value)
 
+    @in_turn
     def keep(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool = False) -> None:
         """Brings a new value of a parameter to its tier."""
-        self._engine.check_weights(unit)
+        self.engine.check_weights(unit)
         value = value.data
-        if not (from_all or self._engine.is_in_pass()):
+        if not (from_all or self.engine.is_in_pass()):
             self._refuse_partitioned(unit, index)
         self._writes.keep(unit, index, value)
         if unit.state is WeightState.GATHERED:
@@ -102,7 +109,7 @@ class Lending:
 
     def _gather(self, unit: Unit, *, until_settled: bool, is_agreed: bool) -> None:
         """Gathers a unit for a look and releases the last one: a loop over all parameters takes unit after unit."""
-        if self._engine.is_held(unit):
+        if self.engine.is_held(unit):
             return
         if until_settled or unit is not self._looked_at:
             before = self._looked_at

@@ -14,6 +14,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
-from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive
-from unbounded.zero.parameters.followed_view import follow, version_of
+from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive, turn_of
+from unbounded.zero.parameters.followed_view import follow, in_turns, version_of
 from unbounded.zero.passes.hooks import called_from
 from unbounded.zero.placeholder import Placeholder, describe
 from unbounded.zero.unit import Unit
@@ -125,6 +126,11 @@ class ManagedParameter(Placeholder, nn.Parameter):
     def name(self) -> str:  # type: ignore[override]
         """The full name in the model."""
         return self._unit.layout.slots[self._index].name
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Inside, no other thread uses the model."""
+        unit = self._unit_ref()
+        return nullcontext() if unit is None else turn_of(unit)
 
     def changes(self) -> int | None:
         """How often the weights have changed; None if the model is gone."""
@@ -292,6 +298,11 @@ def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 def put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:
     """`p.grad = value` for one parameter."""
+    with turn_of(unit):
+        _put_grad(unit, index, value)
+
+
+def _put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:
     gradient = unit.gradient
     if isinstance(value, ManagedGrad) and value is grad_of(unit, index):
         return
@@ -316,6 +327,13 @@ def put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:
 
 def _compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs `func` on the values of parameters, and keeps what it has written to them."""
+    parameters: list[ManagedParameter] = []
+    pytree.tree_map_only(ManagedParameter, parameters.append, (args, kwargs))
+    with in_turns(parameters):
+        return _compute_with_values(func, args, kwargs)
+
+
+def _compute_with_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     lent: dict[ManagedParameter, tuple[torch.Tensor, int]] = {}
 
     def lend(parameter: ManagedParameter) -> torch.Tensor:

@@ -7,6 +7,7 @@ does; its gradient is made of the tiles' gradients. It refuses what tiles refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +89,10 @@ class TiledParameter(Placeholder, nn.Parameter):
         is_wanted = self.requires_grad and torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(is_wanted):  # writes to it must be counted
             return torch.cat([part.mul(1) if is_wanted else part.detach() for part in self._parts()])
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Its values are joined into a copy, to which no other thread writes."""
+        return nullcontext()
 
     def changes(self) -> list[tuple[int, int]]:
         """How often each tile has changed: as its unit counts, and inside `full_params` as autograd does."""
@@ -226,6 +231,9 @@ class TiledGrad(ManagedGrad):
         if _norm_order(name, args, kwargs) == 2.0:
             return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in self._parts]))
         return None
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def changes(self) -> None:
         """A copy of a gradient does not change."""

@@ -20,6 +20,7 @@ disk, however far it is, if the device has room for it: while the units before i
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Pass:
         self, sites: Sequence[RunningSite], order: Order, gathering: Gathering, *, num_ranks: int, num_ahead: int
     ) -> None:
         self.order, self.state = order, PassState.IDLE
+        self.thread = threading.current_thread()  # which has begun the last one
         self.current: RunningSite | None = None
         self._sites, self._gathering = sites, gathering
         self._num_ranks, self._num_ahead = num_ranks, num_ahead
@@ -77,6 +79,7 @@ class Pass:
 
     def begin(self) -> None:
         self.state, self.current = PassState.RUNNING, None
+        self.thread = threading.current_thread()
         self._passed.clear()
         self._read, self._on_disk = None, {site.index for site in self._sites if site.is_on_disk}
         self.order.begin()

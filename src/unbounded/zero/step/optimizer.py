@@ -26,6 +26,7 @@ from unbounded.zero.engine import Engine
 from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.managed_grad import keep_alive
 from unbounded.zero.parameters.views import refuse_stray_gradients
+from unbounded.zero.passes.turns import in_turn
 from unbounded.zero.reduction import global_norm
 from unbounded.zero.step import digest, new_group
 from unbounded.zero.step.early.at_once import AtOnce
@@ -91,6 +92,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    @in_turn
+    def _update(self) -> None:
         self.engine.refuse_inside_full_params("optimizer.step")
         self.engine.recover()
         self.engine.pending.refuse_broken()
@@ -116,11 +122,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.updates.drafts.outlook.num_backwards = self.engine.take_num_backwards()
         for unit in self.engine.units:
             unit.gradient.end_step()
-        return loss
 
+    @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, or makes them zeros. A running update keeps what it reads."""
-        self.engine.check_process()
         self.engine.refuse_pending("optimizer.zero_grad()")
         self._clear_gradients(set_to_none=set_to_none)
 
@@ -149,6 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.reduction.forget()
         self.engine.take_num_backwards()
 
+    @in_turn
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their norm over every rank and tier is at most `max_norm`; returns the norm.
@@ -209,6 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What each tier holds on this rank, against its budget."""
         return self.tiers.use()
 
+    @in_turn
     def nonfinite_units(self) -> list[str]:
         """The units whose gradient has an infinity or a NaN on any rank."""
         self._refuse_norm("optimizer.nonfinite_units()")
@@ -217,6 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         votes = self.engine.ranks.max(torch.tensor(flags, dtype=torch.int32, device=self.engine.device))
         return [unit.name for unit, flag in zip(units, votes.tolist(), strict=True) if flag]
 
+    @in_turn
     def wait(self) -> None:
         """Returns when every update of the last step has been applied; raises what went wrong in one.
 
@@ -233,11 +241,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.gathering.complete(self.engine.units)
         self.engine.raise_failures()
 
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Param groups and counters, in torch's form. The states are where the plan put them: `unbounded.save`."""
         self.engine.refuse_pending("optimizer.state_dict()")
         return {**super().state_dict(), digest.KEY: digest.describe(self, self.engine.units)}
 
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave; nothing is changed if it does not fit.
 

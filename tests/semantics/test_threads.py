@@ -1,0 +1,128 @@
+"""Other threads that look at a model, or use it, while it trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unbounded
+from tests.semantics.programs import ALONE, PLANS, adamw, compare, data, make, step, weights
+from unbounded.errors import StateError
+from unbounded.zero.passes import turns
+
+NUM_STEPS = 12
+
+
+def read_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        float(parameter.detach().sum())
+        float(parameter.norm())
+
+
+def read_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if (gradient := parameter.grad) is not None:
+            float(gradient.norm())
+            float(gradient.abs().max())
+
+
+def take_state_dict(model: nn.Module) -> None:
+    assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        assert bool(model(data()).isfinite().all())
+
+
+def watched(look: Callable[[nn.Module], None], model: nn.Module, optimizer: Any) -> Any:
+    """Training while another thread looks at the sharded model again and again."""
+    is_over, failures, num_looks = threading.Event(), [], 0
+
+    def watch() -> None:
+        nonlocal num_looks
+        try:
+            while not is_over.is_set():
+                look(model)
+                num_looks += 1
+        except Exception as error:
+            failures.append(repr(error))
+
+    thread = threading.Thread(target=watch)
+    if hasattr(optimizer, "engine"):
+        thread.start()
+    losses = [step(model, optimizer, number) for number in range(NUM_STEPS)]
+    is_over.set()
+    if hasattr(optimizer, "engine"):
+        thread.join()
+        assert num_looks
+    return losses, weights(model), failures
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+@pytest.mark.parametrize("look", [read_weights, read_gradients, take_state_dict, evaluate], ids=lambda f: f.__name__)
+def test_looks_of_another_thread_change_nothing(ranks: Any, world: tuple[int, str, int], look: Any) -> None:
+    compare(ranks, world, partial(watched, look))
+
+
+def each_its_own(model: nn.Module, optimizer: Any) -> Any:
+    """Three threads, each with a forward and a backward of its own, in every step."""
+    losses: dict[int, float] = {}
+
+    def train(number: int) -> None:
+        loss = model(data(number)).square().mean()
+        loss.backward()
+        losses[number] = float(loss.detach())
+
+    for first in range(0, 12, 3):
+        threads = [threading.Thread(target=train, args=(first + index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(sorted(losses.items())), weights(model)
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+def test_backwards_of_several_threads_add_up(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, each_its_own)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_thread_for_which_a_pass_waits_is_told_and_training_goes_on(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.05)
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    told: list[str] = []
+
+    def ask(look: Callable[[], Any]) -> None:
+        try:
+            look()
+        except StateError as error:
+            told.append(str(error))
+
+    def wait_for_it(*_: Any) -> None:
+        for look in (lambda: model.blocks[2].up.weight.sum(), lambda: model(data())):
+            thread = threading.Thread(target=ask, args=(look,))
+            thread.start()
+            thread.join()
+
+    handle = model.blocks[1].register_forward_pre_hook(wait_for_it)
+    losses = [step(model, optimizer)]
+    handle.remove()
+    losses += [step(model, optimizer, number) for number in range(1, 3)]
+    plain = make()
+    reference = adamw(plain)
+    assert losses == pytest.approx([step(plain, reference, number) for number in range(3)])
+    assert len(told) == 2
+    assert all("inside a forward of this sharded model" in message for message in told)
