@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.semantics.programs import ALONE, WORLDS, Net, adamw, compare, compare_in, data, step, weights
+from tests.semantics.programs import ALONE, WORLDS, Net, adamw, compare, compare_in, data, run_sharded, step, weights
 
 pytestmark = pytest.mark.parametrize("world", WORLDS, ids=str)
 
@@ -198,6 +198,33 @@ def _add_late(optimizer: Any) -> None:
 
     for unit in optimizer.engine.units if hasattr(optimizer, "engine") else ():
         unit.gradient.add = partial(add, unit.gradient.add)
+
+
+def _num_dtypes(rank: int, world_size: int, plan: str, stage: int, precision: str) -> list[int]:
+    extra = {"precision": precision, "loss_scale": 1, "loss_scale_window": 0}
+    return run_sharded(rank, world_size, late_dtypes, plan, stage, Net, adamw, extra)  # type: ignore[no-any-return]
+
+
+def late_dtypes(model: nn.Module, optimizer: Any) -> Any:
+    """torch's clipping goes over gradients by dtype, so these must be the same on all ranks, or norms get mixed up."""
+    _add_late(optimizer)
+    seen: list[int] = []
+    for number in range(2):
+        for index in range(2):
+            backward(model, 10 * index + number)
+            seen.append(len({parameter.grad.dtype for parameter in model.parameters()}))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_that_become_wider_while_they_are_added_up_have_one_dtype(
+    ranks: Any, world: tuple[int, str, int], precision: str
+) -> None:
+    world_size, plan, stage = world
+    assert ranks(world_size, _num_dtypes, plan, stage, precision) == [[1, 1, 1, 1]] * world_size
 
 
 @pytest.mark.parametrize("program", [cleared_between_backwards, norms_between_backwards])

@@ -51,6 +51,13 @@ class Gradient(GradientValue):
             return 0
         return self.store.numel * (self.store.sum_dtype.itemsize - self.store.wire.itemsize)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its values, on all ranks alike. If an addition may widen them, returns when it has."""
+        if self.store.sum_dtype != self.store.wire:
+            self._settle_adding()
+        return self.store.dtype
+
     def order_stream(self) -> None:
         """Returns when the current stream may read what was added."""
         if self.adding is not None:

@@ -134,7 +134,7 @@ def _grad_of(unit: Any, index: int) -> ManagedGrad | None:
     alive = _alive.setdefault(gradient, {})
     reference = alive.get(index)
     grad = reference() if reference is not None else None
-    dtype = gradient.store.dtype
+    dtype = gradient.dtype
     if grad is None or not grad._is_kept or grad.dtype != dtype:
         grad = torch.Tensor._make_subclass(ManagedGrad, _blank(unit, index, dtype))
         grad._unit, grad._index = unit, index
