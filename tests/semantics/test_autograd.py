@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -106,6 +107,38 @@ def in_chunks(model: nn.Module, optimizer: Any) -> Any:
     return weights(model)
 
 
+def shown_between(model: nn.Module, optimizer: Any) -> Any:
+    """Weights that are only looked at between a forward and its backward: the graph is still good."""
+    seen = []
+    for number in range(3):
+        loss = model(data(number)).square().mean()
+        with unbounded.full_params(model) if hasattr(optimizer, "engine") else contextlib.nullcontext():
+            seen.append([parameter.detach().sum() for parameter in model.parameters()])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, weights(model)
+
+
+def reordered(rank: int, world_size: int, plan: dict[str, Any]) -> None:
+    model = make()
+    model, _ = unbounded.shard(model, adamw(model), plan)
+    loss = model(data()).square().mean()
+    with unbounded.full_params(model), torch.no_grad():
+        model.blocks[1].up.weight.copy_(model.blocks[1].up.weight.flip(0))
+    with pytest.raises(RuntimeError, match=r"blocks\.1.*were updated 1 times"):
+        loss.backward()
+
+
+@EVERYWHERE
+def test_a_graph_from_before_weights_were_put_in_another_order_is_refused(
+    ranks: Any, world: tuple[int, str, int]
+) -> None:
+    world_size, plan, stage = world
+    tiers = {kind: tier for kind, tier in PLANS[plan].items() if stage == 3 or kind != "weights"}
+    ranks(world_size, reordered, {**tiers, "stage": stage})
+
+
 def in_a_thread(model: nn.Module, optimizer: Any) -> Any:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -120,7 +153,7 @@ def in_a_thread(model: nn.Module, optimizer: Any) -> Any:
 
 @EVERYWHERE
 @pytest.mark.parametrize(
-    "program", [into_some, same_graph_twice, penalty, two_losses, derivatives, in_chunks, in_a_thread]
+    "program", [into_some, same_graph_twice, penalty, two_losses, derivatives, in_chunks, shown_between, in_a_thread]
 )
 def test_graphs_are_walked_as_plain_pytorch_walks_them(ranks: Any, world: tuple[int, str, int], program: Any) -> None:
     compare(ranks, world, program)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +43,19 @@ def evaluate(model: nn.Module) -> None:
         assert bool(model(data()).isfinite().all())
 
 
+def show_values(model: nn.Module) -> None:
+    with unbounded.full_params(model):
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def save(model: nn.Module) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        unbounded.save(Path(folder) / "checkpoint", model)
+
+
+LOOKS = [read_weights, read_gradients, take_state_dict, evaluate, show_values, save]
+
+
 def watched(look: Callable[[nn.Module], None], model: nn.Module, optimizer: Any) -> Any:
     """Training while another thread looks at the sharded model again and again."""
     is_over, failures, num_looks = threading.Event(), [], 0
@@ -66,7 +81,7 @@ def watched(look: Callable[[nn.Module], None], model: nn.Module, optimizer: Any)
 
 
 @pytest.mark.parametrize("world", ALONE, ids=str)
-@pytest.mark.parametrize("look", [read_weights, read_gradients, take_state_dict, evaluate], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("look", LOOKS, ids=lambda look: look.__name__)
 def test_looks_of_another_thread_change_nothing(ranks: Any, world: tuple[int, str, int], look: Any) -> None:
     compare(ranks, world, partial(watched, look))
 

@@ -84,6 +84,19 @@ def save(
     by the handle's `wait`, or by the next save or load.
     """
     state = sharded(model)
+    with state.engine.turn():  # another thread may train
+        return _save(state, folder, model, optimizer, extra, wait=wait)
+
+
+def _save(
+    state: Sharded,
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any],
+    *,
+    wait: bool,
+) -> Save:
     state.engine.refuse_inside_full_params("unbounded.save")
     state.engine.refuse_pending("unbounded.save()")
     check_optimizer(state, optimizer)

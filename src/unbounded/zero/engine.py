@@ -398,6 +398,7 @@ class Engine:
     def set_shown(self, is_shown: bool) -> None:
         """Every parameter holds its full value from now on, and nothing is released; or no longer."""
         self.is_shown = self.gathering.holding = is_shown
+        self.turns.showing.set(is_shown)
 
     def is_in_pass(self) -> bool:
         """Whether the model's own code, its loss or a backward is running."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,7 +12,15 @@ from torch import nn
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut, join_cut
 from unbounded.zero.engine import Engine
+from unbounded.zero.parameters.writes import line_sums
 from unbounded.zero.unit import Unit
+
+
+class _Shown(NamedTuple):
+    """What the parameters of a unit were when they were shown."""
+
+    owned: torch.Tensor  # a copy of this rank's part
+    sums: torch.Tensor  # by which a write to any part is found, on every rank without the others
 
 
 @contextmanager
@@ -30,8 +39,8 @@ def shown_values(engine: Engine) -> Iterator[None]:
         engine.raise_failures()
 
 
-def _show(engine: Engine) -> dict[Unit, torch.Tensor]:
-    """Gathers all units and shows their values; returns a copy of the owned ones."""
+def _show(engine: Engine) -> dict[Unit, _Shown]:
+    """Gathers all units and shows their values; returns what these were."""
     engine.settle()
     with engine.phases.during("unbounded.full_params()"):
         for unit in engine.units:
@@ -42,7 +51,7 @@ def _show(engine: Engine) -> dict[Unit, torch.Tensor]:
             if unit.states_written is not None:
                 unit.states_written.wait()
     engine.raise_failures()
-    before: dict[Unit, torch.Tensor] = {}
+    before: dict[Unit, _Shown] = {}
     engine.set_shown(True)
     try:
         for unit in engine.units:
@@ -53,7 +62,7 @@ def _show(engine: Engine) -> dict[Unit, torch.Tensor]:
     return before
 
 
-def _hide(engine: Engine, before: dict[Unit, torch.Tensor]) -> None:
+def _hide(engine: Engine, before: dict[Unit, _Shown]) -> None:
     """Keeps what was written to the shown values, and releases them."""
     engine.set_shown(False)
     for unit, values in before.items():
@@ -64,11 +73,12 @@ def _hide(engine: Engine, before: dict[Unit, torch.Tensor]) -> None:
     engine.settle()
 
 
-def _open(unit: Unit, tensor: Axis, before: dict[Unit, torch.Tensor]) -> None:
+def _open(unit: Unit, tensor: Axis, before: dict[Unit, _Shown]) -> None:
     """Shows a gathered unit's whole values in its parameters; `before` gets a copy of the owned ones."""
-    owned = unit.owned_part().clone()  # first, so that nothing is shown if there is no memory for it
+    # First, so that nothing is shown if there is no memory for it.
+    shown = _Shown(unit.owned_part().clone(), line_sums(unit.buffer))
     unit.views.show()
-    before[unit] = owned
+    before[unit] = shown
     for parameter, cut, view in _cut_parameters(unit):
         parameter.data = join_cut(cut, view, tensor)
 
@@ -81,7 +91,7 @@ def _cut_parameters(unit: Unit) -> Iterator[tuple[nn.Parameter, Cut, torch.Tenso
             yield parameter, slot.cut, view
 
 
-def _close(engine: Engine, unit: Unit, before: torch.Tensor) -> None:
+def _close(engine: Engine, unit: Unit, before: _Shown) -> None:
     with torch.no_grad():
         for parameter, cut, view in _cut_parameters(unit):
             if parameter.data_ptr() != view.data_ptr():  # it was joined, and may have been written to
@@ -89,7 +99,9 @@ def _close(engine: Engine, unit: Unit, before: torch.Tensor) -> None:
                 parameter.data = view
         unit.views.hide()
         unit.gradient.end_lending()
-        engine.writes.store(unit, unit.owned_part(), before)
+        engine.writes.store(unit, unit.owned_part(), before.owned)
+        is_written = not torch.equal(before.sums, line_sums(unit.buffer))
     unit.views.place_data()
-    unit.note_change()
+    if is_written:  # otherwise graphs from before are still good
+        unit.note_change()
     unit.views.take_over_training()

@@ -19,6 +19,7 @@ from unbounded.zero.layout import round_up
 from unbounded.zero.unit import Unit
 
 CHECKED_FORWARDS, ALWAYS = 2, 1 << 30
+_LINE_WORDS = 256
 TURN_FORWARDS = 8  # between the checks of two units, after the first forwards
 
 
@@ -146,6 +147,14 @@ def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:
     whole = data.numel() // 8 * 8
     words = data[:whole].view(torch.int64)  # summed as they are; narrower ones would be copied to 64 bits first
     return (words.sum() + data[whole:].sum()).reshape(1)
+
+
+def line_sums(buffer: torch.Tensor) -> torch.Tensor:
+    """The sums of rows and columns of its words: almost surely others for other contents, or in another order."""
+    data = buffer.view(torch.uint8)
+    whole = data.numel() // (8 * _LINE_WORDS) * (8 * _LINE_WORDS)
+    words = data[:whole].view(torch.int64).view(-1, _LINE_WORDS)
+    return torch.cat([words.sum(0), words.sum(1), data[whole:].to(torch.int64)])
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

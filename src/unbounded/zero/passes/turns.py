@@ -2,7 +2,8 @@
 
 A pass belongs to the thread that began it, and to the threads that torch or the model itself start inside it. Whoever
 else reads a weight, updates, or begins a pass waits until it is over: its weights come and go. Between two calls of a
-pass to the engine the model computes, so what is locked is a call, and what is waited for is a pass.
+pass to the engine the model computes, so what is locked is a call, and what is waited for is a pass. A stay inside
+`full_params` is waited for in the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 from unbounded.errors import StateError
 from unbounded.zero.passes import hooks
@@ -23,18 +24,38 @@ PATIENCE_SECONDS = 120.0
 _POLL_SECONDS = 0.002
 
 
+class Stay(Protocol):
+    """What a thread may be inside of for longer than one call."""
+
+    thread: threading.Thread
+
+    @property
+    def is_running(self) -> bool: ...
+
+
+class Showing:
+    """The stay inside `full_params`."""
+
+    def __init__(self) -> None:
+        self.thread, self.is_running = threading.current_thread(), False
+
+    def set(self, is_running: bool) -> None:
+        self.thread, self.is_running = threading.current_thread(), is_running
+
+
 class Turns:
     """Who may use the engine now."""
 
     def __init__(self, forward: Forward, backward: Backward) -> None:
         self.lock = threading.Condition()  # held for the length of one call
-        self._forward, self._backward = forward, backward
+        self._backward, self.showing = backward, Showing()
+        self._stays: dict[str, Stay] = {"a forward": forward, "a backward": backward, "full_params": self.showing}
 
     def __enter__(self) -> None:
         """For whatever is not a part of a pass: inside, no other thread is in one, nor calls the engine."""
         self.lock.acquire()
         try:
-            if self._other(self._forward, self._backward) and not (hooks.in_backward() or hooks.in_module_call()):
+            if self._other(*self._stays) and not (hooks.in_backward() or hooks.in_module_call()):
                 self.wait_for_forward()
         except BaseException:
             self.lock.release()
@@ -45,39 +66,35 @@ class Turns:
 
     def wait_for_forward(self) -> None:
         """Returns when this thread may begin a forward; the caller has the lock."""
-        self._wait(self._forward, self._backward)
+        self._wait(*self._stays)
 
     def wait_for_backward(self) -> None:
         """Returns when this thread may begin a backward or is in the running one; the caller has the lock.
 
         It may begin inside another thread's forward, as it may inside its own.
         """
-        other = self._other(self._backward)
-        if other is not None and not (_is_torchs(other.thread) or _is_torchs(threading.current_thread())):
-            self._wait(self._backward)
+        threads = [self._backward.thread, threading.current_thread()]
+        if self._other("a backward") and not any(isinstance(thread, threading._DummyThread) for thread in threads):
+            self._wait("a backward")  # torch's own threads are in the one that runs, whoever has begun it
 
-    def _other(self, *passes: Forward | Backward) -> Forward | Backward | None:
-        """A pass that runs and was begun by another thread, which still lives."""
-        for each in passes:
-            if each.is_running and each.thread is not threading.current_thread() and each.thread.is_alive():
-                return None if each is self._backward and self._backward.is_broken else each
+    def _other(self, *names: str) -> str | None:
+        """A stay of another thread, which still lives."""
+        for name in names:
+            stay = self._stays[name]
+            if stay.is_running and stay.thread is not threading.current_thread() and stay.thread.is_alive():
+                return None if stay is self._backward and self._backward.is_broken else name
         return None
 
-    def _wait(self, *passes: Forward | Backward) -> None:
+    def _wait(self, *names: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (other := self._other(*passes)) is not None:
+        while (name := self._other(*names)) is not None:
             if time.monotonic() > deadline:
                 raise StateError(
-                    f"thread {other.thread.name!r} has been inside a {type(other).__name__.lower()} of this sharded "
-                    f"model for {PATIENCE_SECONDS:g} s, and thread {threading.current_thread().name!r} cannot use the "
-                    "model until it is over. If that pass waits for this thread, do without threads there."
+                    f"thread {self._stays[name].thread.name!r} has been inside {name} of this sharded model for "
+                    f"{PATIENCE_SECONDS:g} s, and thread {threading.current_thread().name!r} cannot use it until then. "
+                    "If that thread waits for this one, do without threads there."
                 )
             self.lock.wait(_POLL_SECONDS)
-
-
-def _is_torchs(thread: threading.Thread) -> bool:
-    """Whether autograd has started it, to run backwards of any thread: it is in the one that runs."""
-    return isinstance(thread, threading._DummyThread)
 
 
 def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
