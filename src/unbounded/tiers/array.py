@@ -128,7 +128,7 @@ class _Bounced:
     def __init__(self, array: DiskArray, bounce: BufferPool, buffer: torch.Tensor, start: int) -> None:
         self._array, self._buffer, self._start = array, buffer, start
         self._step = bounce.buffer_bytes // PAGE * PAGE // array.dtype.itemsize
-        depth = max(1, bounce.count // 2)  # others share the pool
+        depth = max(1, bounce.count - 1)  # others share the pool
         self._pipeline: ItemPipeline[_Stretch] = ItemPipeline(self, num_ahead=depth, num_unfinished=depth, pool=bounce)
 
     def run(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -86,7 +86,8 @@ class Gathering:
     def read_ahead(self, unit: Unit) -> None:
         """Starts reading this rank's part of a unit's weights if they are on disk; the unit stays released."""
         if unit.weights.tier == "disk" and unit.fetching is None and not unit.backing.is_there and not unit.reading:
-            unit.reading = self._reading.submit(self._read, unit)
+            part, ready = self._make_part(unit)
+            unit.reading = self._reading.submit(self._read, unit, part, ready)
 
     def order_stream(self, unit: Unit) -> None:
         """Returns when the current stream may read the unit's weights."""
@@ -186,11 +187,12 @@ class Gathering:
         """All ranks of the axis must call this. Gathers what is whole on every rank and was updated."""
         self.gather([unit for unit in units if unit.resident and self.needs_peers(unit)])
 
-    def _read(self, unit: Unit) -> torch.Tensor:
-        """Runs in the reading lane; returns this rank's part."""
+    def _read(self, unit: Unit, part: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
+        """Runs in the reading lane; fills this rank's part once its memory is ready, and returns it."""
         if unit.weights_ready is not None:
             unit.weights_ready.order_stream()
-        part = self._make_part(unit)
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
         unit.weights.fetch(part).order_stream()
         return part
 
@@ -210,8 +212,8 @@ class Gathering:
         if part is None:
             part = self._bring_part(unit, is_lost=reading is not None)
         if self.needs_peers(unit):
-            with self._taking_memory():
-                self._allocate(unit)
+            self._allocate(unit)
+            self._wait_for_releases()
             self._gather(unit, part, ticket)
 
     def _bring_part(self, unit: Unit, *, is_lost: bool) -> torch.Tensor:
@@ -219,32 +221,24 @@ class Gathering:
         direct = unit.weights.direct
         if self.needs_peers(unit) and direct is not None and direct.device == self.device:
             return direct
-        part = self._make_part(unit)
+        part, _ = self._make_part(unit)
         if is_lost:
             return part.zero_()
         unit.weights.fetch(part).order_stream()
         return part
 
-    def _make_part(self, unit: Unit) -> torch.Tensor:
-        """Memory for this rank's part: the unit's own if it is all of it."""
-        with self._taking_memory():
+    def _make_part(self, unit: Unit) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Memory for this rank's part (the unit's own if it is all of it), and when other streams may use it. Whoever
+        asks, it belongs to the fetch lane's stream: the allocator gives what a stream has freed to no other stream."""
+        stream = self._lane.stream
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             if self.needs_peers(unit):
-                return new_tensor(unit.weights.numel, unit.dtype, self.device)
-            self._allocate(unit)
-            return unit.buffer
-
-    @contextlib.contextmanager
-    def _taking_memory(self) -> Iterator[None]:
-        """Memory that is taken inside belongs to the fetch lane's stream, whichever lane takes it: the allocator gives
-        what one stream has freed only to that stream again. The caller's stream may use it afterwards."""
-        if self._lane.stream is None:
-            yield
+                part = new_tensor(unit.weights.numel, unit.dtype, self.device)
+            else:
+                self._allocate(unit)
+                part = unit.buffer
             self._wait_for_releases()
-            return
-        with torch.cuda.stream(self._lane.stream):
-            yield
-            self._wait_for_releases()
-        torch.cuda.current_stream().wait_stream(self._lane.stream)
+        return part, self._lane.mark()
 
     def _allocate(self, unit: Unit) -> None:
         if not unit.backing.is_there:
