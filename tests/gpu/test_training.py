@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import multiprocessing
 from typing import Any
@@ -15,6 +14,8 @@ import unbounded
 from unbounded.sharding.running import sharded
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import MemoryArray
+from unbounded.tiers.budget import KERNEL_BYTES
+from unbounded.tiers.driver import count_device
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.step.relocation import Relocation
@@ -221,17 +222,12 @@ def test_training_is_the_same_wherever_states_are_when_they_share_the_budget() -
 
 
 def share_the_budget() -> None:
-    def splits(budget: int) -> bool:
-        """Whether states begin on both tiers. How much a context takes depends on the machine."""
-        with contextlib.suppress(unbounded.BudgetError):
-            _, first, _ = train_tower({"device_bytes": budget, "move_states": True}, steps=0)
-            return len({tier for _, tier in first.optimizer}) == 2
-        return False
-
-    budget = next(size for size in range(2**28, 2**33, 2**25) if splits(size))
-    losses, _, plan = train_tower({"device_bytes": budget + 2**28, "move_states": True})
+    """Half of the 512 MiB beside the context are for activations, so that the states' 384 MiB begin on both tiers."""
+    budget = count_device(torch.device("cuda")).context_bytes() + KERNEL_BYTES + 2**29
+    losses, first, plan = train_tower({"device_bytes": budget, "move_states": True})
+    assert {tier for _, tier in first.optimizer} == {"device", "host"}
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
-        others, given, kept = train_tower({"device_bytes": budget + 2**28, "move_states": True, **tiers})
+        others, given, kept = train_tower({"device_bytes": budget, "move_states": True, **tiers})
         assert given.optimizer == kept.optimizer
         # The device's kernel and the host's round differently, and Adam turns differences near zero into steps.
         assert losses[:8] == pytest.approx(others[:8], rel=1e-5)
