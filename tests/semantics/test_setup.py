@@ -73,6 +73,9 @@ def late_hook(model: nn.Module, optimizer: Any) -> None:
         model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(StateError, match=r"register_multi_grad_hook.*last\.weight.*Use register_hook"):
         torch.autograd.graph.register_multi_grad_hook([model.last.weight], lambda gradients: None)
+    with pytest.raises(StateError, match=r"last\.weight.*never be called. Use register_hook"):
+        model.last.weight.expand_as(model.last.weight)  # for the node after it, and hooks on that
+    assert torch.equal(model.last.weight.view_as(model.last.weight), model.last.weight)
 
 
 def pickled(model: nn.Module, optimizer: Any) -> None:

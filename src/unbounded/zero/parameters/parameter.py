@@ -76,6 +76,12 @@ class ManagedParameter(Placeholder, nn.Parameter):
                 )
             if name == "view_as" and called_from(torch.autograd.graph._get_grad_fn_or_grad_acc):
                 return owner._leaf(args[1])
+            if name == "expand_as" and args[1] is owner and owner.requires_grad and torch.is_grad_enabled():
+                raise StateError(
+                    f"the sharded parameter {owner.name!r} was expanded as itself, which is done to find autograd's "
+                    "node. Its gradient goes to its unit, so hooks on that node would never be called. Use "
+                    "register_hook on the parameter; for its value, parameter.view_as(parameter)."
+                )
             if name == "copy_":
                 return owner._overwrite(args[1])
             if name in _MOVES and _changes_nothing(func, owner, args, kwargs):
