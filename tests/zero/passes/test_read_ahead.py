@@ -14,6 +14,7 @@ import unbounded
 from tests.ranks import HANG_SECONDS, run_ranks
 from unbounded.sharding.running import sharded
 from unbounded.tiers.array import DiskArray
+from unbounded.zero.unit import Unit
 
 WIDTH, DEPTH = 16, 12
 ON_DISK = (3, 9)
@@ -133,3 +134,33 @@ def test_a_read_ahead_that_fails_is_an_error_of_the_pass_that_needed_it(
             model(torch.zeros(1, WIDTH))
     assert step(model, optimizer, 1) > 0
     assert all(unit.reading is None for unit in sharded(model).engine.units)
+
+
+@pytest.mark.parametrize("num_ahead", [1, 2])
+def test_without_memory_for_a_read_the_pass_fails_and_the_next_one_runs(
+    num_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a forward and in a backward, when it is due and when it is ahead."""
+    model, optimizer = make(tmp_path, prefetch_units=num_ahead)
+    expected = [step(model, optimizer, seed) for seed in range(3)]
+    model, optimizer = make(tmp_path, prefetch_units=num_ahead)
+    losses, allocate = [step(model, optimizer, 0)], Unit.allocate
+    for fails_at in (1, 2):
+        left = fails_at
+
+        def failing(unit: Unit) -> None:
+            nonlocal left
+            left -= unit.name == "blocks.9"
+            if left == 0:
+                raise MemoryError("none left")
+            allocate(unit)
+
+        optimizer.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(Unit, "allocate", failing)
+            with pytest.raises(MemoryError, match="none left"):
+                step(model, optimizer, fails_at)
+        optimizer.zero_grad()
+        assert all(unit.reading is None for unit in sharded(model).engine.units)
+        losses.append(step(model, optimizer, fails_at))
+    assert losses == expected

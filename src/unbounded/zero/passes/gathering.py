@@ -74,12 +74,12 @@ class Gathering:
     def request(self, unit: Unit) -> None:
         """Starts fetching a unit's weights unless they are there or being fetched."""
         if unit.state in (WeightState.RELEASED, WeightState.STALE):
+            self.read_ahead(unit)  # it takes memory, so it may fail
             unit.state = WeightState.FETCHING
             ticket = None
             if self.needs_peers(unit):
                 self._has_joined = True
                 ticket = self._phases.ticket(f"the gather of unit {unit.name!r}")
-            self.read_ahead(unit)
             reading, unit.reading = unit.reading, None
             unit.fetching = self._lane.submit(self._fetch, unit, reading, ticket)
 
