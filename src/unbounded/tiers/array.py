@@ -126,15 +126,17 @@ class _Bounced:
     buffers, several of them in flight. `start` is the buffer's place in the array."""
 
     def __init__(self, array: DiskArray, bounce: BufferPool, buffer: torch.Tensor, start: int) -> None:
-        self._array, self._buffer, self._start = array, buffer, start
-        self._step = bounce.buffer_bytes // PAGE * PAGE // array.dtype.itemsize
-        depth = max(1, bounce.count - 1)  # others share the pool
-        self._pipeline: ItemPipeline[_Stretch] = ItemPipeline(self, num_ahead=depth, num_unfinished=depth, pool=bounce)
+        self._array, self._bounce, self._buffer, self._start = array, bounce, buffer, start
+        self._pipeline: ItemPipeline[_Stretch]
 
     def run(self) -> None:
-        numel = self._buffer.numel()
-        steps = range(0, numel, self._step)
-        self._pipeline.run(_Stretch(begin, min(begin + self._step, numel)) for begin in steps)
+        numel, step = self._buffer.numel(), self._bounce.buffer_bytes // PAGE * PAGE // self._array.dtype.itemsize
+        depth = max(1, self._bounce.count - 1)  # others share the pool
+        self._pipeline = ItemPipeline(self, num_ahead=depth, num_unfinished=depth, pool=self._bounce)
+        try:
+            self._pipeline.run(_Stretch(begin, min(begin + step, numel)) for begin in range(0, numel, step))
+        finally:
+            del self._pipeline  # which holds this object, and with it the buffer
 
     def read(self, item: _Stretch) -> None:
         item.lease = self._pipeline.lease()
