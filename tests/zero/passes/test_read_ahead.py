@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ def step(model: Any, optimizer: Any, seed: int) -> float:
     return float(loss.detach())
 
 
+def before_reads_of_block_9(model: Any, act: Callable[[], None], patched: pytest.MonkeyPatch) -> None:
+    unit = next(unit for unit in sharded(model).engine.units if unit.name == "blocks.9")
+    fetch = DiskArray.fetch
+
+    def watched(array: DiskArray, *arguments: Any) -> Any:
+        if array is unit.weights:
+            act()
+        return fetch(array, *arguments)
+
+    patched.setattr(DiskArray, "fetch", watched)
+
+
 def test_the_next_unit_on_disk_is_read_while_those_before_it_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,15 +78,8 @@ def test_the_next_unit_on_disk_is_read_while_those_before_it_are_used(
     model, optimizer = make(tmp_path)
     step(model, optimizer, 0)
     optimizer.wait()
-    unit = next(unit for unit in sharded(model).engine.units if unit.name == "blocks.9")
-    is_read, fetch = threading.Event(), DiskArray.fetch
-
-    def noted(array: DiskArray, *arguments: Any) -> Any:
-        if array is unit.weights:
-            is_read.set()
-        return fetch(array, *arguments)
-
-    monkeypatch.setattr(DiskArray, "fetch", noted)
+    is_read = threading.Event()
+    before_reads_of_block_9(model, is_read.set, monkeypatch)
     waited = []
     monkeypatch.setattr(
         Tower, "before", lambda _, index: waited.append(is_read.wait(HANG_SECONDS)) if index == 5 else None
@@ -113,19 +119,14 @@ def test_ranks_read_their_parts_ahead(tmp_path: Path) -> None:
 def test_a_read_ahead_that_fails_is_an_error_of_the_pass_that_needed_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
     model, optimizer = make(tmp_path)
     step(model, optimizer, 0)
     optimizer.wait()
-    unit = next(unit for unit in sharded(model).engine.units if unit.name == "blocks.9")
-    fetch = DiskArray.fetch
-
-    def failing(array: DiskArray, *arguments: Any) -> Any:
-        if array is unit.weights:
-            raise OSError("the disk is gone")
-        return fetch(array, *arguments)
-
     with monkeypatch.context() as patched:
-        patched.setattr(DiskArray, "fetch", failing)
+        before_reads_of_block_9(model, fail, patched)
         model.left_out = {9}
         with torch.no_grad():
             model(torch.zeros(1, WIDTH))  # which does not need it

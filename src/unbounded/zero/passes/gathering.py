@@ -129,8 +129,11 @@ class Gathering:
         reading, unit.reading = unit.reading, None
         if reading is None:
             return
-        if not reading.failed():
-            reading.order_stream()
+        reading.settle()
+        launched = self._reading.mark()  # by a read that has failed, too
+        if launched is not None:
+            torch.cuda.current_stream().wait_event(launched)
+        self._mark_released()  # with peers the part's memory is free as soon as nobody holds it
         if unit.backing.is_there:
             self._free(unit)
 
