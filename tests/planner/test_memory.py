@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import unbounded
+from tests.planner.test_planning import Stack
 from unbounded.machine.libraries import measure_libraries
 from unbounded.planner.evaluation import Request
 from unbounded.planner.explanation import as_values, describe
@@ -62,17 +63,6 @@ def test_a_loss_of_few_tokens_takes_what_the_gradient_of_the_head_does() -> None
     assert loss_bytes(footprint, setup) == hidden + logits + 2 * head  # as it was made, and in its unit
     frozen = replace(footprint, parts=tuple(replace(part, trained_numel=0) for part in footprint.parts))
     assert loss_bytes(frozen, setup) == hidden + 8 * footprint.logits_bytes
-
-
-class Stack(nn.Module):
-    def __init__(self, depth: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
