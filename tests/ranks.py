@@ -73,7 +73,10 @@ class Worker:
         return self.log.read_text(errors="replace")[start:]
 
     def output(self) -> str:
-        return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
+        """The end of what the rank wrote; of a crash also the beginning, which has the thread that crashed."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        _, crash, stacks = text.rpartition("Fatal Python error")
+        return f"{crash}{stacks[:8000]}\n...\n{stacks[-4000:]}" if crash else text[-4000:]
 
     def kill(self) -> None:
         self.process.kill()
