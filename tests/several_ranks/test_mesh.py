@@ -129,7 +129,7 @@ def count_loops(rank: int, size: int, most: list[int] | None = None) -> int:
 
 
 def test_a_job_after_the_other_leaves_no_meshes(ranks: Any) -> None:
-    first = ranks(2, count_loops)
-    others = [ranks(2, count_loops, first) for _ in range(2)]
+    first = ranks(2, count_loops)  # perhaps with some that the case before is still closing
+    others = [ranks(2, count_loops, first) for _ in range(3)]
     assert min(first) > 1
-    assert others == [first, first]
+    assert all(count <= most for counts in others for count, most in zip(counts, first, strict=True))

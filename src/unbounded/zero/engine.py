@@ -39,6 +39,7 @@ from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.passes.order import Order
 from unbounded.zero.passes.turns import Turns, one_at_a_time
 from unbounded.zero.pending import PendingStep
+from unbounded.zero.reduction.absent import Absent
 from unbounded.zero.reduction.agreement import GradientAgreement
 from unbounded.zero.reduction.reduction import Reduction
 from unbounded.zero.saved import Saving
@@ -96,12 +97,15 @@ class Engine:
         self.turns = Turns(self.forward, self.backward)
         self._site_of = {unit: site for site in sites for unit in site.units}
         self._saving = Saving()
+        self._absent = Absent()
         self._no_sync = False
         self._compute = ComputeSpan()
         orders = (self.forward.order, self.backward.order)
         self.gradients = GradientAgreement(self.units, orders, axes, device, phases, reduction, failures)
         own = weakref.proxy(self)
         self.lending = Lending(own, gathering, writes, phases, num_ranks=axes.data.size, tensor=axes.tensor)
+        if axes.data.size > 1:
+            self.backward.on_claim = partial(Engine._join_passed, own)
         for unit in self.units:
             unit.engine = own
 
@@ -136,6 +140,9 @@ class Engine:
             if index == 0:
                 self._begin_forward()
             self.forward.visit(site)
+            self.gathering.gather(site.units)
+            if not (torch.is_grad_enabled() or self.forward.is_evaluating):
+                self._absent.note_use(site.units)
             self._compute.begin(site)
             for unit in site.units:
                 self.writes.watch(unit)
@@ -213,6 +220,7 @@ class Engine:
         self._join_backward()
         if site.is_outer:  # around the others, and gathered until the backward ends
             self.backward.visit(site)
+            self.gathering.gather(site.units)
             return
         before, self.backward.current = self.backward.current, site
         if before is site:
@@ -222,6 +230,7 @@ class Engine:
         if before is not None:
             self.gathering.drop(before.units)
         self.backward.visit(site)
+        self.gathering.gather(site.units)
         self._compute.begin(site)
 
     @one_at_a_time
@@ -268,9 +277,16 @@ class Engine:
             if not self.forward.is_running:
                 self.settle()
 
+    def _join_passed(self, site: RunningSite) -> None:
+        """The backward has claimed `site`, so it takes part in the reductions of what it passed and does not use."""
+        with torch.no_grad():
+            self.reduction.join(self._absent.pass_to(site))
+
     def _begin_backward(self) -> None:
         self.phases.enter("a backward")
         self.backward.begin()
+        if self.ranks.size > 1:
+            self._absent.begin(self.units)
         if takes_gradients(self.units):
             self._begin_reducing()
         self.backward.queue_end(partial(self._end_backward))
@@ -287,13 +303,18 @@ class Engine:
         else:
             left = sorted(self.backward.sites_by_last_visit(), key=lambda site: site.is_outer)  # around others: last
             self.reduction.begin([unit for site in left for unit in site.units])
+            self._absent.follow(left)
 
     @one_at_a_time
     def _end_backward(self) -> None:
         self._compute.end()
         last, is_reducing = self.backward.current, self.backward.is_reducing
         try:
+            if is_reducing:
+                self.reduction.complete_rest(defer=self._is_deferring)
+                self._absent.add_rest()
             self.backward.end()
+            self._absent.end()
             if is_reducing:
                 self.reduction.end(defer=self._is_deferring)
                 if not self._no_sync:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.zero.training import Batch, Block, Run, Task, TinyGPT, assert_parity, shard, train_both
 from unbounded.errors import PeerError
@@ -34,10 +35,13 @@ class Loop(Task):
 class InOrder(TinyGPT):
     """The caller says which blocks run, in which order."""
 
+    is_checkpointed = False
+
     def forward(self, tokens: Tensor, order: list[int] | None = None) -> Tensor:
         x = self.embedding(tokens)
         for index in order if order is not None else range(len(self.blocks)):
-            x = self.blocks[index](x)
+            block = self.blocks[index]
+            x = checkpoint(block, x, use_reentrant=True) if self.is_checkpointed else block(x)
         return self.head(self.norm(x))
 
 
@@ -84,6 +88,44 @@ class TimesByRank(Ordered):
 
     def order(self, batch: Batch) -> list[int]:
         return [0, *([1] * (1 + 2 * (batch.rank % 2))), 2]
+
+
+class ManyBlocks(Ordered):
+    """Far more blocks than there are gathers and reductions in flight."""
+
+    def model(self) -> nn.Module:
+        return InOrder(depth=14)
+
+
+class ManySkippedApart(ManyBlocks):
+    def order(self, batch: Batch) -> list[int]:
+        draw = random.Random(batch.step * 31 + batch.rank)
+        return [] if batch.step == 3 and batch.rank else [i for i in range(14) if draw.random() < 0.6]
+
+
+class OneSkippedEach(ManyBlocks):
+    """Each rank skips one block, and never the same."""
+
+    def order(self, batch: Batch) -> list[int]:
+        return [i for i in range(14) if i != (13 - batch.step * 2 - batch.rank * 7) % 14]
+
+
+class EarlyExit(ManyBlocks):
+    """Two forwards, of which the loss needs one; how far it goes differs by rank."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        middle = model(batch.tokens(), list(range(11 if batch.rank else 2)))
+        whole = model(batch.tokens())
+        return (middle if batch.step % 2 else whole).square().mean()
+
+
+class SkippedUnderCheckpoints(ManySkippedApart):
+    """Blocks are recomputed in a backward of their own, so the graph of the loss does not show them."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.is_checkpointed = True
+        return model
 
 
 class LastSkipped(Ordered):
@@ -346,6 +388,7 @@ TASKS = [
     Dropout(),
 ]
 BY_RANK = [SkippedApart(), OrderByRank(), UnusedOnOneRank(), HalfUsed()]
+MANY_BY_RANK = [ManySkippedApart(), OneSkippedEach(), EarlyExit(), SkippedUnderCheckpoints()]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
@@ -369,6 +412,16 @@ def test_branches_that_differ_by_rank_neither_hang_nor_change_the_result(
     ranks: Any, task: Task, stage: int, world_size: int
 ) -> None:
     assert_parity(ranks(world_size, train_both, task, {"stage": stage}))
+
+
+@pytest.mark.parametrize("task", MANY_BY_RANK, ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize(
+    ("world_size", "plan"), [(2, {"stage": 3}), (3, {"weights": "host", "gradients": "none"}), (2, {"stage": 2})]
+)
+def test_any_number_of_blocks_may_be_skipped_on_some_ranks_only(
+    ranks: Any, task: Task, world_size: int, plan: Any
+) -> None:
+    assert_parity(ranks(world_size, train_both, task, plan))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -211,7 +211,18 @@ class ModuleViews:
 
 def takes_gradients(units: Iterable[Unit]) -> bool:
     """Whether the backward that runs gives any of the units its gradients, which `torch.autograd.grad` does not."""
-    nodes = [unit.views.accumulator for unit in units if unit.views.accumulator is not None]
+    return _will_any_execute(unit.views.accumulator for unit in units if unit.views.accumulator is not None)
+
+
+def gets_gradients(unit: Unit) -> bool:
+    """Whether the backward that runs gives this unit a gradient, as far as its graph shows."""
+    if takes_gradients([unit]):
+        return True
+    # `backward(inputs=...)` may leave out the first one.
+    return _will_any_execute(_accumulator(p) for p in unit.views.parameters if p.requires_grad)
+
+
+def _will_any_execute(nodes: Iterable[Any]) -> bool:
     try:
         return any(map(_will_execute, nodes))
     except RuntimeError:  # raised for leaves inside `torch.autograd.grad`, and only there
@@ -267,7 +278,7 @@ def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.T
     return [part if is_taken else None for part, is_taken in zip(found, executed, strict=True)]
 
 
-def _accumulator(parameter: ManagedParameter) -> Any:
+def _accumulator(parameter: nn.Parameter) -> Any:
     """The parameter's node of the graph; it runs once per backward, after every use of its unit."""
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

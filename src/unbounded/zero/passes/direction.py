@@ -10,9 +10,9 @@ A model has two of them, a `Forward` and a `Backward`; a backward may run inside
 leaves anything open when it ends: a backward finds weights again by tokens (see `saved`), so any number of forwards may
 wait for their backwards, in any order, as in pipeline schedules.
 
-Each visit claims the site's units and those that the recorded order expects next, and waits for its own. With several
-ranks the order is also an agreement (see `order`): sites that others run but this rank does not are gathered anyway,
-and a few are kept in case they come later.
+Each visit claims the site's units and those that the recorded order expects next. With several ranks the order is also
+an agreement (see `order`): sites that others run but this rank does not are gathered anyway, and a few are kept in case
+they come later.
 
 A unit on disk takes as long to read as several from the host, so one of those that are fetched ahead is the next one on
 disk, however far it is, if the device has room for it: while the units before it are used, it is being read.
@@ -56,6 +56,10 @@ class RunningSite:
         return any(unit.weights.tier == "disk" for unit in self.units)
 
 
+def _do_nothing(_: RunningSite) -> None:
+    pass
+
+
 class Pass:
     """One direction of a model. `current` is the innermost site that it is in, as far as it is known."""
 
@@ -67,6 +71,7 @@ class Pass:
         self.order, self.state = order, PassState.IDLE
         self.thread = threading.current_thread()  # which has begun the last one
         self.current: RunningSite | None = None
+        self.on_claim: Callable[[RunningSite], None] = _do_nothing  # with each one of the order, before waiting for any
         self._sites, self._gathering = sites, gathering
         self._num_ranks, self._num_ahead = num_ranks, num_ahead
         self._passed: list[RunningSite] = []  # claimed for this rank, but not visited when expected
@@ -89,10 +94,11 @@ class Pass:
         self.state, self.current = PassState.IDLE, None
         ahead, rest = self.order.end()
         for index in ahead:
+            self.on_claim(self._sites[index])
             self._gathering.drop(self._sites[index].units)
         if self._num_ranks > 1:
             for index in rest:
-                self._gathering.claim(self._sites[index].units)
+                self._claim(index)
                 self._gathering.drop(self._sites[index].units)
         for site in self._passed:
             self._gathering.drop(site.units)
@@ -106,7 +112,7 @@ class Pass:
         self._passed.clear()
 
     def visit(self, site: RunningSite) -> None:
-        """Claims a site's units and those expected next, and waits for the site's own."""
+        """Claims a site's units and those expected next, and waits for none of them."""
         num_ahead, passed = self.order.num_ahead, self.order.visit(site.index)
         if passed is None and site in self._passed:
             self._passed.remove(site)  # later than in the agreed order, and kept for this
@@ -115,17 +121,26 @@ class Pass:
         elif self._num_ranks == 1:
             self._forget(passed[:num_ahead])
             self.order.skip()
-        else:
-            self._passed += [self._sites[index] for index in passed]
+        passed = passed if passed is not None and self._num_ranks > 1 else ()
+        for index in passed[:num_ahead]:
+            self._keep(index)
         reads_ahead = self._num_ahead > 1 and bool(self._on_disk)
-        for index in self.order.issue(self._num_ahead - reads_ahead):
-            self._gathering.claim(self._sites[index].units)
+        for place, index in enumerate(self.order.issue(self._num_ahead - reads_ahead), start=num_ahead):
+            self._claim(index)
+            if place < len(passed):
+                self._keep(index)
         if reads_ahead:
             self._read_ahead()
-        for early in self._passed[:-KEPT_SITES]:
-            self._gathering.drop(early.units)
-        self._passed = self._passed[-KEPT_SITES:]
-        self._gathering.gather(site.units)
+
+    def _claim(self, index: int) -> None:
+        self._gathering.claim(self._sites[index].units)
+        self.on_claim(self._sites[index])
+
+    def _keep(self, index: int) -> None:
+        """Keeps a site that was expected before the one that is visited, instead of the first of those kept so far."""
+        self._passed.append(self._sites[index])
+        if len(self._passed) > KEPT_SITES:
+            self._gathering.drop(self._passed.pop(0).units)
 
     def _read_ahead(self) -> None:
         """Begins to read the next site on disk once the one before it has been claimed."""

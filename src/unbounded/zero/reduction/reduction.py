@@ -3,7 +3,8 @@
     backward   | u3 |    | u2 |    | u1 |
     reduce          | u3 |    | u2 |    | u1 |     reduce-scatter, then to the gradient's tier
 
-With several ranks a unit is reduced once per backward, when its last use has fired or at the end. Units are reduced in
+With several ranks a unit is reduced once per backward, when its last use has fired, when a backward without it has
+passed its place, or at the end. Units are reduced in
 one agreed order, with zeros if a rank has nothing, and in a dtype that follows from what all ranks know. So whatever
 the ranks' own passes do, they meet in the same reductions. With `defer` (stage 1,
 and inside `no_sync`) whole local gradients are added up instead and reduced later, in fp32.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -120,10 +121,18 @@ class Reduction:
         else:
             unit.gradient.hold_local(full)
 
-    def end(self, *, defer: bool) -> None:
-        """The backward is over: launches the rest, with zeros if this rank has nothing."""
+    def join(self, units: Iterable[Unit]) -> None:
+        """The backward has passed units to which it gives nothing: their reductions need not wait for its end."""
+        self._ready.update(units)
+        self._launch()
+
+    def complete_rest(self, *, defer: bool) -> None:
+        """The backward is over, so no unit has more uses in it."""
         for unit in list(self._fresh):
             self.complete(unit, defer=defer)
+
+    def end(self, *, defer: bool) -> None:
+        """Launches the rest, with zeros if this rank has nothing."""
         if defer:
             return
         if self.ranks.size == 1:
