@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -89,8 +90,20 @@ def _answer(message: bytes, store: Any) -> bytes:
         return pickle.dumps(Report(None, traceback.format_exc()))
 
 
+@cache
+def _freeze(num_modules: int) -> None:
+    """What is frozen is never collected, so nothing of the cases before may be left then."""
+    gc.collect()
+    gc.freeze()
+
+
+def _freeze_modules() -> None:
+    """Collections in a case look at what the case made, and not at the 100,000s of objects of imported modules."""
+    _freeze(len(sys.modules))
+
+
 def _run(rank: int, case: Case, store: Any) -> Report:
-    gc.freeze()  # modules that are imported by now: collections in a case look at what the case made, not at 100,000s
+    _freeze_modules()
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -43,10 +44,11 @@ def test_the_innermost_frame_tells_who_is_at_work(filename: str, doing: str) -> 
     seen, done, main = [], threading.Event(), threading.get_ident()
 
     def is_there() -> bool:
-        frame = sys._current_frames()[main]
-        while frame is not None and frame.f_code.co_filename != filename:
-            frame = frame.f_back  # type: ignore[assignment]
-        return frame is not None
+        with whereabouts._nothing_collected():
+            frame = sys._current_frames()[main]
+            while frame is not None and frame.f_code.co_filename != filename:
+                frame = frame.f_back  # type: ignore[assignment]
+            return frame is not None
 
     def look() -> None:
         process.eventually(is_there)
@@ -59,3 +61,31 @@ def test_the_innermost_frame_tells_who_is_at_work(filename: str, doing: str) -> 
     assert found == doing
     expected = "user/train.py:2 in call" if filename.startswith("/home") else ""
     assert expected in where
+
+
+def test_no_garbage_is_collected_during_a_look() -> None:
+    """Until Python 3.12 the frames of another thread may go while a look at them allocates: that ends in a crash."""
+    collections, before = [], gc.get_threshold()
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not whereabouts._look.__code__:
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            collections.append(phase)
+
+    gc.callbacks.append(count)
+    gc.set_threshold(1)  # whatever allocates collects
+    try:
+        for is_enabled in (True, False):
+            if not is_enabled:
+                gc.disable()
+            for _ in range(50):
+                whereabouts.look(threading.get_ident())
+            assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+        gc.callbacks.remove(count)
+    if sys.version_info < (3, 12):  # later ones collect between instructions only, when no look is half made
+        assert not collections

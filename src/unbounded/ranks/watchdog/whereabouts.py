@@ -2,14 +2,21 @@
 
 The working code reports nothing, and a look at the stacks once per heartbeat does not slow it down. The innermost frame
 that is neither torch's nor Python's own decides: it is the user's, or this library's, which then works or waits.
+
+Before Python 3.12, a look allocates, an allocation may collect garbage, and that may let the other threads run, whose
+frames are gone when the look goes on: it would then write to memory that is no longer a frame. So nothing is collected
+during a look.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -30,6 +37,23 @@ def look(ignored: int) -> tuple[str, str]:
 
     Running is the user's code; working this library or a compiler; waiting is in a collective, or for one.
     """
+    with _nothing_collected():
+        return _look(ignored)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    if not gc.isenabled() or sys.version_info >= (3, 12):
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _look(ignored: int) -> tuple[str, str]:
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != ignored}
     main = frames.pop(threading.main_thread().ident or 0, None)
     states = [state for frame in frames.values() if (state := _state_of(frame)) != "running"]
