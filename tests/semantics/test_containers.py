@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import unbounded
@@ -127,8 +128,9 @@ def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: 
 
 
 def groups_are_back() -> bool:
-    """Whether no model has a set of groups any more; otherwise the next model would make another set."""
-    return not any(one.is_taken for axes in groups._sets.values() for sets in axes.values() for one in sets)
+    """Whether no model of this job has a set of groups any more; otherwise the next one would make another set."""
+    axes = groups._sets.get(dist.group.WORLD, {})
+    return not any(one.is_taken for sets in axes.values() for one in sets)
 
 
 def what_is_left(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[str]]:
