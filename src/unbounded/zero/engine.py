@@ -15,8 +15,8 @@ launched in an order all ranks agree on, whatever their own passes do (see `orde
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
 from unbounded.zero.parameters.lending import Lending
-from unbounded.zero.parameters.views import refuse_stray_gradients, takes_gradients
+from unbounded.zero.parameters.views import refuse_stray_gradients
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
 from unbounded.zero.passes.compute_span import ComputeSpan
@@ -39,9 +39,9 @@ from unbounded.zero.passes.module_buffers import ModuleBuffers
 from unbounded.zero.passes.order import Order
 from unbounded.zero.passes.turns import Turns, one_at_a_time
 from unbounded.zero.pending import PendingStep
-from unbounded.zero.reduction.absent import Absent
 from unbounded.zero.reduction.agreement import GradientAgreement
 from unbounded.zero.reduction.reduction import Reduction
+from unbounded.zero.reduction.taking import GradientTaking
 from unbounded.zero.saved import Saving
 from unbounded.zero.unit import Unit, WeightState
 
@@ -57,7 +57,7 @@ class Thaw(Protocol):
 
 
 class Engine:
-    """Follows the passes: `gathering` brings weights, `reduction` takes the gradients from here.
+    """Follows the passes: `gathering` brings weights, `taking` brings gradients to their reduction.
 
     `lending` hands out single parameters outside passes; `gradients` is what the ranks agree on before a step.
     """
@@ -86,10 +86,8 @@ class Engine:
         self._thawing, phases.standing = thawing, thawing.describe
         self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
-        self.num_backwards = 0  # since the last step
         self.pending = PendingStep()
         self.is_shown = False  # every parameter holds its full value
-        self._defer_reduction = defer_reduction
         indices = [site.index for site in sites]
         ahead = {"num_ranks": axes.data.size, "num_ahead": prefetch_units}
         self.forward = Forward(sites, Order(indices), gathering, **ahead)
@@ -97,15 +95,16 @@ class Engine:
         self.turns = Turns(self.forward, self.backward)
         self._site_of = {unit: site for site in sites for unit in site.units}
         self._saving = Saving()
-        self._absent = Absent()
-        self._no_sync = False
         self._compute = ComputeSpan()
         orders = (self.forward.order, self.backward.order)
         self.gradients = GradientAgreement(self.units, orders, axes, device, phases, reduction, failures)
+        self.taking = GradientTaking(
+            self.units, self.backward, reduction, self.gradients, self.pending, defers=defer_reduction
+        )
+        if axes.data.size > 1:
+            self.backward.on_claim = partial(GradientTaking.pass_to, weakref.proxy(self.taking))
         own = weakref.proxy(self)
         self.lending = Lending(own, gathering, writes, phases, num_ranks=axes.data.size, tensor=axes.tensor)
-        if axes.data.size > 1:
-            self.backward.on_claim = partial(Engine._join_passed, own)
         for unit in self.units:
             unit.engine = own
 
@@ -142,7 +141,7 @@ class Engine:
             self.forward.visit(site)
             self.gathering.gather(site.units)
             if not (torch.is_grad_enabled() or self.forward.is_evaluating):
-                self._absent.note_use(site.units)
+                self.taking.note_use_without_graph(site)
             self._compute.begin(site)
             for unit in site.units:
                 self.writes.watch(unit)
@@ -237,19 +236,12 @@ class Engine:
     def gradients_ready(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """One autograd node of `unit` has all its gradients: called once for every use in a forward."""
         self._join_backward()
-        self._begin_reducing()
-        with torch.no_grad():
-            self.reduction.collect(unit, gradients, defer=self._is_deferring)
+        self.taking.collect(unit, gradients)
 
     @one_at_a_time
     def gradients_complete(self, unit: Unit) -> None:
         """Every use of `unit` in this backward has given its gradients."""
-        with torch.no_grad():
-            self.reduction.complete(unit, defer=self._is_deferring)
-
-    @property
-    def _is_deferring(self) -> bool:
-        return self._defer_reduction or self._no_sync
+        self.taking.complete(unit)
 
     @one_at_a_time
     def _expect_backward(self) -> None:
@@ -268,59 +260,27 @@ class Engine:
     def _drop_broken_backward(self) -> None:
         """Gives up a backward that ended in an exception: torch has dropped what it would have called at the end."""
         if self.backward.is_broken:
-            if self.backward.is_reducing:
-                self.pending.break_off()
             self._compute.end()
+            self.taking.abandon()
             self.backward.abandon()
-            self.reduction.abandon()
             self.phases.leave()
             if not self.forward.is_running:
                 self.settle()
 
-    def _join_passed(self, site: RunningSite) -> None:
-        """The backward has claimed `site`, so it takes part in the reductions of what it passed and does not use."""
-        with torch.no_grad():
-            self.reduction.join(self._absent.pass_to(site))
-
     def _begin_backward(self) -> None:
         self.phases.enter("a backward")
         self.backward.begin()
-        if self.ranks.size > 1:
-            self._absent.begin(self.units)
-        if takes_gradients(self.units):
-            self._begin_reducing()
+        self.taking.begin()
         self.backward.queue_end(partial(self._end_backward))
-
-    def _begin_reducing(self) -> None:
-        """Not called for `torch.autograd.grad`, which gives its gradients to its caller."""
-        if self.backward.is_reducing:
-            return
-        self.pending.refuse("another backward")
-        self.backward.reduce()
-        self.num_backwards += 1
-        if self._is_deferring:
-            self.reduction.defer()
-        else:
-            left = sorted(self.backward.sites_by_last_visit(), key=lambda site: site.is_outer)  # around others: last
-            self.reduction.begin([unit for site in left for unit in site.units])
-            self._absent.follow(left)
 
     @one_at_a_time
     def _end_backward(self) -> None:
         self._compute.end()
         last, is_reducing = self.backward.current, self.backward.is_reducing
         try:
-            if is_reducing:
-                self.reduction.complete_rest(defer=self._is_deferring)
-                self._absent.add_rest()
+            self.taking.expect_no_more()
             self.backward.end()
-            self._absent.end()
-            if is_reducing:
-                self.reduction.end(defer=self._is_deferring)
-                if not self._no_sync:
-                    self.gradients.vote()
-                for unit in self.units:
-                    unit.gradient.settle_lent()
+            self.taking.end(is_reducing=is_reducing)
         finally:
             self.phases.leave()
             if not self.forward.is_running:
@@ -389,15 +349,6 @@ class Engine:
         elif alone:
             self.failures.raise_noted()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are added up whole on every rank and reduced by the first backward outside."""
-        before, self._no_sync = self._no_sync, True
-        try:
-            yield
-        finally:
-            self._no_sync = before
-
     @one_at_a_time
     def train(self, unit: Unit, index: int, *, is_trained: bool) -> None:
         """Trains a parameter from the next backward on, or stops. All ranks must do the same."""
@@ -410,11 +361,6 @@ class Engine:
                 )
             self._thawing.thaw(unit, self.units)
         self._thawing.note(unit, index, is_trained=is_trained)
-
-    def take_num_backwards(self) -> int:
-        """How many backwards there were since the last step; the next step begins to count."""
-        number, self.num_backwards = self.num_backwards, 0
-        return number
 
     def set_shown(self, is_shown: bool) -> None:
         """Every parameter holds its full value from now on, and nothing is released; or no longer."""

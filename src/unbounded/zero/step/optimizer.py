@@ -119,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.failures.meet()
         self.updates.run(units, self.param_groups)
         self._scaled = False
-        self.updates.drafts.outlook.num_backwards = self.engine.take_num_backwards()
+        self.updates.drafts.outlook.num_backwards = self.engine.taking.take_num_backwards()
         for unit in self.engine.units:
             unit.gradient.end_step()
 
@@ -152,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 unit.gradient.zero()
         self.engine.reduction.forget()
-        self.engine.take_num_backwards()
+        self.engine.taking.take_num_backwards()
 
     @in_turn
     @torch.no_grad()
@@ -200,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Inside, gradients are added up on each rank and reduced by the first backward outside: less traffic."""
         if not self.plan.keeps_gradients:
             spent.refuse_sums("optimizer.no_sync()")
-        return self.engine.no_sync()
+        return self.engine.taking.no_sync()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the dynamic loss scale in fp16; as it is in other precisions."""
@@ -356,8 +356,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A backward has finished the gradient of `unit`, which is being brought to its tier."""
         if self._updates_at_once:
             self._at_once.add(unit, self.param_groups)
-        elif self._is_last_backward or self.engine.num_backwards == self.updates.drafts.outlook.num_backwards:
-            if self.engine.num_backwards > 1:
+        elif self._is_last_backward or self.engine.taking.num_backwards == self.updates.drafts.outlook.num_backwards:
+            if self.engine.taking.num_backwards > 1:
                 self.engine.reduction.measure_sum(unit)
             self.updates.drafts.ask(unit, self.param_groups)
 
