@@ -139,7 +139,6 @@ class Engine:
             if index == 0:
                 self._begin_forward()
             self.forward.visit(site)
-            self.gathering.gather(site.units)
             if not (torch.is_grad_enabled() or self.forward.is_evaluating):
                 self.taking.note_use_without_graph(site)
             self._compute.begin(site)
@@ -219,7 +218,6 @@ class Engine:
         self._join_backward()
         if site.is_outer:  # around the others, and gathered until the backward ends
             self.backward.visit(site)
-            self.gathering.gather(site.units)
             return
         before, self.backward.current = self.backward.current, site
         if before is site:
@@ -229,7 +227,6 @@ class Engine:
         if before is not None:
             self.gathering.drop(before.units)
         self.backward.visit(site)
-        self.gathering.gather(site.units)
         self._compute.begin(site)
 
     @one_at_a_time

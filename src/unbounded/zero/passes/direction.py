@@ -10,9 +10,9 @@ A model has two of them, a `Forward` and a `Backward`; a backward may run inside
 leaves anything open when it ends: a backward finds weights again by tokens (see `saved`), so any number of forwards may
 wait for their backwards, in any order, as in pipeline schedules.
 
-Each visit claims the site's units and those that the recorded order expects next. With several ranks the order is also
-an agreement (see `order`): sites that others run but this rank does not are gathered anyway, and a few are kept in case
-they come later.
+Each visit claims the site's units and those that the recorded order expects next, and waits for its own. With several
+ranks the order is also an agreement (see `order`): sites that others run but this rank does not are gathered anyway,
+and a few are kept in case they come later.
 
 A unit on disk takes as long to read as several from the host, so one of those that are fetched ahead is the next one on
 disk, however far it is, if the device has room for it: while the units before it are used, it is being read.
@@ -112,7 +112,7 @@ class Pass:
         self._passed.clear()
 
     def visit(self, site: RunningSite) -> None:
-        """Claims a site's units and those expected next, and waits for none of them."""
+        """Claims a site's units and those expected next, and waits for the site's own."""
         num_ahead, passed = self.order.num_ahead, self.order.visit(site.index)
         if passed is None and site in self._passed:
             self._passed.remove(site)  # later than in the agreed order, and kept for this
@@ -131,6 +131,7 @@ class Pass:
                 self._keep(index)
         if reads_ahead:
             self._read_ahead()
+        self._gathering.gather(site.units)
 
     def _claim(self, index: int) -> None:
         self._gathering.claim(self._sites[index].units)

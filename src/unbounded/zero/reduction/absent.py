@@ -12,7 +12,7 @@ Which units are absent, the graph says when the backward begins. Where a part of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from unbounded.zero.parameters.views import gets_gradients
 from unbounded.zero.passes.direction import RunningSite
@@ -41,8 +41,7 @@ class Absent:
     def follow(self, sites: Sequence[RunningSite]) -> None:
         """The backward reduces, in the order of `sites`. Those around others begin first and end last: never passed."""
         self._places = {site: place for place, site in enumerate(sites) if not site.is_outer}
-        self.add_rest()
-        self._left = deque((place, unit) for place, unit in self._left if unit in self._absent)
+        self._left = deque((place, unit) for place, unit in self._in_order() if unit in self._absent)
 
     def pass_to(self, site: RunningSite) -> list[Unit]:
         """The backward is at `site`: the absent units whose places it has passed since the last call."""
@@ -53,8 +52,11 @@ class Absent:
 
     def add_rest(self) -> None:
         """The backward gives nothing more to any unit. Those that it has reduced do no harm here."""
-        self._left = deque((place, unit) for site, place in self._places.items() for unit in site.units)
+        self._left = deque(self._in_order())
 
     def end(self) -> None:
         self._without_graph.clear()
         self._absent, self._places, self._left = set(), {}, deque()
+
+    def _in_order(self) -> Iterator[tuple[int, Unit]]:
+        return ((place, unit) for site, place in self._places.items() for unit in site.units)

@@ -4,10 +4,9 @@
     reduce          | u3 |    | u2 |    | u1 |     reduce-scatter, then to the gradient's tier
 
 With several ranks a unit is reduced once per backward, when its last use has fired, when a backward without it has
-passed its place, or at the end. Units are reduced in
-one agreed order, with zeros if a rank has nothing, and in a dtype that follows from what all ranks know. So whatever
-the ranks' own passes do, they meet in the same reductions. With `defer` (stage 1,
-and inside `no_sync`) whole local gradients are added up instead and reduced later, in fp32.
+passed its place, or at the end. Units are reduced in one agreed order, with zeros if a rank has nothing, and in a dtype
+that follows from what all ranks know. So whatever the ranks' own passes do, they meet in the same reductions. With
+`defer` (stage 1, and inside `no_sync`) whole local gradients are added up instead and reduced later, in fp32.
 """
 
 from __future__ import annotations
