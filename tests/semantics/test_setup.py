@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import threading
+import weakref
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,9 @@ from torch import nn
 import unbounded
 from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, compare, data, make, step, weights
 from unbounded.errors import PlanError, StateError
+from unbounded.sharding import running
+from unbounded.tiers import budget
+from unbounded.zero.step.updates import Updates
 
 
 def regrouped(model: nn.Module, optimizer: Any) -> None:
@@ -288,3 +294,36 @@ def test_float_buffers_compute_in_the_precision_and_stay_accurate(plan: str, pre
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02, msg=lambda m, name=name: f"{name}: {m}")
     assert float(model.blocks[0].scale) == pytest.approx(float(plain.blocks[0].scale), rel=1e-6)
     assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
+
+
+def test_a_model_that_was_dropped_during_its_update_is_free_before_the_next_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "NEGLIGIBLE_BYTES", 0)
+    may_go_on, held, measure = threading.Event(), [], budget.measure
+    update = Updates._take_drafts
+
+    def late(self: Updates, *arguments: Any) -> Any:
+        may_go_on.wait()
+        return update(self, *arguments)
+
+    monkeypatch.setattr(Updates, "_take_drafts", late)
+
+    def train() -> weakref.ref[Any]:
+        model = make()
+        model, optimizer = unbounded.shard(model, adamw(model), {"weights": "host", "optimizer": "host"})
+        step(model, optimizer)
+        return weakref.ref(optimizer.tiers)
+
+    tiers = train()
+    gc.collect()
+    assert tiers() is not None  # its update goes on
+
+    def look(*arguments: Any) -> Any:
+        held.append(tiers() is not None)
+        return measure(*arguments)
+
+    monkeypatch.setattr(budget, "measure", look)
+    threading.Timer(0.2, may_go_on.set).start()
+    train()
+    assert held == [False]

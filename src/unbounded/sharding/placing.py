@@ -67,6 +67,7 @@ def shard(
     optimizer = unwrap(optimizer) if optimizer is not None else None
     admitted = admit(model, optimizer, plan, mesh=mesh, is_known=is_sharded(model))
     axes, device = admitted.axes, admitted.device
+    running.free_dropped()
     is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
     if is_cut:
         _refuse_tiles(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,17 +19,24 @@ from unbounded.parallel.pipeline.stage_exchange import sum_among
 from unbounded.parallel.pipeline.stages import cut_model
 from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.ranks.wire import Wire
+from unbounded.tiers.lane import Lane
+from unbounded.tiers.tiers import Tiers
 from unbounded.zero.parameters.stage_copies import leave_to_first, sum_copies
 from unbounded.zero.setup.assembly import Sharded
 from unbounded.zero.shown_values import shown_values
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
+# The lanes of every model whose memory is not yet free, by that memory; the model may be gone already.
+_lanes: weakref.WeakKeyDictionary[Tiers, tuple[weakref.ref[nn.Module], Sequence[Lane]]] = weakref.WeakKeyDictionary()
+# Less than this is not worth a garbage collection.
+NEGLIGIBLE_BYTES = 256 * 2**20
 _PARTS = "_unbounded_parts"  # an attribute of the model, which the parts hold: a table would keep it alive
 
 
 def enrol(model: nn.Module, state: Sharded, parts: Applied) -> None:
     """From now on `model` is sharded. `parts` is what the parallel axes did to it, undone when it is detached."""
     _sharded[model], model.__dict__[_PARTS] = state, parts
+    _lanes[state.tiers] = weakref.ref(model), state.lanes
     parts.attach()
     state.add_detach(partial(_detach_parts, weakref.ref(model)))
 
@@ -36,6 +44,21 @@ def enrol(model: nn.Module, state: Sharded, parts: Applied) -> None:
 def strike_off(model: nn.Module) -> None:
     """`model` is no longer sharded."""
     _sharded.pop(model, None)
+
+
+def free_dropped() -> None:
+    """Frees sharded models that nobody holds any more, because the next one is placed into the memory that is free.
+
+    Their objects hold each other in cycles, and an update that was running when they were dropped holds them too.
+    """
+    if sum(use.used_bytes for tiers in list(_lanes) for use in tiers.use().values()) < NEGLIGIBLE_BYTES:
+        return
+    gc.collect()
+    for model, lanes in list(_lanes.values()):
+        if model() is None:
+            for lane in lanes:
+                lane.drain()
+    gc.collect()
 
 
 def _detach_parts(held: weakref.ref[nn.Module]) -> None:

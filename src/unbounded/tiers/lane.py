@@ -111,9 +111,18 @@ class Lane:
         self._tasks.put((handle, function, arguments))
         return handle
 
+    def drain(self) -> None:
+        """Returns when the lane has let go of everything that it was given so far."""
+        if self._thread is not None and self._owner.is_here():
+            self.submit(_do_nothing).finish()
+
     def mark(self) -> torch.cuda.Event | None:
         """An event that follows everything launched on the lane's stream so far."""
         return _mark(self.stream)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:

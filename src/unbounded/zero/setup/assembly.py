@@ -53,6 +53,7 @@ class Sharded:
     bounce: BufferPool
     first_plan: Plan
     optimizer: ShardedOptimizer | None
+    lanes: Sequence[Lane]
     detach: Callable[[], None]
 
     @property
@@ -83,6 +84,7 @@ class Assembly:
         self.threads = host_threads(self.plan, axes.world.size)
         # Without overlap every lane runs its work immediately in the caller: to measure what overlap gains.
         self.inline = os.environ.get("UNBOUNDED_OVERLAP", "1") == "0"
+        self._lanes: list[Lane] = []
 
     def build(self, optimizer: torch.optim.Optimizer | None, fill: Fill, cast_inputs: torch.dtype | None) -> Sharded:
         """All ranks must call this."""
@@ -108,7 +110,7 @@ class Assembly:
         engine = self._engine([unit for unit, _, _ in entries], thawing, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
         engine.gradients.adopt()
-        return Sharded(engine, tiers, bounce, plan, sharded_optimizer, self._attach(engine))
+        return Sharded(engine, tiers, bounce, plan, sharded_optimizer, self._lanes, self._attach(engine))
 
     def _entries(self) -> Entries:
         places, entries = self.blueprint.places, []
@@ -221,4 +223,5 @@ class Assembly:
         return detach
 
     def _lane(self, name: str) -> Lane:
-        return Lane(name, self.device, inline=self.inline)
+        self._lanes.append(Lane(name, self.device, inline=self.inline))
+        return self._lanes[-1]
