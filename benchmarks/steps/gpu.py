@@ -107,9 +107,18 @@ CASES = {
         goal=24.0,
         steps=3,
     ),
-    "24b": Case("24.5B exact, clipped", "--size 24b --batches 1", (("ours", "--plan disk_path=."),), steps=2),
+    # Budgets of a machine with 125 GiB of host memory and a disk of 64 GiB, nearly all of both.
+    "24b": Case(
+        "24.1B exact, clipped",
+        "--size 24b --batches 1",
+        (("ours", "--plan disk_path=. disk_bytes=63GiB host_bytes=119GiB prefetch_units=0"),),
+        steps=2,
+    ),
     "27b": Case(
-        "27.2B exact, not clipped", "--size 27b --batches 1 --no-clip", (("ours", "--plan disk_path=."),), steps=2
+        "27.3B exact, not clipped",
+        "--size 27b --batches 1 --no-clip",
+        (("ours", "--plan disk_path=. host_bytes=115GiB gradients=none"),),
+        steps=2,
     ),
     "45b-compact": Case(
         "45B compact",

@@ -1,4 +1,8 @@
-"""The fused update on a GPU: the same rules and formats as the host's core, as one Triton kernel.
+"""The fused update on a GPU: the same rules and formats as the host's core, as one Triton kernel, and the same bits.
+
+Every operation is the host's (`native/kernels`), in its order: a product is fused with a sum where `fma` says so and
+nowhere else, roots and quotients are rounded to nearest, and the noise that rounds compact states has the same bits.
+So it makes no difference to a training where states are, or when they move.
 
 Imported only if a CUDA tensor is updated. One launch covers one stretch of flat buffers: states are decoded
 to fp32 in registers, stepped, and encoded again, so every array crosses the memory bus once each way. The
@@ -21,6 +25,7 @@ from unbounded.native.states import BLOCK, moments
 RULES = {"adamw": 0, "adam": 1, "sgd": 2, "lion": 3, "adagrad": 4}
 FORMATS = {"fp32": 0, "exact": 1, "compact": 2}
 ROWS = 8  # blocks of elements that a program takes
+SUMMED = 2**12  # elements whose squares a program adds up
 
 
 def update(
@@ -67,6 +72,13 @@ def update(
     )
 
 
+def sum_squares(part: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of a CUDA buffer in float64, as a scalar tensor, so that nothing waits for it."""
+    sums = torch.empty(triton.cdiv(part.numel(), SUMMED), dtype=torch.float64, device=part.device)
+    _sum_squares[(sums.numel(),)](part, sums, part.numel(), SUMMED=SUMMED, num_warps=4)
+    return sums.sum()
+
+
 def _or(tensor: torch.Tensor | None, spare: torch.Tensor) -> torch.Tensor:
     return spare if tensor is None else tensor
 
@@ -85,11 +97,10 @@ def _numbers(rule: Rule) -> tuple[Any, ...]:
         eps = rule.eps * root
     elif rule.name == "adagrad":
         lr = rule.lr / (1.0 + (rule.step - 1) * rule.lr_decay)
-    seed = (rule.step * 0x85EBCA6B) & 0x7FFFFFFF
     sign = -1.0 if rule.maximize else 1.0
     return (
         sign, lr, keep, rule.weight_decay, rule.beta1, rule.beta2, 1.0 - rule.beta1, 1.0 - rule.beta2,
-        step_size, eps, rule.momentum, 1.0 - rule.dampening, seed,
+        step_size, eps, rule.momentum, 1.0 - rule.dampening, rule.step,
     )  # fmt: skip
 
 
@@ -104,15 +115,36 @@ def _scale_bits(highest, headroom: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _inverse(scale_bits):  # type: ignore[no-untyped-def]
+    """0 if the scale is 0 or a NaN."""
     finite = (scale_bits > 0) & (scale_bits < 0x7F800000)
-    bits = tl.where(finite, 0x7F000000 - scale_bits, tl.where(scale_bits == 0, 0, scale_bits))
-    return bits.to(tl.float32, bitcast=True)
+    return tl.where(finite, 0x7F000000 - scale_bits, 0).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["numel", "seed"])
+@triton.jit
+def _salt(step, place):  # type: ignore[no-untyped-def]
+    """Random bits for a place in a block at a step."""
+    h = (step.to(tl.uint64) * 128 + place.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9
+    h = (h ^ (h >> 27)) * 0x94D049BB133111EB
+    return (h >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _coupled(decay, w, g):  # type: ignore[no-untyped-def]
+    return tl.where(decay != 0, tl.fma(decay, w, g), g)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _sum_squares(part_ptr, sums_ptr, numel, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+    value = tl.load(part_ptr + at, at < numel, 0.0).to(tl.float64)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(value * value))
+
+
+@triton.jit(do_not_specialize=["numel", "step"])
 def _update(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, remainder_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, out_ptr, scale_ptr,
-    numel, sign, lr, keep, decay, beta1, beta2, rest1, rest2, step_size, eps, momentum, undamped, seed,
+    numel, sign, lr, keep, decay, beta1, beta2, rest1, rest2, step_size, eps, momentum, undamped, step,
     RULE: tl.constexpr, FORMAT: tl.constexpr, IS_BF16: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr, FIRST_STEP: tl.constexpr, HAS_OUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -145,82 +177,94 @@ def _update(  # type: ignore[no-untyped-def]
     if has_first:
         if FORMAT == 2:
             high = tl.load(first_ptr + at, live, 0).to(tl.int32) << 19
-            offset = (high & -2147483648) | 0x3C000000
             z = ((high & -2080899072) | 0x3C000000).to(tl.float32, bitcast=True)
-            m = (z - offset.to(tl.float32, bitcast=True)) * tl.load(first_scale_ptr + rows, live_rows, 0.0)[:, None]
+            scale = tl.load(first_scale_ptr + rows, live_rows, 0.0)[:, None]
+            offset = (scale * 0.0078125).to(tl.int32, bitcast=True) | (high & -2147483648)  # scales have no sign
+            m = tl.fma(z, scale, -offset.to(tl.float32, bitcast=True))
         else:
             m = tl.load(first_ptr + at, live, 0.0)
     if has_second:
         if FORMAT == 2:
             z = ((tl.load(second_ptr + at, live, 0).to(tl.int32) << 19) | 0x38000000).to(tl.float32, bitcast=True)
-            v = (z - 3.0517578125e-05) * tl.load(second_scale_ptr + rows, live_rows, 0.0)[:, None]
+            scale = tl.load(second_scale_ptr + rows, live_rows, 0.0)[:, None]
+            v = tl.fma(z, scale, -(scale * 3.0517578125e-05))
         else:
             v = tl.load(second_ptr + at, live, 0.0)
 
     # step
     if RULE == 0 or RULE == 1:
+        if RULE == 1:
+            g = _coupled(decay, w, g)
+        m = tl.fma(rest1, g - m, m)
+        v = tl.fma(rest2 * g, g, beta2 * v)
+        direction = tl.div_rn(m, tl.sqrt_rn(v) + eps)
         if RULE == 0:
             w = w * keep
-        else:
-            g = g + decay * w
-        m = m + rest1 * (g - m)
-        v = beta2 * v + (rest2 * g) * g
-        w = w - step_size * tl.div_rn(m, tl.sqrt_rn(v) + eps)
+        w = tl.fma(-step_size, direction, w)
     elif RULE == 2:
-        g = g + decay * w
+        direction = _coupled(decay, w, g)
         if HAS_MOMENTUM:
             if FIRST_STEP:
-                m = g
+                m = direction
             else:
-                m = momentum * m + undamped * g
+                m = tl.fma(undamped, direction, momentum * m)
             if NESTEROV:
-                g = g + momentum * m
+                direction = tl.fma(momentum, m, direction)
             else:
-                g = m
-        w = w - lr * g
+                direction = m
+        w = tl.fma(-lr, direction, w)
     elif RULE == 3:
-        c = beta1 * m + rest1 * g
-        w = w * keep - lr * tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, c))
-        m = beta2 * m + rest2 * g
+        c = tl.fma(rest1, g, beta1 * m)
+        direction = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, c))
+        m = tl.fma(rest2, g, beta2 * m)
+        w = tl.fma(-lr, direction, w * keep)
     else:
-        g = g + decay * w
-        v = v + g * g
-        w = w - lr * tl.div_rn(g, tl.sqrt_rn(v) + eps)
+        g = _coupled(decay, w, g)
+        v = tl.fma(g, g, v)
+        direction = tl.div_rn(g, tl.sqrt_rn(v) + eps)
+        w = tl.fma(-lr, direction, w)
 
     # encode
-    bits = w.to(tl.int32, bitcast=True)
-    noise = (bits * -1640531535) ^ (place[None, :] * -2048144777 + seed)
-    noise = noise ^ ((noise >> 15) & 0x1FFFF)
+    if FORMAT == 2:  # noise is the low bits of another value of the element, salted
+        salt = _salt(step, place)[None, :]
+        other = direction
+        if has_first:
+            other = m
+        elif has_second:
+            other = v
+        weight_noise = other.to(tl.int32, bitcast=True) ^ salt
+        other = w
+        if RULE == 0 or RULE == 1 or RULE == 4:
+            other = direction
+        code_noise = (other.to(tl.int32, bitcast=True) ^ salt) & 0x7FFFF
     if FORMAT == 0:
         tl.store(weight_ptr + at, w, live)
         if HAS_OUT:
             tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), live)
     else:
-        bits = tl.where(w != w, 0x7FC00000, bits)
+        bits = tl.where(w != w, -4194304, w.to(tl.int32, bitcast=True))  # of every NaN the same
         if FORMAT == 1:
             tl.store(weight_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), live)
             tl.store(remainder_ptr + at, bits.to(tl.int16), live)
         elif IS_BF16:
-            kept = (bits + ((noise >> 24) & 0xFF)) >> 8
-            tl.store(weight_ptr + at, ((kept + 0x80) >> 8).to(tl.int16), live)
-            tl.store(remainder_ptr + at, kept.to(tl.int8), live)
+            kept = bits + ((weight_noise & 0xFF) | 0x8000)
+            tl.store(weight_ptr + at, (kept >> 16).to(tl.int16), live)
+            tl.store(remainder_ptr + at, ((kept >> 8) ^ 0x80).to(tl.int8), live)
         else:
             half = w.to(tl.float16)
             h = half.to(tl.float32)
             exponent = tl.maximum(h.to(tl.int32, bitcast=True) & 0x7F800000, 113 << 23)
             rest = (w - h) * ((277 << 23) - exponent.to(tl.int64)).to(tl.int32).to(tl.float32, bitcast=True)
             rest = tl.where(exponent >= 0x7F800000, 0.0, rest)
-            kept = ((rest + 4096.0).to(tl.int32) + ((noise >> 27) & 0x1F)) >> 5
+            kept = ((rest + 4096.0).to(tl.int32) + (weight_noise & 0x1F)) >> 5
             tl.store(weight_ptr + at, half, live)
             tl.store(remainder_ptr + at, (tl.minimum(tl.maximum(kept, 1), 255) - 128).to(tl.int8), live)
     if has_first:
         if FORMAT == 2:
             highest = tl.max(tl.where(live, m.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=1)
             scale = _scale_bits(highest, 0xA0000)
-            y = m * _inverse(scale)[:, None]
-            offset = ((y.to(tl.int32, bitcast=True) & -2147483648) | 0x3C000000).to(tl.float32, bitcast=True)
-            z = (y + offset).to(tl.int32, bitcast=True) + ((noise >> 5) & 0x7FFFF)
-            code = ((z >> 19) & 0x7F) | ((z >> 24) & 0x80)
+            z = tl.fma(tl.abs(m), _inverse(scale)[:, None], 0.0078125).to(tl.int32, bitcast=True) + code_noise
+            code = ((z >> 19) & 0x7F) | ((m.to(tl.int32, bitcast=True) >> 24) & 0x80)
             tl.store(first_ptr + at, code.to(tl.int8), live)
             tl.store(first_scale_ptr + rows, scale.to(tl.float32, bitcast=True), live_rows)
         else:
@@ -229,8 +273,8 @@ def _update(  # type: ignore[no-untyped-def]
         if FORMAT == 2:
             highest = tl.max(tl.where(live, v.to(tl.int32, bitcast=True), 0), axis=1)
             scale = _scale_bits(highest, 0x80200)
-            z = (v * _inverse(scale)[:, None] + 3.0517578125e-05).to(tl.int32, bitcast=True) + (noise & 0x7FFFF)
-            tl.store(second_ptr + at, (tl.maximum((z >> 19) & 0x1FFF, 0x701) & 0xFF).to(tl.uint8), live)
+            z = tl.fma(v, _inverse(scale)[:, None], 3.0517578125e-05).to(tl.int32, bitcast=True) + code_noise
+            tl.store(second_ptr + at, tl.maximum((z >> 19) & 0xFF, 1).to(tl.uint8), live)
             tl.store(second_scale_ptr + rows, scale.to(tl.float32, bitcast=True), live_rows)
         else:
             tl.store(second_ptr + at, v, live)

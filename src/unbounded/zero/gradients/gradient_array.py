@@ -218,12 +218,15 @@ class GradientArray:
             kernels.accumulate(held, fresh, pool=self._threads)
 
     def _sum_squares(self, part: torch.Tensor) -> torch.Tensor | float:
-        """In float64; on CUDA from a float32 norm and as a tensor, so that nothing waits for it."""
-        if part.device.type == "cpu" and part.dtype != torch.float64:
-            return kernels.sum_squares(part, pool=self._threads)
-        wide = torch.float64 if part.dtype == torch.float64 else torch.float32
-        square = torch.linalg.vector_norm(part, dtype=wide).double().square_()
-        return square if part.is_cuda else float(square)
+        """In float64; on CUDA as a tensor, so that nothing waits for it."""
+        if part.dtype == torch.float64:
+            square = torch.linalg.vector_norm(part).square_()
+            return square if part.is_cuda else float(square)
+        if part.is_cuda:
+            from unbounded.optim import device_kernels
+
+            return device_kernels.sum_squares(part)
+        return kernels.sum_squares(part, pool=self._threads)
 
 
 @contextmanager

@@ -45,5 +45,4 @@ def clip_factor(norm: Number, max_norm: float) -> ScaleFactor:
     """What gradients of this norm are multiplied by so that it is at most `max_norm`, as torch computes it."""
     if isinstance(norm, torch.Tensor):
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    factor = torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
-    return float(factor.clamp(max=1.0))
+    return float((max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0))
