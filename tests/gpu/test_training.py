@@ -194,8 +194,7 @@ def test_gradients_that_arrive_in_parts_add_up_on_the_host(wire: torch.dtype) ->
 
 
 def train_tower(plan: dict[str, Any], steps: int = 24) -> tuple[list[float], Any, Any]:
-    """A tower of 25M parameters and batches that take little of the device; the plan before and after. In fp32, where
-    the host's rounding and the device's stay close to each other over the steps."""
+    """A tower of 25M parameters and batches that take little of the device; the plan before and after."""
     torch.manual_seed(5)
     blocks = [nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 1024), nn.GELU()) for _ in range(24)]
     model = nn.Sequential(*blocks).to("cuda")
@@ -224,14 +223,13 @@ def test_training_is_the_same_wherever_states_are_when_they_share_the_budget() -
 def share_the_budget() -> None:
     """Half of the 512 MiB beside the context are for activations, so that the states' 384 MiB begin on both tiers."""
     budget = count_device(torch.device("cuda")).context_bytes() + KERNEL_BYTES + 2**29
-    losses, first, plan = train_tower({"device_bytes": budget, "move_states": True})
+    losses, first, plan = train_tower({"device_bytes": budget})
     assert {tier for _, tier in first.optimizer} == {"device", "host"}
+    assert plan.optimizer != first.optimizer
     for tiers in (dict.fromkeys(KINDS, "host"), {kind: getattr(plan, kind) for kind in KINDS}):
-        others, given, kept = train_tower({"device_bytes": budget, "move_states": True, **tiers})
+        others, given, kept = train_tower({"device_bytes": budget, **tiers})
         assert given.optimizer == kept.optimizer
-        # The device's kernel and the host's round differently, and Adam turns differences near zero into steps.
-        assert losses[:8] == pytest.approx(others[:8], rel=1e-5)
-        assert losses == pytest.approx(others, rel=1e-2)
+        assert losses == others
 
 
 def test_states_are_the_same_bits_wherever_they_move() -> None:

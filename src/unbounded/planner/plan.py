@@ -51,8 +51,9 @@ class Plan:
     docs/reference/plan.md describes every field. With `disk_checksums`, everything that is read back from the disk tier
     is checked against the checksum of what was written, which takes a thousandth of the disk's bytes in host memory.
     So many `early_units` are updated inside the backward, into a second set of arrays in host memory. `move_states`
-    lets states move between device and host once steps show what is left. With `gradients="none"` every unit is updated
-    inside the backward and no gradient is stored, for loops with one backward per step and no clipping.
+    lets states move between device and host once steps show what is left; left None, a plan with a `device_bytes` does.
+    With `gradients="none"` every unit is updated inside the backward and no gradient is stored, for loops with one
+    backward per step and no clipping.
     """
 
     stage: int = 3
@@ -69,7 +70,7 @@ class Plan:
     disk_checksums: bool = True
     prefetch_units: int = 2
     early_units: int = 0
-    move_states: bool = False
+    move_states: bool | None = None
     host_threads: int | None = None
     accumulate_dtype: str = "fp32"
     loss_scale: float = 2.0**16  # for fp16, at the start
@@ -157,6 +158,12 @@ class Plan:
         """Whether gradients are stored between the backward and the step."""
         tiers = [tier for _, tier in self.gradients] if isinstance(self.gradients, tuple) else [self.gradients]
         return NOWHERE not in tiers
+
+    @property
+    def lets_states_move(self) -> bool:
+        """Whether states that the plan does not place may move while the model trains."""
+        is_placed = self.optimizer is not None or self.gradients is not None
+        return not is_placed and (self.device_bytes is not None if self.move_states is None else self.move_states)
 
     @property
     def offloads_weights(self) -> bool:

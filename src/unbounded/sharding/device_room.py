@@ -122,11 +122,10 @@ def strike_off(model: nn.Module) -> None:
 
 
 def may_balance(plan: Plan, state: Sharded) -> bool:
-    """Whether the plan lets states move and does not place them, ranks may decide alone, and lanes can carry them."""
+    """Whether the plan lets states move, ranks may decide alone, and lanes can carry them."""
     is_native = all(isinstance(unit.rule, NativeRule) for unit in state.engine.units if unit.rule is not None)
     is_own = state.engine.ranks.size == 1 or state.plan.stage > 0
-    is_open = plan.move_states and plan.optimizer is None and plan.gradients is None
-    return state.engine.device.type == "cuda" and is_open and is_own and is_native
+    return state.engine.device.type == "cuda" and plan.lets_states_move and is_own and is_native
 
 
 def balance(model: nn.Module, state: Sharded) -> Callable[[], None]:

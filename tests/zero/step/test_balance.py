@@ -173,6 +173,30 @@ def test_states_that_made_the_step_longer_go_back() -> None:
     assert {tier for _, tier in plan.optimizer} == {"host"}
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_states_go_back_before_a_forward_with_larger_inputs_than_were_seen(rows: int) -> None:
+    """And stay there: 2 rows were seen. A forward without a graph counts too."""
+
+    def grow(step: int, model: nn.Module, optimizer: Any) -> None:
+        if step == 0:
+            clock = Clock(float)
+            free = lambda: 2**40  # noqa: E731
+            Balancer(optimizer, relocation(model), free_bytes=free, kept_bytes=int, forget=leave, clock=clock).attach(
+                model
+            )
+        if step == 12:
+            assert {tier for _, tier in optimizer.plan.optimizer} == {"device"}
+            with torch.no_grad():
+                model(torch.zeros(rows, 8, dtype=torch.long))
+            assert {tier for _, tier in optimizer.plan.optimizer} == {"device" if rows < 3 else "host"}
+
+    losses, values, plan = train(0, HOST, 14, grow)
+    assert {tier for _, tier in plan.optimizer} == {"device" if rows < 3 else "host"}
+    plain, expected, _ = train(0, HOST, 14, leave)
+    assert losses == plain
+    assert all(torch.equal(expected[name], value) for name, value in values.items())
+
+
 def decide(best: int, *, free: int, kept: int) -> tuple[int, int]:
     """How many of 20 units end on the device, and after how many steps; each saves time, up to `best` of them."""
     choice, count, steps = Balance(), 0, 0

@@ -103,7 +103,7 @@ def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) 
             f"{format_bytes(buffers.num_bytes)} of it, and states that the plan puts there take "
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
-    streamed = _stream(specs, places, means.machine, carries=plan.move_states and device_type == "cuda")
+    streamed = _stream(specs, places, means.machine, carries=plan.lets_states_move and device_type == "cuda")
     early = _choose_early(specs, sizes, places, streamed, plan.early_units, solved.room["host"])
     host_bytes += sum(_drafted(unit_bytes) for unit_bytes, chosen in zip(sizes, early, strict=True) if chosen)
     closed = _close(plan, specs, places, means, early)

@@ -3,6 +3,9 @@
 `planner.balance` decides, and `relocation` moves states. Moves happen when a forward begins and no gradient is held. A
 rank decides alone if it has its own states (a partitioned model, or one rank), because the order of collectives does
 not depend on where states are. Plans that say where optimizer states live are left as they are.
+
+What was left free is known only for batches as large as those that were seen. A forward with larger inputs sends the
+states back that had moved to the device, so it finds the memory that it would have found without them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from unbounded.errors import BudgetError
 from unbounded.planner.balance import Balance
@@ -44,12 +48,16 @@ class Balancer:
         self._last: float | None = None  # when the last step ended
         self._seconds: float | None = None  # of the step that ended since the last forward
         self._moved: list[str] = []  # units, by the last move
+        self._placed: dict[str, None] = {}  # units that are on the device because they moved there
+        # The shapes of inputs before the first move, of forwards without and with a graph.
+        self._seen: dict[bool, set[tuple[torch.Size, ...]]] = {False: set(), True: set()}
+        self._is_exceeded = False  # a forward had larger inputs
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Follows steps and forwards; the returned function ends it."""
         hooks = [
             self._optimizer.register_step_post_hook(lambda *_: self._note_step()),
-            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
         ]
 
         def end() -> None:
@@ -75,7 +83,10 @@ class Balancer:
         self._last = now
 
     @torch.compiler.disable
-    def _begin(self, model: nn.Module, _: Any) -> None:
+    def _begin(self, model: nn.Module, *inputs: Any) -> None:
+        if self.balance.is_done and not self._placed:
+            return
+        self._compare(tuple(leaf.shape for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)))
         seconds, self._seconds = self._seconds, None
         if seconds is None or self.balance.is_done or not model.training or not torch.is_grad_enabled():
             return
@@ -92,6 +103,18 @@ class Balancer:
         elif count < 0:
             self._move(self._moved, "host")
 
+    def _compare(self, shapes: tuple[torch.Size, ...]) -> None:
+        """A forward has inputs of these shapes: notes them, or makes room for them if they are larger than before."""
+        records = torch.is_grad_enabled()
+        if not self._placed:
+            self._seen[records].add(shapes)
+            return
+        known = self._seen[True] if records else self._seen[True] | self._seen[False]
+        self._is_exceeded |= not any(_covers(seen, shapes) for seen in known)
+        if self._is_exceeded:  # also in later forwards: those with a gradient stay until it is used
+            self.balance.stop()
+            self._move([*self._placed], "host")
+
     def _move(self, names: list[str], tier: str) -> None:
         source = "host" if tier == "device" else "device"
         try:
@@ -104,7 +127,18 @@ class Balancer:
         self._forget()
 
     def _note_place(self, name: str, tier: str) -> None:
+        if tier == "device":
+            self._placed[name] = None
+        else:
+            self._placed.pop(name, None)
         self._optimizer.plan = _with_place(self._optimizer.plan, name, tier)
+
+
+def _covers(seen: tuple[torch.Size, ...], shapes: tuple[torch.Size, ...]) -> bool:
+    """Whether no tensor of these shapes is larger in any dimension than what was seen."""
+    return [len(one) for one in seen] == [len(one) for one in shapes] and all(
+        most >= size for one, other in zip(seen, shapes, strict=True) for most, size in zip(one, other, strict=True)
+    )
 
 
 def _with_place(plan: Plan, name: str, tier: str) -> Plan:
