@@ -107,7 +107,7 @@ def _numbers(rule: Rule) -> tuple[Any, ...]:
 @triton.jit
 def _scale_bits(highest, headroom: tl.constexpr):  # type: ignore[no-untyped-def]
     """The power of two that brings a block's largest magnitude just below 2, as bits; 0 for a block of zeros."""
-    exponent = (highest + headroom) >> 23
+    exponent = (tl.minimum(highest, 0x7F800000) + headroom) >> 23  # a NaN may have any bits above
     bits = tl.maximum(exponent, 1) << 23
     bits = tl.where(exponent >= 254, 0x7FC00000, bits)
     return tl.where(highest == 0, 0, bits)
@@ -271,7 +271,7 @@ def _update(  # type: ignore[no-untyped-def]
             tl.store(first_ptr + at, m, live)
     if has_second:
         if FORMAT == 2:
-            highest = tl.max(tl.where(live, v.to(tl.int32, bitcast=True), 0), axis=1)
+            highest = tl.max(tl.where(live, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=1)
             scale = _scale_bits(highest, 0x80200)
             z = tl.fma(v, _inverse(scale)[:, None], 3.0517578125e-05).to(tl.int32, bitcast=True) + code_noise
             tl.store(second_ptr + at, tl.maximum((z >> 19) & 0xFF, 1).to(tl.uint8), live)

@@ -3,10 +3,11 @@
 Before the first batch nobody knows what activations take, so part of the budget is set aside for them. After a few
 steps it is known what was left over, and what blocks kept that could be recomputed. A GiB of states on the device saves
 about 14 ms per step, a GiB of kept activations 4 to 6 (docs/design/activations.md). So states are moved to the device,
-first into unused memory and then in place of what was kept, as long as the step gets shorter:
+first into unused memory and then in place of what was kept, until the step gets longer. What one move gains is often
+less than steps differ by, so a move that changes nothing is not undone:
 
-    WARMING --> MEASURING --(shorter)--> more states to the device, and MEASURING again
-                          --(not shorter)--> the last ones back, DONE
+    WARMING --> MEASURING --(not longer)--> more states to the device, and MEASURING again
+                          --(longer)--> the last ones back, DONE
 
 This is only the decision: numbers in, a number of units out. `zero.step.relocation` carries it out.
 """
@@ -18,8 +19,8 @@ from statistics import median
 
 # Steps that are not timed: kernels are loaded and compiled, and after a move the first step waits for it.
 WARM_STEPS, SETTLE_STEPS = 4, 2
-# Steps whose median counts, and by how much it must be shorter.
-TIMED_STEPS, GAIN = 3, 0.99
+# Steps whose median counts, and how much longer than the best one so far it may be.
+TIMED_STEPS, SLACK = 3, 1.01
 # The share of memory unused at the peak that is left alone: the next batch may be a little larger.
 MARGIN_PART = 1 / 16
 # The share of what blocks kept that one move takes.
@@ -51,10 +52,10 @@ class Balance:
         if len(self._times) < TIMED_STEPS:
             return 0
         now, self._times = median(self._times), []
-        if self._best is not None and now > self._best * GAIN:
+        if self._best is not None and now > self._best * SLACK:
             self.is_done = True
             return -self._moved
-        self._best = now
+        self._best = now if self._best is None else min(self._best, now)
         self._moved = _count(waiting, free_bytes, kept_bytes)
         self.is_done = self._moved == 0
         self._skipped = SETTLE_STEPS
