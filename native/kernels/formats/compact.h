@@ -76,7 +76,7 @@ struct Second {
 // The bits of the scale of a block whose largest magnitude has these bits. A block of zeros has scale 0; one with an
 // infinity, a NaN or more than 2^127 has a NaN and decodes to NaN throughout.
 inline uint32_t block_scale(uint32_t highest, uint32_t headroom) {
-  const uint32_t raised = highest + headroom;
+  const uint32_t raised = (highest < 0x7f800000 ? highest : 0x7f800000) + headroom;  // a NaN may have any bits above
   const uint32_t bits = raised < 1u << 23 ? 1u << 23 : raised & 0xff800000;
   return highest == 0 ? 0 : raised >= 254u << 23 ? 0x7fc00000 : bits;
 }

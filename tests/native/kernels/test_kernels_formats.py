@@ -70,6 +70,18 @@ def test_one_bad_value_shows_in_the_sum_of_squares(dtype: torch.dtype, bad: floa
         assert not math.isfinite(kernels.sum_squares(values))
 
 
+@pytest.mark.parametrize("bits", [0x7F80, 0x7FC0, 0x7FFF, -0x80, -0x40, -1])
+def test_a_gradient_that_is_not_finite_shows_in_compact_moments(bits: int) -> None:
+    """An infinity, and NaN with all kinds of bits: a block with one decodes to NaN."""
+    rule, grad = kernels.Rule("adamw", lr=1e-2), torch.randn(3 * BLOCK).to(torch.bfloat16)
+    grad.view(torch.int16)[BLOCK + 5] = bits
+    specs = kernels.state_arrays("adamw", "compact", torch.bfloat16, momentum=False)
+    states = {name: torch.zeros(spec.numel(grad.numel()), dtype=spec.dtype) for name, spec in specs.items()}
+    kernels.update(rule, "compact", weight=torch.zeros_like(grad), grad=grad, states=states)
+    for scale in ("exp_avg_scale", "exp_avg_sq_scale"):
+        assert states[scale].isnan().tolist() == [False, True, False]
+
+
 def test_an_fp32_sum_that_overflows_fp32_stays_finite() -> None:
     assert kernels.sum_squares(torch.full((100,), 3e38)) == pytest.approx(9e78, rel=1e-6)
 
