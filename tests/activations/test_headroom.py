@@ -145,6 +145,13 @@ def test_a_peak_that_something_else_left_is_forgotten(others: int) -> None:
     assert run.device.num_forgotten == run.num_trimmed == (others > 0)  # which left no room even for inputs
 
 
+def test_the_peak_of_backwards_stays_known_if_the_user_resets_the_meter() -> None:
+    run = Training(states=GIB, limit=8 * GIB, num_blocks=10, kept=100 * 2**20, tail=GIB)
+    run.step(), run.step()
+    peak, run.device.peak = run.device.peak, 0
+    assert run.headroom.peak_bytes == peak > 2 * GIB
+
+
 def test_what_caution_had_on_the_host_is_given_back_when_the_tail_is_known() -> None:
     run = Training(states=GIB, limit=3 * GIB, num_blocks=10, kept=40 * 2**20, tail=100 * 2**20, host=2**40)
     for _ in range(3):

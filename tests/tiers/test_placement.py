@@ -150,6 +150,12 @@ def test_a_fixed_tier_that_is_short_while_others_have_room_says_so() -> None:
     assert "host is short" not in text
 
 
+def test_rooms_that_are_enough_only_together_say_so() -> None:
+    """What is left of each tier is smaller than anything that a unit puts there."""
+    with pytest.raises(BudgetError, match=r"have 4.0 MiB left, but not in one piece .* Raise a budget by 1 B"):
+        place(UNITS, budget(2 * MIB - 1, 2 * MIB - 1, 4 * (2 + 4 + 8 + 2) * MIB - 1), Plan())
+
+
 def test_the_part_to_stream_falls_with_the_number_of_threads_and_ends_at_none() -> None:
     parts = [streamed_part(replace(UNMEASURED, host_threads=threads)) for threads in range(1, 33)]
     assert parts == sorted(parts, reverse=True)

@@ -132,6 +132,7 @@ class Headroom:
         renew_limit: Callable[[], int] | None = None,
     ) -> None:
         self.num_kept = 0  # in the last forward
+        self.peak_bytes = 0  # the highest that a backward has reached since the caller set it to 0
         self.make_room: Callable[[int], None] = lambda _: None  # makes states free so many bytes of the device
         self._renew_limit = renew_limit
         self._short_from, self._short_bytes = 2**62, 0  # inputs from this size on did not fit; how much they leave free
@@ -228,6 +229,7 @@ class Headroom:
 
         def settle(_: torch.Tensor) -> None:
             peak, size = self._meter.peak_bytes(), passed.input_bytes
+            self.peak_bytes = max(self.peak_bytes, peak)
             self._tails.note(size, int(passed.keeps_all * self._ratio * size) + max(0, peak - passed.end_bytes))
             if peak > passed.peak_bytes:
                 self._own_peak_size = max(self._own_peak_size, size)

@@ -56,6 +56,7 @@ class Shortage:
     spare: int
     budget: Budget
     gradients_bytes: int = 0  # part of the states that gradients="none" would not store
+    is_placed: bool = True  # the plan says where some of the states go
 
     def error(self, what: str = "the states") -> BudgetError:
         facts = ", ".join(
@@ -63,8 +64,13 @@ class Shortage:
             for tier, missing in self.short.items()
         )
         missing = sum(self.short.values())
-        if self.spare >= missing:
+        if self.spare >= missing and self.is_placed:
             remedy = 'The other tiers have room: leave the placement to plan="auto", or place fewer units there.'
+        elif self.spare >= missing:
+            remedy = (
+                f"The other tiers have {format_bytes(self.spare)} left, but not in one piece for what a unit puts on "
+                f"a tier. Raise a budget by {format_bytes(missing)}."
+            )
         else:
             remedy = (
                 f"Raise a budget by {format_bytes(missing - self.spare)} (disk_bytes with disk_path on a larger disk "
@@ -247,4 +253,5 @@ def _shortage(units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: M
     spare = sum(max(0, room[tier] - use[tier]) for tier in TIERS)
     stored = sum(unit.gradients for unit in units) if plan.keeps_gradients else 0
     total = stored + sum(sum(use_of(unit, {"weights": "device", "optimizer": "device"}).values()) for unit in units)
-    return Shortage(total, short, spare, budget, stored)
+    is_placed = any(getattr(plan, kind) is not None for kind in KINDS)
+    return Shortage(total, short, spare, budget, stored, is_placed)

@@ -133,12 +133,23 @@ def balance(model: nn.Module, state: Sharded) -> Callable[[], None]:
     assert state.optimizer is not None
     headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
     meter, limit = DeviceMeter(state.engine.device), allocatable_bytes(device_limit(model))
+
+    def free_bytes() -> int:
+        if headroom is None:
+            return limit - meter.peak_bytes()
+        return headroom.limit_bytes - max(meter.peak_bytes(), headroom.peak_bytes)  # the user may reset the meter's
+
+    def forget() -> None:
+        meter.forget_peak()
+        if headroom is not None:
+            headroom.peak_bytes = 0
+
     balancer = Balancer(
         state.optimizer,
         Relocation(state.engine, state.tiers, state.bounce),
-        free_bytes=lambda: (limit if headroom is None else headroom.limit_bytes) - meter.peak_bytes(),
+        free_bytes=free_bytes,
         kept_bytes=lambda: 0 if headroom is None else headroom.kept_bytes,
-        forget=meter.forget_peak,
+        forget=forget,
     )
     if headroom is not None:
         headroom.make_room = balancer.make_room
