@@ -115,6 +115,11 @@ class Plan:
         self._check_axes()
         self._check_weights()
         self._check_gradients()
+        if self.move_states and self.early_units:
+            raise PlanError(
+                f"move_states is True and early_units is {self.early_units}, but units that are updated inside the "
+                "backward have a second set of states on the host, so they cannot move. Leave one of the two out."
+            )
 
     def _check_axes(self) -> None:
         """The fields of the parallel axes, as far as they can be checked without a model."""
@@ -162,8 +167,9 @@ class Plan:
     @property
     def lets_states_move(self) -> bool:
         """Whether states that the plan does not place may move while the model trains."""
-        is_placed = self.optimizer is not None or self.gradients is not None
-        return not is_placed and (self.device_bytes is not None if self.move_states is None else self.move_states)
+        if self.optimizer is not None or self.gradients is not None or self.early_units:
+            return False
+        return self.device_bytes is not None if self.move_states is None else self.move_states
 
     @property
     def offloads_weights(self) -> bool:
