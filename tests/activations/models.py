@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unbounded.activations.first_run import SMALL_BYTES
+
 WIDTH = 12
 
 
@@ -148,6 +150,32 @@ class Looped(Stack):
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(block(x))
+
+
+class Changing(Layer):
+    """A block whose forward changes its buffers in every way: statistics, in place, and by putting others there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(WIDTH)
+        self.up = nn.utils.parametrizations.spectral_norm(self.up)
+        self.register_buffer("table", torch.linspace(0.0, 1.0, 3 * SMALL_BYTES))  # large, never changed
+        self.register_buffer("seen", torch.zeros(SMALL_BYTES))  # large, changed in every run
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.alias = nn.Module()
+        self.alias.register_buffer("seen", self.seen)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+            self.seen[: x.numel()] += x.detach().flatten()
+        x = x + self.mean + self.alias.seen[:WIDTH] * self.table[:WIDTH]
+        x = self.mix(nn.functional.dropout(x, 0.3, self.training))
+        return self.batch(x.flatten(0, 1)).view_as(x)
+
+
+class Changed(Stack):
+    block = Changing
 
 
 class Deep(Layer):

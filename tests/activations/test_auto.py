@@ -157,19 +157,16 @@ class Normed(Stack):
     class block(Stack.block):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.batch = nn.BatchNorm1d(12)
+            self.batch = nn.SyncBatchNorm(12)
 
         def forward(self, x: torch.Tensor) -> Any:
             return self.batch(self.mix(x).transpose(1, 2)).transpose(1, 2)
 
 
-def test_blocks_that_change_with_every_forward_never_run_twice() -> None:
+def test_blocks_that_wait_for_other_ranks_never_run_again_on_one_of_them() -> None:
     pretend(0)
-    torch.manual_seed(0)
-    model, optimizer = shard_stack(Normed())
+    model, _ = shard_stack(Normed())
     assert counts(model) == {}
-    losses_of(model, optimizer)
-    assert {int(block.batch.num_batches_tracked) for block in model.blocks} == {3}
 
 
 def test_caches_stay_where_activations_are_kept(recwarn: pytest.WarningsRecorder) -> None:

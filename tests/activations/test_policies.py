@@ -13,7 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.activations.models import ALL, Hooked, Layer, Stack, WithDropout, assert_same, gradients, make, tokens
+from tests.activations.models import (
+    ALL,
+    Changed,
+    Hooked,
+    Layer,
+    Stack,
+    WithDropout,
+    assert_same,
+    gradients,
+    make,
+    tokens,
+)
 from unbounded.errors import PlanError, StateError
 from unbounded.sharding.device_room import _shelves
 
@@ -44,6 +55,49 @@ def test_every_policy_gives_the_bits_of_the_plain_model(kind: type[Stack], polic
     assert state_of(model) == before
     assert_same(gradients(model, tokens()), expected)
     assert model not in _shelves or _shelves[model].buffers.room.arena.used_bytes == 0
+
+
+def trained_with_looks(model: nn.Module) -> list[Tensor]:
+    """Gradients and buffers of steps in which the model is switched over between its forward and its backward."""
+    found: list[Tensor] = []
+    model.blocks[1].batch.eval()
+    for number in range(3):
+        torch.manual_seed(number)
+        model.zero_grad()
+        losses = model(tokens(number)), model(tokens(10 + number))
+        model.eval()
+        model.blocks[0].requires_grad_(False)
+        with torch.no_grad():
+            found.append(model(tokens(9)))
+        sum(losses).backward()
+        model.blocks[0].requires_grad_(True)
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        assert not any(module.training for module in model.modules())
+        model.train()
+        found += [buffer.clone() for buffer in model.buffers()]
+    return found
+
+
+@pytest.mark.parametrize("policy", ["recompute", "host"])
+def test_a_block_runs_again_as_it_was_and_its_buffers_change_once(policy: str) -> None:
+    plain, model = make(Changed), make(Changed)
+    unbounded.checkpoint_activations(model, policy)
+    assert_same(trained_with_looks(model), trained_with_looks(plain))
+
+
+def test_a_large_buffer_that_is_changed_later_is_an_error() -> None:
+    model = make(Changed)
+    unbounded.checkpoint_activations(model, "recompute")
+    gradients(model, tokens())
+
+    def change(*_: Any) -> None:
+        model.blocks[2].table.add_(1)
+
+    handle = model.blocks[2].register_forward_pre_hook(change)
+    with pytest.raises(StateError, match=r"block 'blocks.2' has begun to change its buffer 'table'.* policy \"keep\""):
+        model(tokens())
+    handle.remove()
+    gradients(model, tokens())
 
 
 @pytest.mark.parametrize("policy", ["recompute", "host"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.activations.models import ALL, Looped, Stack, WithDropout, WithMask, losses_of, make, tokens
+from tests.activations.models import ALL, Changed, Looped, Stack, WithDropout, WithMask, losses_of, make, tokens
 from tests.zero.training import Batch, Run, Task, assert_identical_weights, train_ours
 from unbounded.errors import BudgetError, PlanError, StateError
 from unbounded.sharding.running import sharded
@@ -66,7 +66,7 @@ def assert_all_the_same(results: list[list[Run]]) -> None:
             assert_identical_weights(other, plain)
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*ALL, Changed], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3)])
 def test_every_policy_gives_the_bits_of_the_model_as_it_is(ranks: Any, kind: Any, world_size: int, stage: int) -> None:
     assert_all_the_same(ranks(world_size, run_all, Zoo(kind), {"stage": stage}))
@@ -81,10 +81,12 @@ def test_every_stage_takes_policies(ranks: Any, kind: Any, world_size: int, stag
 @pytest.mark.parametrize("plan", [{"weights": "host", "optimizer": "disk"}, {"precision": "bf16"}], ids=str)
 def test_every_tier_and_precision_takes_policies(ranks: Any, plan: dict[str, Any]) -> None:
     assert_all_the_same(ranks(2, run_all, Zoo(WithDropout), plan))
+    assert_all_the_same(ranks(2, run_all, Zoo(Changed), plan))
 
 
 def test_blocks_that_were_compiled_take_policies(ranks: Any) -> None:
     assert_all_the_same(ranks(2, run_all, Compiled(Stack), {"stage": 3}))
+    assert_all_the_same(ranks(2, run_all, Compiled(Changed), {"stage": 3}))
 
 
 def shard_stack(model: nn.Module, **plan: Any) -> tuple[nn.Module, Any]:

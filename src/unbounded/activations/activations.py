@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from unbounded.activations.checkpointed import Checkpointed, attached_to, is_switched_on
 from unbounded.activations.headroom import Headroom
@@ -61,12 +60,12 @@ def attach_policies(
 
     `feed_forwards` are layers of blocks that run over tiles of the sequence if they would take more than `sizes`.
 
-    A block that changes with every forward must not run twice: under "auto" it keeps its activations.
+    Under "auto" ranks decide alone, so a block whose forward waits for other ranks keeps its activations.
     """
     chosen = {
         name: policy
         for name, policy in policies.items()
-        if policy != "keep" and not (policy == "auto" and _has_running_state(blocks[name]))
+        if policy != "keep" and not (policy == "auto" and _meets_ranks(blocks[name]))
     }
     named, attached = {id(block) for block in blocks.values()}, attached_to(model)
     replaced = [block for block in attached if block.policy == "auto" and id(block.module) in named]
@@ -104,5 +103,5 @@ def attach_policies(
     )
 
 
-def _has_running_state(block: nn.Module) -> bool:
-    return any(isinstance(module, _NormBase) and module.track_running_stats for module in block.modules())
+def _meets_ranks(block: nn.Module) -> bool:
+    return any(isinstance(module, nn.SyncBatchNorm) for module in block.modules())
