@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import unbounded
 from tests.activations.models import ALL, Stack, losses_of, make, tokens
 from unbounded.activations.checkpointed import attached_to
-from unbounded.activations.shelf import LEAVING_AT_ONCE
+from unbounded.activations.offload.shelf import LEAVING_AT_ONCE
 from unbounded.errors import StateError
 from unbounded.observe import trace
 from unbounded.planner.sizes import parse_bytes

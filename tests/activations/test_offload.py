@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 import unbounded
 from tests.activations.models import WIDTH, Frozen, Stack, WithMask, assert_same, gradients, make, tokens
-from unbounded.activations import movers
+from unbounded.activations.offload import movers
 from unbounded.observe import trace
 
 ROWS, LENGTH, DEPTH = 3, 64, 6

@@ -15,7 +15,7 @@ from torch import nn
 from tests.zero.training import TinyGPT
 from unbounded.activations.choice import choose_policies, pick_blocks
 from unbounded.activations.geometry import is_movable, lay_flat
-from unbounded.activations.host_buffers import HostBuffers
+from unbounded.activations.offload.host_buffers import HostBuffers
 from unbounded.activations.structure import take_tensors
 from unbounded.errors import BudgetError, PlanError
 from unbounded.native.host_memory import PAGE_BYTES

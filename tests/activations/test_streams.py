@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef
 
 import unbounded
 from tests.activations.models import ALL, Stack, assert_same, gradients, make, tokens
-from unbounded.activations import shelf
+from unbounded.activations.offload import shelf
 from unbounded.errors import StateError
 from unbounded.sharding.device_room import _shelves
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from unbounded.activations.checkpointed import Checkpointed, attached_to, is_switched_on
 from unbounded.activations.headroom import Headroom
-from unbounded.activations.shelf import Shelf
+from unbounded.activations.offload.shelf import Shelf
 from unbounded.activations.tiled.feedforward import FeedForward, Sizes
 from unbounded.errors import PlanError
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unbounded.activations.first_run import FirstRun, StillBuffers
 from unbounded.activations.headroom import Headroom
-from unbounded.activations.shelf import Shelf
+from unbounded.activations.offload.shelf import Shelf
 from unbounded.activations.structure import ArgumentTemplate, take_tensors
 from unbounded.activations.tiled.feedforward import FeedForward
 from unbounded.errors import StateError

@@ -24,7 +24,7 @@ SMALL_BYTES = 2**16
 
 
 @dataclass
-class _Seen:
+class _BufferBefore:
     """A buffer before the first run: a copy of it, or itself with its version then."""
 
     module: nn.Module
@@ -58,7 +58,7 @@ class FirstRun:
         self._still = still.known(self._training)
         copies: dict[Any, torch.Tensor] = {}  # by memory: a buffer that two modules hold is copied once
         self._seen = [
-            _Seen(module, key, buffer, buffer._version, self._copy(module, key, buffer, copies))
+            _BufferBefore(module, key, buffer, buffer._version, self._copy(module, key, buffer, copies))
             for module in modules
             for key, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_inference()
@@ -102,7 +102,7 @@ class FirstRun:
             copies[memory] = buffer.detach().clone()
         return copies[memory]
 
-    def _refuse_change(self, seen: _Seen) -> None:
+    def _refuse_change(self, seen: _BufferBefore) -> None:
         if seen.held._version != seen.version:
             self._still.discard((seen.module, seen.key))
             raise StateError(
@@ -111,7 +111,7 @@ class FirstRun:
             )
 
 
-def _is_unchanged(seen: _Seen) -> bool:
+def _is_unchanged(seen: _BufferBefore) -> bool:
     """Whether the run has left the buffer as it was; norms write to theirs without counting their version up."""
     assert seen.copy is not None
     if seen.held._version != seen.version:

@@ -22,8 +22,8 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from unbounded.activations.geometry import is_movable, lay_flat
-from unbounded.activations.host_buffers import Buffer, HostBuffers
-from unbounded.activations.movers import Arrival, Event, Mover, make_mover
+from unbounded.activations.offload.host_buffers import Buffer, HostBuffers
+from unbounded.activations.offload.movers import Arrival, Event, Mover, make_mover
 from unbounded.errors import StateError
 from unbounded.tiers.room import Room
 
