@@ -33,9 +33,11 @@ def refusal(*arguments: str) -> str:
 
 def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
     path = write(tmp_path / "run.toml", 'lr = 1e-3\nsteps = 7\ndata = "a.txt"\n[plan]\nstage = 2\noptimizer = "host"\n')
-    config = read_config([path, "--steps", "9", "--plan", "stage=1", "prefetch_units=3"])
+    others = ["disk_checksums=false", "compile=True", "watchdog_seconds=90.5", "disk_path=./1.0.x"]
+    config = read_config([path, "--steps", "9", "--plan", "stage=1", "prefetch_units=3", *others])
     assert (config.lr, config.steps, config.data, config.beta1) == (1e-3, 9, ("a.txt",), 0.9)
-    assert dict(config.plan) == {"stage": 1, "optimizer": "host", "prefetch_units": 3}
+    told = {"disk_checksums": False, "compile": True, "watchdog_seconds": 90.5, "disk_path": "./1.0.x"}
+    assert dict(config.plan) == {"stage": 1, "optimizer": "host", "prefetch_units": 3, **told}
 
 
 def test_a_flag_beats_the_file_also_where_the_file_says_it_in_another_way(tmp_path: Path) -> None:

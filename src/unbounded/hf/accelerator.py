@@ -202,7 +202,7 @@ def attach(accelerator: Accelerator, plan: Plan | None = None) -> Accelerator:
     if compiler != DynamoBackend.NO:
         raise PlanError(
             f"the Accelerator has dynamo_backend={compiler.value!r}, but a sharded model is compiled block by block. "
-            "Make it without, and call block.compile() on each block before `shard`."
+            f"Make it without, and set compile={compiler.value.lower()!r} in the plan."
         )
     own = type(accelerator)
     accelerator.__class__ = type(own.__name__, (AttachedAccelerator, own), {"__module__": own.__module__})

@@ -63,6 +63,7 @@ class Plan:
     optimizer: Placement | None = None
     optimizer_format: str = "exact"
     activations: Placement | None = None
+    compile: bool | str = False
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
@@ -111,6 +112,8 @@ class Plan:
         for name in ("loss_scale", "loss_scale_minimum"):
             _check_positive(name, getattr(self, name))
             object.__setattr__(self, name, float(getattr(self, name)))
+        if not isinstance(self.compile, (bool, str)) or self.compile == "":
+            raise PlanError(f"compile is {self.compile!r}. Choose True or False, or the name of a backend.")
         _check_seconds("watchdog_seconds", self.watchdog_seconds)
         self._check_axes()
         self._check_weights()

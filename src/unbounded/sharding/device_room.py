@@ -14,9 +14,9 @@ from torch import nn
 
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import DeviceMeter, Headroom
+from unbounded.activations.offload.shelf import Shelf
 from unbounded.activations.promise import DevicePromise, promise_device
 from unbounded.activations.read_room import ReadRoom
-from unbounded.activations.offload.shelf import Shelf
 from unbounded.errors import BudgetError
 from unbounded.native.host_memory import available_bytes
 from unbounded.optim.rules import NativeRule

@@ -28,6 +28,7 @@ from unbounded.parallel.applied import Applied, take_parts
 from unbounded.planner.plan import Plan
 from unbounded.ranks.cut import Cut
 from unbounded.sharding import device_room, running
+from unbounded.sharding.block_compiling import compiled_blocks
 from unbounded.sharding.block_policies import checkpoint_activations, close_activations, lifted_policies
 from unbounded.sharding.device_room import balance, keep_promise, limit_reads, may_balance, promise_budget
 from unbounded.sharding.running import enrol, is_sharded, pipeline, sharded
@@ -89,8 +90,9 @@ def shard(
     blueprint = plan_units(specs, resolved, axes.data, device, world_size=axes.world.size)
     cast_inputs = lowered if lowered != torch.float32 else None
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
-    with lifted_policies(model):
+    with lifted_policies(model), compiled_blocks(model, open_plan.compile) as make_plain:
         state = Assembly(model, sites, blueprint, axes, device).build(optimizer, fill, cast_inputs)
+        state.add_detach(make_plain, is_inner=True)
         enrol(model, state, parts)
         if parts.hollow is not None:
             parts.hollow.answer = lambda *call: pipeline(model).answer(*call)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import unbounded
 from tests.semantics.programs import compare, data, weights
 from tests.zero.training import Run, Task, TinyGPT, assert_parity, train_both, train_ours
+from unbounded.zero.setup.assembly import Assembly
 
 
 class CompiledBlocks(Task):
@@ -58,6 +60,38 @@ def train_compiled(rank: int, world_size: int, task: Task, plan: dict[str, Any])
 def test_compiled_models_train_as_in_plain_pytorch(ranks: Any, kind: Any, world_size: int, stage: int) -> None:
     results = ranks(world_size, train_compiled, kind("aot_eager"), {"stage": stage})
     assert_parity([result[:2] for result in results])
+
+
+@pytest.mark.parametrize(("world_size", "stage", "activations"), [(1, 3, "recompute"), (2, 2, "keep"), (2, 3, "host")])
+def test_the_plan_compiles_blocks(ranks: Any, world_size: int, stage: int, activations: str) -> None:
+    plan = {"stage": stage, "activations": activations, "compile": "aot_eager"}
+    results = ranks(world_size, train_compiled, Task(), plan)
+    assert_parity([result[:2] for result in results])
+    assert all(result[2]["unique_graphs"] > 0 for result in results)
+
+
+def test_what_the_plan_compiled_is_plain_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `unshard`, and after a `shard` that failed; what the user has compiled stays."""
+    model = TinyGPT()
+    model.blocks[1].compile(backend="aot_eager")
+    given = [block._compiled_call_impl for block in model.blocks]
+    unbounded.shard(model, None, {"compile": "eager"})
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+    unbounded.unshard(model)
+    assert [block._compiled_call_impl for block in model.blocks] == given
+    monkeypatch.setattr(Assembly, "build", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        unbounded.shard(model, None, {"compile": "eager"})
+    assert [block._compiled_call_impl for block in model.blocks] == given
+
+
+def test_compile_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(unbounded.PlanError, match=r"compile is 'inducter'.*Did you mean 'inductor'"):
+        unbounded.shard(TinyGPT(), None, {"compile": "inducter"})
+    with pytest.raises(unbounded.PlanError, match=r"compile is 3\. Choose True or False, or the name of a backend"):
+        unbounded.shard(TinyGPT(), None, {"compile": 3})
+    with pytest.warns(UserWarning, match="compile=True has no effect"):
+        unbounded.shard(nn.Linear(3, 3), None, {"compile": True})
 
 
 def compiled_steps(model: nn.Module, optimizer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import Field
@@ -111,5 +112,13 @@ def _pair(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{show(text)} is not key=value")
-    value = value.strip()
-    return key.strip(), int(value) if value.isascii() and value.isdigit() and len(value) < 19 else value
+    return key.strip(), _read_value(value.strip())
+
+
+def _read_value(text: str) -> Any:
+    """A number or true or false if it looks like one, as in TOML or in Python; otherwise the text."""
+    if text in ("true", "True", "false", "False"):
+        return text in ("true", "True")
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[0-9]{1,18}\.[0-9]{0,18}", text) else text

@@ -61,13 +61,13 @@ class Sharded:
         """The closed plan as it is now; states may move while a model trains."""
         return self.first_plan if self.optimizer is None else self.optimizer.plan
 
-    def add_detach(self, remove: Callable[[], None]) -> None:
-        """Adds `remove` to what is called when the hooks are removed."""
-        detach = self.detach
+    def add_detach(self, remove: Callable[[], None], *, is_inner: bool = False) -> None:
+        """Adds `remove` to what is called when the hooks are removed: before them, or after if it is inside them."""
+        first, second = (self.detach, remove) if is_inner else (remove, self.detach)
 
         def both() -> None:
-            remove()
-            detach()
+            first()
+            second()
 
         self.detach = both
 
