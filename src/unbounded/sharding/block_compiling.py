@@ -37,10 +37,10 @@ def compiled_blocks(model: nn.Module, how: bool | str) -> Iterator[Callable[[], 
 
 def _compile(model: nn.Module, how: bool | str) -> Callable[[], None]:
     backend = "inductor" if how is True else str(how)
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if backend not in known:
-        closest = find_closest(backend, known)
-        hint = f" Did you mean {closest!r}?" if closest else f" Choose True, or one of {', '.join(known)}."
+    if backend not in torch._dynamo.list_backends(exclude_tags=()):
+        usual = torch._dynamo.list_backends()
+        closest = find_closest(backend, usual)
+        hint = f" Did you mean {closest!r}?" if closest else f" Choose True, or one of {', '.join(usual)}."
         raise PlanError(f"compile is {how!r}, but torch.compile has no such backend.{hint}")
     blocks = [block for block in find_blocks(model).values() if block._compiled_call_impl is None]
     if not blocks:
