@@ -298,3 +298,5 @@ def test_a_summary_compares_the_run_with_its_prediction(tmp_path: Path) -> None:
     assert not any("predicted" in line for line in describe_summary(summary))
     known = replace(summary, predicted_seconds=2.31, step_seconds=2.26)
     assert any("predicted 2.31 s, measured 2.26 s" in line for line in describe_summary(known))
+    slow = replace(summary, first_seconds=18.52)
+    assert any(line.endswith(", the first in 18.5 s") for line in describe_summary(slow))

@@ -237,5 +237,6 @@ class TrainingJob:
             signal=stopped_by,
             predicted_seconds=predict_seconds(self.model, self.settings, self.world.data.size),
             step_seconds=self.meter.step_seconds,
+            first_seconds=self.meter.first_seconds,
             speaks=self.world.is_first,
         )

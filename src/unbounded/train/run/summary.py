@@ -43,6 +43,7 @@ class Summary:
     speaks: bool = True  # whether this rank prints it
     predicted_seconds: float | None = None  # of a step, if the machine was measured
     step_seconds: float = 0.0  # the mean over all steps but the first
+    first_seconds: float | None = None  # of that one
 
     def _repr_html_(self) -> str:
         """In a notebook: the report of the run."""
@@ -68,6 +69,7 @@ def describe_summary(summary: Summary) -> list[str]:
     lines.append(
         f"speed        {summary.tokens_per_second:,.0f} tokens/s, {summary.tflops:.3g} TFLOP/s per device, "
         f"{summary.step} of {summary.num_steps} steps in {show_seconds(summary.seconds)}"
+        + (f", the first in {summary.first_seconds:.3g} s" if summary.first_seconds is not None else "")
     )
     if summary.predicted_seconds is not None and summary.step_seconds:
         lines.append(f"a step       {compare(summary.predicted_seconds, summary.step_seconds)}")

@@ -24,6 +24,7 @@ class SpeedMeter:
         self._start = self._before = time.perf_counter()
         self._step_seconds = 0.0
         self._warm_seconds, self._num_warm = 0.0, 0
+        self.first_seconds: float | None = None  # of the first step, with what it compiles and allocates
         self.first_loss: float | None = None
         self.last_loss: float | None = None
 
@@ -60,6 +61,7 @@ class SpeedMeter:
             self._warm_seconds += outcome.seconds
         smoothed = _SMOOTHING * self._step_seconds + (1 - _SMOOTHING) * outcome.seconds
         self._step_seconds = smoothed if self._num_warm > 1 else outcome.seconds
+        self.first_seconds = outcome.seconds if self.first_seconds is None else self.first_seconds
         self.first_loss = outcome.loss if self.first_loss is None else self.first_loss
         self.last_loss = outcome.loss
         return Step(
