@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import unbounded
@@ -196,6 +197,48 @@ def scheduled(model: nn.Module, optimizer: Any) -> Any:
 
 def tensor_rate(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), eps=1e-3)
+
+
+def _hook(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Hooks that count steps and change the rate; one is removed again by its handle."""
+
+    def before(stepped: Any, *_: Any) -> None:
+        stepped.param_groups[0].update(lr=stepped.param_groups[0]["lr"] * 0.5)
+        stepped.param_groups[0]["seen"] += "b"
+
+    def after(stepped: Any, *_: Any) -> None:
+        stepped.param_groups[0]["seen"] += "a"
+
+    def loaded(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        first, *rest = state_dict["param_groups"]
+        return {**state_dict, "param_groups": [{**first, "seen": first["seen"] + "l"}, *rest]}
+
+    optimizer.param_groups[0]["seen"] = ""
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    optimizer.register_load_state_dict_pre_hook(loaded)
+    optimizer.register_load_state_dict_post_hook(after)
+    return optimizer
+
+
+def hooked_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return _hook(adamw(model))
+
+
+def hooked_nadam(model: nn.Module) -> torch.optim.Optimizer:
+    return _hook(torch.optim.NAdam(model.parameters(), lr=1e-2, eps=1e-3))
+
+
+def with_step_hooks(model: nn.Module, optimizer: Any) -> Any:
+    """Hooks of one optimizer from before `shard`, and one of all optimizers: each is called once per step."""
+    steps: list[int] = []
+    all_optimizers = register_optimizer_step_pre_hook(lambda *_: steps.append(len(steps)))
+    removed = optimizer.register_step_pre_hook(lambda *_: steps.append(-1))
+    removed.remove()
+    losses = [step(model, optimizer, number) for number in range(3)]
+    all_optimizers.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return losses, steps, optimizer.param_groups[0]["seen"], weights(model)
 
 
 def rates_as_tensors(model: nn.Module, optimizer: Any) -> Any:
@@ -462,6 +505,8 @@ RECIPES: list[tuple[Any, Any, Any]] = [
     (train, parametrized, adamw),
     (scheduled, Net, layer_wise),
     (rates_as_tensors, Net, tensor_rate),
+    (with_step_hooks, Net, hooked_adamw),
+    (with_step_hooks, Net, hooked_nadam),
     (freezing_schedule, Net, adamw),
     (skipping, Stochastic, adamw),
     (by_closure, Net, adamw),
@@ -482,7 +527,7 @@ RECIPES: list[tuple[Any, Any, Any]] = [
 
 
 @pytest.mark.parametrize("world", [*ALONE, (2, "device", 1), (2, "disk", 3)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r[0].__name__}-{r[1].__name__}")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: "-".join(part.__name__ for part in r))
 def test_a_recipe_gives_what_it_gives_in_plain_pytorch(ranks: Any, world: tuple[int, str, int], recipe: Any) -> None:
     program, build, optimizer = recipe
     compare(ranks, world, program, build, optimizer)

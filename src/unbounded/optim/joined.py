@@ -32,6 +32,10 @@ class JoinedOptimizer(torch.optim.Optimizer):
         super().__init__([group for member in members for group in member.param_groups], {})
         self.param_groups = [group for member in members for group in member.param_groups]
         self.state: Any = _MemberStates(*(member.state for member in members))
+        for name, held in vars(self).items():
+            if name.endswith("_hooks"):
+                for member in members:
+                    held.update(vars(member).get(name, {}))
 
     def step(self, closure: Any = None) -> Any:
         raise NotImplementedError

@@ -39,5 +39,7 @@ class Replica:
         copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         copy.param_groups = [{**options, "params": list(targets)}]
         copy.state = defaultdict(dict, {target: state for target, state in states.items() if state})
-        copy.step()
+        step = type(copy).step
+        # torch's own wrapper calls hooks for all optimizers: they are called once, for the step of the whole model.
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
         return copy.state  # type: ignore[no-any-return]

@@ -120,7 +120,9 @@ def _refuse_tiles(model: nn.Module) -> None:
         )
 
 
-def _refuse_old_optimizer(*_: Any) -> None:
+def _refuse_old_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, ShardedOptimizer):  # which has taken over the hooks of the one that it was made from
+        return
     raise StateError(
         "this optimizer was given to `shard`, which now keeps its states, so its own step would train nothing. Use the "
         "optimizer that `shard` returned: model, optimizer = unbounded.shard(model, optimizer)."

@@ -66,6 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, _NoStates()
+        vars(self).update({name: held for name, held in vars(optimizer).items() if name.endswith("_hooks")})
         self.engine, self.updates, self.tiers, self.plan = engine, updates, tiers, plan
         for member in optimizer.members if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
             member._opt_called = True  # type: ignore[attr-defined]  # schedulers made before `shard` ask
@@ -254,7 +255,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The states must already be those of the same step: `unbounded.load` loads them.
         """
         self.engine.refuse_pending("optimizer.load_state_dict()")
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
         digest.restore(self, self.engine.units, state_dict)
+        for tell in self._optimizer_load_state_dict_post_hooks.values():
+            tell(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """All ranks must call this. Adds parameters of the model that no group has; they are frozen or unfrozen now.
