@@ -164,6 +164,12 @@ def test_fp16_is_scaled_by_the_accelerator_and_what_it_cannot_know_is_refused() 
         assert job.optimizer.step_was_skipped is False
         with pytest.raises(unbounded.StateError, match="not all those of one sharded optimizer"):
             job.accelerator.clip_grad_norm_(list(job.model.parameters())[:1], 1.0)
+        for call in (
+            lambda: job.accelerator.clip_grad_value_(job.model.parameters(), 1.0),
+            lambda: job.accelerator.unscale_gradients(job.optimizer),
+        ):
+            with pytest.raises(unbounded.StateError, match=r"in fp16, whose gradients are multiplied by the loss scale"):
+                call()
     with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"mixed_precision='bf16'.*precision=\"bf16\""):
         unbounded.hf.attach(accelerate.Accelerator(cpu=True, mixed_precision="bf16"))
     with (

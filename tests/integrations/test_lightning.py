@@ -181,6 +181,42 @@ def test_a_run_that_is_killed_resumes_from_the_last_checkpoint_as_if_it_had_not_
         assert all(torch.equal(weights[name], value) for name, value in its_weights.items())
 
 
+class ManualNet(Net):
+    """Backwards, clipping and steps of its own, every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer, loss = self.optimizers(), self._loss(batch)
+        self.manual_backward(loss / 2)
+        if index % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = self._loss(batch)
+        self.seen.append(float(loss.detach()))
+
+
+def optimize_by_hand(rank: int, world_size: int, folder: str) -> Any:
+    import unbounded.lightning
+
+    warnings.simplefilter("ignore")
+    with launched(rank, world_size):
+        nets = [ManualNet(), ManualNet()]
+        plan = {"weights": "host", "optimizer": "host"}
+        for net, strategy in zip(nets, ("ddp", unbounded.lightning.UnboundedStrategy(plan)), strict=True):
+            options = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+            make_trainer(folder, world_size, strategy, **options).fit(net, loader(rank), loader(rank))
+        return [net.seen for net in nets]
+
+
+def test_optimization_by_hand_inside_the_step(ranks: Any, tmp_path: Path) -> None:
+    for plain, ours in ranks(2, optimize_by_hand, str(tmp_path)):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
 @pytest.mark.parametrize("flag", ["bf16-mixed", "16-mixed"])
 def test_precision_flags_become_the_plans(tmp_path: Path, flag: str) -> None:
     import unbounded.lightning

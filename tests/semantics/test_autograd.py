@@ -204,6 +204,63 @@ def test_losses_kept_outside_the_outputs(ranks: Any, world: tuple[int, str, int]
     compare(ranks, world, auxiliary, Auxiliary)
 
 
+class TrainsItself(Net):
+    """Backwards and steps inside its own forward, which continues with the new weights."""
+
+    def forward(self, x: Tensor, optimizer: Any = None) -> Tensor:
+        for _ in range(2 if optimizer is not None else 0):
+            loss = super().forward(x).square().mean() + self.last.bias.square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return super().forward(x)
+
+
+def steps_inside(model: nn.Module, optimizer: Any) -> Any:
+    outputs = [model(data(number), optimizer).detach().clone() for number in range(3)]
+    return outputs, step(model, optimizer), weights(model)
+
+
+@EVERYWHERE
+def test_a_step_inside_the_models_own_forward(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, steps_inside, TrainsItself)
+
+
+class StepsOnce(Net):
+    """Its own loss; with an optimizer, one step on it inside the forward."""
+
+    def forward(self, x: Tensor, optimizer: Any = None) -> Tensor:
+        loss = super().forward(x).float().square().mean()
+        if optimizer is None:
+            return loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_step_inside_a_forward_completes_masters_as_one_after_it_does(plan: str) -> None:
+    found = []
+    for is_inside in (True, False):
+        model = make(StepsOnce)
+        model, optimizer = unbounded.shard(model, adamw(model), {**PLANS[plan], "precision": "bf16"})
+        for number in range(4):
+            if is_inside:
+                model(data(number), optimizer)
+            else:
+                model(data(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(StateError, match="cannot be saved or exported inside its own forward"):
+            handle = model.register_forward_pre_hook(lambda model, _: unbounded.export("never", model))
+            model(data())
+        handle.remove()
+        with unbounded.full_params(model):
+            found.append(weights(model))
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
 def hooked() -> nn.Module:
     model = Net(twice=True)
     model.blocks[0].up.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))

@@ -153,8 +153,16 @@ def check_optimizer(state: Sharded, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def refuse_strangers(model: nn.Module) -> None:
-    """Raises if parameters were added to the model after `shard`, because nothing would save them."""
+    """Raises if parameters were added to the model after `shard`, because nothing would save them.
+
+    Inside a forward, modules hold views instead of parameters.
+    """
     for name, parameter in model.named_parameters():
+        if not isinstance(parameter, nn.Parameter):
+            raise StateError(
+                "a sharded model cannot be saved or exported inside its own forward, where weights are gathered. Do "
+                "it after the forward has returned."
+            )
         is_kept = isinstance(parameter, (ManagedParameter, ShownParameter, TiledParameter))
         if not is_kept and parameter.numel() and not parameter.is_meta:
             raise StateError(

@@ -113,10 +113,24 @@ class AttachedAccelerator(Accelerator):
             )
         return touched[0].clip_grad_norm_(max_norm, norm_type)
 
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        known = {id(parameter) for parameter in given}
+        self._refuse_scaled([one for one in self._placed() if not known.isdisjoint(_trained(one))], "clip_grad_value_")
+        super().clip_grad_value_(given, clip_value)
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Sharded optimizers unscale as they clip and step."""
-        if not self._placed():
-            super().unscale_gradients(optimizer)
+        """Sharded optimizers unscale as they clip by norm and step."""
+        named = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self._refuse_scaled([one.optimizer for one in named if isinstance(one, PreparedOptimizer)], "unscale_gradients")
+        super().unscale_gradients(optimizer)
+
+    def _refuse_scaled(self, optimizers: list[ShardedOptimizer], call: str) -> None:
+        if any(one.loss_scale is not None for one in optimizers):
+            raise StateError(
+                f"{call} was called for a model in fp16, whose gradients are multiplied by the loss scale until the "
+                "step. Clip by norm, with clip_grad_norm_, or train in bf16."
+            )
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

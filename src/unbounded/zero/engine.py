@@ -313,6 +313,21 @@ class Engine:
             self._compute.end()
             self.settle()
 
+    def leave_forward(self) -> None:
+        """Ends the forward that this thread is inside of, whose weights are about to change: the rest runs outside it.
+
+        What it has written to weights so far is kept.
+        """
+        if not self._saving.is_entered:
+            return
+        for site in reversed(self.sites):  # from the inside out
+            if any(unit.views.is_swapped for unit in site.units) or (site.index == 0 and self.forward.is_running):
+                self._buffers.swap_out(site.index)
+                for unit, slots in self._end_site(site).items():
+                    if slots:
+                        self.writes.keep_from_forward(unit, slots)
+        self.settle()
+
     def refuse_inside_full_params(self, what: str) -> None:
         """Raises while parameters are whole, because writes to them reach the tiers only afterwards."""
         if self.is_shown:

@@ -101,6 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.refuse_inside_full_params("optimizer.step")
         self.engine.recover()
         self.engine.pending.refuse_broken()
+        self.engine.leave_forward()
         refuse_stray_gradients(self.engine.units)
         self.engine.lending.copies.settle()
         units = self._collect("optimizer.step()")
