@@ -168,7 +168,9 @@ def test_fp16_is_scaled_by_the_accelerator_and_what_it_cannot_know_is_refused() 
             lambda: job.accelerator.clip_grad_value_(job.model.parameters(), 1.0),
             lambda: job.accelerator.unscale_gradients(job.optimizer),
         ):
-            with pytest.raises(unbounded.StateError, match=r"in fp16, whose gradients are multiplied by the loss scale"):
+            with pytest.raises(
+                unbounded.StateError, match=r"in fp16, whose gradients are multiplied by the loss scale"
+            ):
                 call()
     with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"mixed_precision='bf16'.*precision=\"bf16\""):
         unbounded.hf.attach(accelerate.Accelerator(cpu=True, mixed_precision="bf16"))

@@ -88,6 +88,9 @@ def test_loss_scaling_old_flags_and_dtypes_are_honoured() -> None:
     assert (fixed.loss_scale, fixed.loss_scale_window) == (128.0, 0)
 
 
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -100,12 +103,48 @@ def test_loss_scaling_old_flags_and_dtypes_are_honoured() -> None:
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "device is 'gpu'. It may be one of none, cpu"),
         ({"train_batch_size": 2.5}, "train_batch_size is 2.5"),
         ({"bf16": 7}, "bf16 is 7, but it must be an object with the keys enabled"),
+        ({"bf16": {"enabled": "false"}}, "bf16.enabled is 'false', but it must be true or false"),
+        ({"dataloader_drop_last": "no"}, "dataloader_drop_last is 'no', but it must be true or false"),
+        ({"zero_optimization": {"stage": 2.5}}, "zero_optimization.stage is 2.5, but it must be a whole number"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage is True, but it must be a whole number"),
+        ({"zero_optimization": {"stage": [3]}}, "zero_optimization.stage is [3], but it must be a whole number"),
+        ({"train_batch_size": float("inf")}, "train_batch_size is inf, but it must be a whole number of at least 1"),
+        ({"train_batch_size": "8"}, "train_batch_size is '8', but it must be a whole number of at least 1"),
+        ({"gradient_clipping": -1}, "gradient_clipping is -1, but it must be a number of at least 0"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping is nan, but it must be a number of at least 0"),
+        ({"gradient_clipping": [1]}, "gradient_clipping is [1], but it must be a number of at least 0"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "initial_scale_power is 5000"),
+        ({"fp16": {"enabled": True, "loss_scale_window": "x"}}, "loss_scale_window is 'x'"),
+        ({"zero_optimization": {"offload_param": {"device": ["cpu"]}}}, "device is ['cpu']. It may be one of none"),
+        ({"zero_optimization": {"offload_param": {"nvme_path": 3}}}, "nvme_path is 3, but it must be a text"),
+        ({"steps_per_print": "often"}, "steps_per_print is 'often', but it must be a number"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is None, but it must be the name of one"),
+        ({"scheduler": {"type": "WarmupLR", "params": [1]}}, "scheduler.params is [1], but it must be an object"),
+        ([1], "the DeepSpeed config is a list. Give a dict or the path of a JSON file"),
+        (__file__, "is not JSON"),
     ],
 )
 def test_mistakes_in_a_config_are_told_with_what_was_meant(config: Any, message: str) -> None:
     with pytest.raises(unbounded.PlanError) as failure:
         deepspeed.read_config(config)
     assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "params"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lrr": 1e-3}}}, "optimizer.params: .*'lrr'"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params: Invalid learning rate"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": ["a", 0.9]}}}, "optimizer.params: could not convert"),
+        (
+            {**ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}}},
+            "scheduler.params: .*'ten'",
+        ),
+    ],
+)
+def test_parameters_that_an_optimizer_or_a_schedule_does_not_take_are_refused(section: Any, params: str) -> None:
+    with pytest.raises(unbounded.PlanError, match=params):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=section)
 
 
 def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
@@ -255,6 +294,9 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
     engine.eval()
     assert engine.module[0].weight.sum() == 48.0
     assert engine.load_checkpoint(str(tmp_path / "nothing")) == (None, None)
+    unbounded.save(tmp_path / "ours", engine.module, optimizer, global_steps=7, epoch=2)  # as `unbounded import` does
+    assert engine.load_checkpoint(str(tmp_path / "ours")) == (str(tmp_path / "ours"), {"epoch": 2})
+    assert engine.global_steps == 7
     engine.save_checkpoint(str(tmp_path), tag="here")
     state = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert torch.equal(state["0.weight"], torch.full((16, 6), 0.5))

@@ -252,8 +252,8 @@ def test_a_step_inside_a_forward_completes_masters_as_one_after_it_does(plan: st
                 model(data(number)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        handle = model.register_forward_pre_hook(lambda model, _: unbounded.export("never", model))
         with pytest.raises(StateError, match="cannot be saved or exported inside its own forward"):
-            handle = model.register_forward_pre_hook(lambda model, _: unbounded.export("never", model))
             model(data())
         handle.remove()
         with unbounded.full_params(model):

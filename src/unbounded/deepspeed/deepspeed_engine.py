@@ -21,7 +21,7 @@ from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.deepspeed import comm
 from unbounded.deepspeed.batch_sizes import Batches
-from unbounded.deepspeed.checkpoints import find_tag, name_latest
+from unbounded.deepspeed.checkpoints import COUNTERS, find_tag, name_latest, sort_extra
 from unbounded.deepspeed.ds_config import DeepSpeedConfig
 from unbounded.errors import StateError
 from unbounded.sharding.running import sharded
@@ -52,18 +52,22 @@ class DeepSpeedEngine(nn.Module):
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any
     ) -> torch.Tensor:
         """Adds the gradient of `loss`, divided by the number of micro-batches of a step."""
-        if self.optimizer is None:
-            raise StateError("backward was called on an engine without an optimizer. Give initialize one.")
+        self._refuse_without_optimizer("backward")
         part = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         self.optimizer.scale(part).backward(retain_graph=retain_graph)
         return loss
 
     def step(self, *unused: Any, **also_unused: Any) -> None:
         """All ranks must call this, after every backward. Updates at the end of an accumulation."""
+        self._refuse_without_optimizer("step")
         if self.is_gradient_accumulation_boundary():
             self._update()
         self.micro_steps += 1
         self.global_samples += self.batches.micro * self.batches.world_size
+
+    def _refuse_without_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise StateError(f"{call} was called on an engine without an optimizer. Give initialize one.")
 
     def _update(self) -> None:
         limit = self.config.clipping or math.inf
@@ -112,7 +116,7 @@ class DeepSpeedEngine(nn.Module):
         """All ranks must call this. One checkpoint in save_dir/tag; `client_state` comes back from the load."""
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        counters = {key: getattr(self, key) for key in _COUNTERS}
+        counters = {key: getattr(self, key) for key in COUNTERS}
         client = dict(client_state or {})
         folder = Path(save_dir) / name
         save(folder, self.module, self.optimizer, client_state=client, lr_scheduler=schedule, counters=counters)
@@ -139,16 +143,12 @@ class DeepSpeedEngine(nn.Module):
             return None, None
         with_states = load_optimizer_states and not load_module_only
         extra = load(folder, self.module, self.optimizer if with_states else None)
-        if (
-            load_lr_scheduler_states
-            and not load_module_only
-            and self.lr_scheduler is not None
-            and extra["lr_scheduler"]
-        ):
-            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        for key, value in extra["counters"].items() if not load_module_only else ():
+        counters, schedule, client = sort_extra(extra)
+        if load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None and schedule:
+            self.lr_scheduler.load_state_dict(schedule)
+        for key, value in counters.items() if not load_module_only else ():
             setattr(self, key, value)
-        return str(folder), extra["client_state"]
+        return str(folder), client
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -263,6 +263,3 @@ class DeepSpeedEngine(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
-
-
-_COUNTERS = ("global_steps", "micro_steps", "global_samples")

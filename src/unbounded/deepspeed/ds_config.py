@@ -11,10 +11,10 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from unbounded.deepspeed.keys import CHANGES_TRAINING, KEYS, READ, Table
+from unbounded.deepspeed.values import Values
 from unbounded.errors import PlanError
 from unbounded.launcher import read_numbers
 from unbounded.paths import expand_home
@@ -68,34 +68,35 @@ def plan_from_config(config: Given, *, report: Callable[[str], Any] | None = pri
 
 def read_config(config: Given) -> DeepSpeedConfig:
     """Everything that a DeepSpeed configuration asks for, checked; unknown keys are an error that names them all."""
-    given = config if isinstance(config, Mapping) else _load(Path(config))
+    given = config if isinstance(config, Mapping) else _load(config)
     entries = dict(_walk(given, KEYS, ""))
     _refuse_unknown([key for key, (_, verdict) in entries.items() if verdict is None])
-    values = {key: value for key, (value, verdict) in entries.items() if verdict == READ and value != "auto"}
-    ignored = {key: verdict for key, (_, verdict) in entries.items() if verdict}
+    values = Values({key: value for key, (value, verdict) in entries.items() if verdict == READ})
     _refuse_changes(given)
     return DeepSpeedConfig(
         plan=_plan(values),
-        train_batch_size=_count(values, "train_batch_size"),
-        micro_batch_size=_count(values, "train_micro_batch_size_per_gpu"),
-        accumulation_steps=_count(values, "gradient_accumulation_steps"),
-        clipping=float(values["gradient_clipping"]) if values.get("gradient_clipping") else None,
+        train_batch_size=values.count("train_batch_size"),
+        micro_batch_size=values.count("train_micro_batch_size_per_gpu"),
+        accumulation_steps=values.count("gradient_accumulation_steps"),
+        clipping=values.number("gradient_clipping") or None,
         optimizer=_typed(given, "optimizer"),
         scheduler=_typed(given, "scheduler"),
-        steps_per_print=_steps_per_print(values.get("steps_per_print")),
-        offloads_checkpoints=bool(values.get("activation_checkpointing.cpu_checkpointing")),
-        drops_last=bool(values.get("dataloader_drop_last")),
-        honoured=tuple(values),
-        ignored=ignored,
+        steps_per_print=_steps_per_print(values),
+        offloads_checkpoints=values.flag("activation_checkpointing.cpu_checkpointing"),
+        drops_last=values.flag("dataloader_drop_last"),
+        honoured=values.names(),
+        ignored={key: verdict for key, (_, verdict) in entries.items() if verdict},
     )
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def _load(path: Any) -> Mapping[str, Any]:
+    if not isinstance(path, (str, os.PathLike)):
+        raise PlanError(f"the DeepSpeed config is a {type(path).__name__}. Give a dict or the path of a JSON file.")
     try:
-        found = json.loads(expand_home(path).read_text(), object_pairs_hook=_without_doubles)
+        found = json.loads(expand_home(path).read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
     except OSError as error:
         raise PlanError(f"the DeepSpeed config {path} cannot be read: {error.strerror}. Check the path.") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"the DeepSpeed config {path} is not JSON: {error}.") from None
     if not isinstance(found, dict):
         raise PlanError(f"the DeepSpeed config {path} is a {type(found).__name__}. It must be a JSON object.")
@@ -162,72 +163,68 @@ def _refuse_changes(given: Mapping[str, Any]) -> None:
             raise PlanError(f"the DeepSpeed config asks for {key}, which is not available here. {remedy}")
 
 
-def _plan(values: Mapping[str, Any]) -> Plan:
+def _plan(values: Values) -> Plan:
     zero = "zero_optimization."
-    fields: dict[str, Any] = {"stage": int(values.get(f"{zero}stage", 0)), **_precision(values)}
+    fields: dict[str, Any] = {"stage": values.count(f"{zero}stage", 0, least=0), **_precision(values)}
     optimizer = _tier(values, f"{zero}offload_optimizer", f"{zero}cpu_offload")
     weights = _tier(values, f"{zero}offload_param", f"{zero}cpu_offload_params", f"{zero}cpu_offload_param")
     if optimizer not in (None, "device"):
         fields |= {"optimizer": optimizer, "gradients": "host"}
     if weights not in (None, "device"):
         fields["weights"] = weights
-    keys = (f"{zero}offload_{what}.nvme_path" for what in ("optimizer", "param"))
-    paths = dict.fromkeys(str(values[key]) for key in keys if key in values)
+    found = (values.text(f"{zero}offload_{what}.nvme_path") for what in ("optimizer", "param"))
+    paths = dict.fromkeys(path for path in found if path is not None)
     if paths and "disk" in (optimizer, weights):
         fields["disk_path"] = tuple(paths)
-    dtype = values.get("data_types.grad_accum_dtype")
+    dtype = values.choice("data_types.grad_accum_dtype", _DTYPES)
     if dtype is not None:
-        if dtype not in _DTYPES:
-            raise PlanError(f"data_types.grad_accum_dtype is {dtype!r}. It may be one of {', '.join(_DTYPES)}.")
-        fields["accumulate_dtype"] = _DTYPES[dtype]
+        fields["accumulate_dtype"] = dtype
     return Plan(**fields)
 
 
-def _precision(values: Mapping[str, Any]) -> dict[str, Any]:
-    bf16 = values.get("bf16.enabled") or values.get("bfloat16.enabled")
-    if bf16 and values.get("fp16.enabled"):
+def _precision(values: Values) -> dict[str, Any]:
+    bf16 = values.flag("bf16.enabled") or values.flag("bfloat16.enabled")
+    fp16 = values.flag("fp16.enabled")
+    if bf16 and fp16:
         raise PlanError("the DeepSpeed config has fp16 and bf16 enabled. Enable one of them.")
     if bf16:
         return {"precision": "bf16"}
-    if not values.get("fp16.enabled"):
+    if not fp16:
         return {}
-    fixed = float(values.get("fp16.loss_scale", 0))
+    fixed, power = values.number("fp16.loss_scale", 0), values.count("fp16.initial_scale_power", 16, least=0)
+    assert power is not None
+    if power > 127:
+        raise PlanError(f"fp16.initial_scale_power is {power}, and 2 to this power is more than fp32 can hold. Use 16.")
     return {
         "precision": "fp16",
-        "loss_scale": fixed or 2.0 ** float(values.get("fp16.initial_scale_power", 16)),
-        "loss_scale_window": 0 if fixed else int(values.get("fp16.loss_scale_window", 1000)),
-        "loss_scale_hysteresis": int(values.get("fp16.hysteresis", 2)),
-        "loss_scale_minimum": float(values.get("fp16.min_loss_scale", 1)) or 1.0,
+        "loss_scale": fixed or 2.0**power,
+        "loss_scale_window": 0 if fixed else values.count("fp16.loss_scale_window", 1000),
+        "loss_scale_hysteresis": values.count("fp16.hysteresis", 2),
+        "loss_scale_minimum": values.number("fp16.min_loss_scale", 1) or 1.0,
     }
 
 
-def _tier(values: Mapping[str, Any], section: str, *flags: str) -> str | None:
+def _tier(values: Values, section: str, *flags: str) -> str | None:
     """Where an offload section, or one of the flags of older versions, puts its states."""
-    device = values.get(f"{section}.device")
-    if device is None:
-        return "host" if any(values.get(flag) for flag in flags) else None
-    if device not in _TIERS:
-        raise PlanError(f"{section}.device is {device!r}. It may be one of {', '.join(_TIERS)}.")
-    return _TIERS[device]
+    if f"{section}.device" in values:
+        return values.choice(f"{section}.device", _TIERS)
+    return "host" if any(map(values.flag, flags)) else None
 
 
-def _count(values: Mapping[str, Any], key: str) -> int | None:
-    value = values.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or float(value) != int(value) or value < 1:
-        raise PlanError(f"{key} is {value!r}, but it must be a whole number of at least 1.")
-    return int(value)
-
-
-def _steps_per_print(value: Any) -> int | None:
-    number = float("inf") if value is None else float(value)  # "inf" is what Hugging Face writes
+def _steps_per_print(values: Values) -> int | None:
+    number = values.number("steps_per_print", float("inf"), least=-1)  # "inf" is what Hugging Face writes
+    assert number is not None
     return None if number == float("inf") or number < 1 else int(number)
 
 
 def _typed(given: Mapping[str, Any], key: str) -> tuple[str, Mapping[str, Any]] | None:
+    """The type and the parameters of the optimizer or the scheduler."""
     section = given.get(key)
-    if not isinstance(section, Mapping) or "type" not in section:
+    if not isinstance(section, Mapping) or not section:
         return None
-    params = {name: value for name, value in (section.get("params") or {}).items() if value != "auto"}
-    return str(section["type"]), params
+    if not isinstance(section.get("type"), str):
+        raise PlanError(f"{key}.type is {section.get('type')!r}, but it must be the name of one.")
+    params = section.get("params") or {}
+    if not isinstance(params, Mapping):
+        raise PlanError(f"{key}.params is {params!r}, but it must be an object.")
+    return section["type"], {name: value for name, value in params.items() if value != "auto"}

@@ -130,5 +130,5 @@ def build_schedule(name: str, params: Mapping[str, Any], optimizer: torch.optim.
         raise PlanError(f"scheduler.type is {name!r}. It may be {', '.join(SCHEDULES)}, or one of torch's.")
     try:
         return kind(optimizer, **params)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise PlanError(f"the scheduler {name} cannot be made from scheduler.params: {error}.") from None

@@ -20,7 +20,7 @@ class FusedAdam(torch.optim.Adam):
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        **unused: Any,
+        set_grad_none: bool = True,
     ) -> None:
         if not bias_correction:
             raise ValueError("bias_correction=False is not available. Leave it at True, as torch.optim.Adam does.")

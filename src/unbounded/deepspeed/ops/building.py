@@ -32,9 +32,9 @@ def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> to
     options = {key: value for key, value in params.items() if key != "torch_adam"}
     if name.lower() == "adamw":
         options["adam_w_mode"] = True
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
     try:
+        if "betas" in options:
+            options["betas"] = tuple(map(float, options["betas"]))
         return kind(parameters, **options)  # type: ignore[no-any-return]
-    except TypeError as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise PlanError(f"the optimizer {name} cannot be made from optimizer.params: {error}.") from None
