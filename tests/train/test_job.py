@@ -43,8 +43,11 @@ def chats(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in turns])
 
 
+SAMPLE = "the \udcc3\udcbc "  # as a locale without UTF-8 gives the argument "the ü "
+
+
 def test_the_loss_falls_and_everything_is_written_down(tmp_path: Path, texts: Path) -> None:
-    config = tiny(tmp_path / "out", texts, steps=12, eval_fraction=0.05, eval_every=4, sample="the ", sample_tokens=8)
+    config = tiny(tmp_path / "out", texts, steps=12, eval_fraction=0.05, eval_every=4, sample_tokens=8, sample=SAMPLE)
     summary = train(config)
     found = losses(tmp_path / "out")
     assert len(found) == 12
@@ -53,7 +56,7 @@ def test_the_loss_falls_and_everything_is_written_down(tmp_path: Path, texts: Pa
     assert [line["step"] for line in evaluations] == [4, 8, 12]
     assert evaluations[-1]["perplexity"] == pytest.approx(math.exp(evaluations[-1]["loss"]))
     assert (summary.step, summary.last_loss, summary.signal) == (12, found[-1], None)
-    assert summary.sample.startswith("the ")
+    assert summary.sample.startswith("the ü ")
     assert summary.checkpoint == tmp_path / "out" / "step-00000012"
     assert summary.tiers["host"].used_bytes > 0
     assert summary.tiers["disk"].used_bytes > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -206,6 +207,30 @@ def test_missing_and_empty_data_are_refused(tmp_path: Path) -> None:
         Loader(make_corpus(tmp_path / "blank.jsonl"), rows=1).next()
     with pytest.raises(DataError, match="no document was held out"):
         pack_held_out(make_corpus(tmp_path / "corpus.txt", split=Split(1e-9, held_out=True)), 100)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(b"text " * 1000), "is compressed with gzip, and is not plain text"),
+        ("text".encode("utf-16"), "is text in UTF-16, but text is read as UTF-8"),
+        (b"text\0text", "has a zero byte at 4, so it is not plain text"),
+    ],
+)
+def test_what_is_not_text_is_not_trained_on_as_text(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "corpus.jsonl.gz").write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        open_source([str(tmp_path / "corpus.jsonl.gz")])
+
+
+def test_conversations_without_an_answer_are_left_out(tmp_path: Path) -> None:
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    unanswered = [{"messages": [question]}] * 5
+    corpus = make_corpus(write_jsonl(tmp_path / "some.jsonl", [*unanswered, {"messages": [question, answer]}]))
+    read = [d for block in corpus.reader.source.blocks for d in corpus.reader.read(block)]
+    assert [d for d in read if corpus.has(d)] == [[question, answer]]
+    with pytest.raises(DataError, match=r"hold no document .*with answers of the assistant"):
+        Loader(make_corpus(write_jsonl(tmp_path / "none.jsonl", unanswered)), rows=1).next()
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from unbounded.errors import DataError
 from unbounded.train.data.document import DocumentReader, Split
-from unbounded.train.data.records import Document
+from unbounded.train.data.records import Document, has_answer
 from unbounded.train.data.sample import Masking, Sequence, ask_next
 from unbounded.train.data.source import Block
 from unbounded.train.data.tokenizer import IGNORED, Encoded, Tokenizer
@@ -80,6 +80,10 @@ class Corpus:
     def documents(self, block: int, epoch: int) -> Iterator[Document]:
         """The block's documents as shuffled in an epoch, including those of the other split."""
         return self.reader.read(self.reader.source.blocks[block], np.random.default_rng([self.seed, epoch, block]))
+
+    def has(self, document: Document) -> bool:
+        """Whether a document is a part of this corpus: of its split, and with something to be predicted."""
+        return bool(document) and (self.masking is not None or has_answer(document)) and self.split.has(document)
 
     def ask(
         self, tokens: NDArray[np.int32], targets: NDArray[np.int32], starts: NDArray[np.bool_], number: int
@@ -196,7 +200,7 @@ class Stream:
                 resumed = epoch == start.epoch and position == start.position
                 documents = enumerate(corpus.documents(int(order[position]), epoch))
                 for number, document in islice(documents, start.document if resumed else 0, None):
-                    if document and corpus.split.has(document):
+                    if corpus.has(document):
                         num_empty = 0
                         yield StreamPlace(0, epoch, position, number), document
             epoch += 1
@@ -213,8 +217,8 @@ def count_characters(document: Document) -> int:
 def _no_documents(corpus: Corpus) -> str:
     part = "evaluation" if corpus.split.held_out else "training"
     return (
-        f"the {part} data is empty: {len(corpus.reader.source.files)} files hold no document for it. "
-        "Give files with text in them, or change --eval-fraction."
+        f"the {part} data is empty: {len(corpus.reader.source.files)} files hold no document for it. Give files with "
+        "text in them (for conversations, with answers of the assistant), or change --eval-fraction."
     )
 
 
@@ -222,6 +226,6 @@ def count_tokens(corpus: Corpus, blocks: list[Block]) -> int:
     """Tokens of the corpus' split in `blocks`, counted by tokenising them once."""
     total = 0
     for block in blocks:
-        documents = [d for d in corpus.reader.read(block) if d and corpus.split.has(d)]
+        documents = [d for d in corpus.reader.read(block) if corpus.has(d)]
         total += sum(len(encoded.tokens) for encoded in corpus.tokenizer.encode(documents))
     return total

@@ -30,7 +30,7 @@ def pack_held_out(corpus: Corpus, max_tokens: int) -> list[Sequence]:
     blocks = corpus.reader.source.blocks
     most = max(limit // _LEAST_DOCUMENTS, length)
     for index in np.random.default_rng(0).permutation(len(blocks)):
-        documents = [d for d in corpus.reader.read(blocks[index]) if d and corpus.split.has(d)]
+        documents = [d for d in corpus.reader.read(blocks[index]) if corpus.has(d)]
         for encoded in corpus.tokenizer.encode(documents):
             tokens.append(encoded.tokens[:most])
             targets.append(encoded.targets[:most])

@@ -71,6 +71,11 @@ class RecordKind:
         return Prompted(*(_text(v, n, where) for v, n in zip(values, self.fields, strict=True)))
 
 
+def has_answer(document: Document) -> bool:
+    """Whether there is something to train on: all of a text, a completion, or the assistant's turns."""
+    return not isinstance(document, list) or any(message["role"] == "assistant" for message in document)
+
+
 def kind_named(name: str, text_field: str, messages_field: str | None) -> RecordKind:
     """The kind of a format, with the user's names for its fields."""
     if name == CHAT:

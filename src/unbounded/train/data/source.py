@@ -28,6 +28,8 @@ _CODE_SUFFIXES = {".py", ".c", ".h", ".cpp", ".cc", ".cu", ".rs", ".go", ".java"
 _TEXT_BLOCK_BYTES = 256 << 10  # one document: small enough that tokenising it does not delay a batch
 _LINES_BLOCK_BYTES = 1 << 20  # a window of the shuffle
 _SEAM_BYTES = 4096  # how far from a nominal cut to look for the end of a line
+_LOOKED_BYTES = 4096  # of a text file, to see that it is one
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,27 @@ def _fits(path: Path, data_format: str) -> bool:
 
 def _container(path: Path, data_format: str) -> str:
     by_suffix = _CONTAINERS.get(path.suffix.lower(), TEXT)
-    if data_format in (TEXT, PARQUET):
-        return data_format
-    if by_suffix == PARQUET or (by_suffix == TEXT and data_format == "auto"):
-        return by_suffix
+    container = by_suffix if data_format == "auto" else data_format
+    if container == TEXT:
+        _refuse_no_text(path)
+    if container in (TEXT, PARQUET):
+        return container
+    if by_suffix == PARQUET:
+        return PARQUET
     return ARRAY if is_array(path) else JSONL
+
+
+def _refuse_no_text(path: Path) -> None:
+    """Raises for a file that would be read as plain text but cannot be: compressed, wide characters, binary."""
+    with path.open("rb") as file:
+        head = file.read(_LOOKED_BYTES)
+    packed = next((kind for begin, kind in _PACKED.items() if head.startswith(begin)), None)
+    if packed is not None:
+        raise DataError(f'"{path}" is compressed with {packed}, and is not plain text. Unpack it first.')
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f'"{path}" is text in UTF-16, but text is read as UTF-8. Convert it with iconv.')
+    if b"\0" in head:
+        raise DataError(f'"{path}" has a zero byte at {head.index(0)}, so it is not plain text. Leave it out.')
 
 
 def _lines_block_bytes(total_bytes: int) -> int:

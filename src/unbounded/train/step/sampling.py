@@ -21,7 +21,8 @@ def continue_text(
     If ranks hold parts of a sequence, its length must be a multiple of `multiple`; the padding is ignored.
     """
     draw = torch.Generator().manual_seed(settings.seed)
-    tokens = tokenizer.encode_prompt(prompt)
+    # Arguments that the locale cannot decode come as escaped bytes.
+    tokens = tokenizer.encode_prompt(prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
     model.eval()
     for _ in range(settings.sample_tokens):
         seen = tokens[-settings.sequence_length :]
