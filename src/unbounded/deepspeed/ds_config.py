@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unbounded.deepspeed.config_values import ConfigValues
 from unbounded.deepspeed.keys import CHANGES_TRAINING, KEYS, READ, Table
-from unbounded.deepspeed.values import Values
 from unbounded.errors import PlanError
 from unbounded.launcher import read_numbers
 from unbounded.paths import expand_home
@@ -71,7 +71,7 @@ def read_config(config: Given) -> DeepSpeedConfig:
     given = config if isinstance(config, Mapping) else _load(config)
     entries = dict(_walk(given, KEYS, ""))
     _refuse_unknown([key for key, (_, verdict) in entries.items() if verdict is None])
-    values = Values({key: value for key, (value, verdict) in entries.items() if verdict == READ})
+    values = ConfigValues({key: value for key, (value, verdict) in entries.items() if verdict == READ})
     _refuse_changes(given)
     return DeepSpeedConfig(
         plan=_plan(values),
@@ -163,7 +163,7 @@ def _refuse_changes(given: Mapping[str, Any]) -> None:
             raise PlanError(f"the DeepSpeed config asks for {key}, which is not available here. {remedy}")
 
 
-def _plan(values: Values) -> Plan:
+def _plan(values: ConfigValues) -> Plan:
     zero = "zero_optimization."
     fields: dict[str, Any] = {"stage": values.count(f"{zero}stage", 0, least=0), **_precision(values)}
     optimizer = _tier(values, f"{zero}offload_optimizer", f"{zero}cpu_offload")
@@ -182,7 +182,7 @@ def _plan(values: Values) -> Plan:
     return Plan(**fields)
 
 
-def _precision(values: Values) -> dict[str, Any]:
+def _precision(values: ConfigValues) -> dict[str, Any]:
     bf16 = values.flag("bf16.enabled") or values.flag("bfloat16.enabled")
     fp16 = values.flag("fp16.enabled")
     if bf16 and fp16:
@@ -204,14 +204,14 @@ def _precision(values: Values) -> dict[str, Any]:
     }
 
 
-def _tier(values: Values, section: str, *flags: str) -> str | None:
+def _tier(values: ConfigValues, section: str, *flags: str) -> str | None:
     """Where an offload section, or one of the flags of older versions, puts its states."""
     if f"{section}.device" in values:
         return values.choice(f"{section}.device", _TIERS)
     return "host" if any(map(values.flag, flags)) else None
 
 
-def _steps_per_print(values: Values) -> int | None:
+def _steps_per_print(values: ConfigValues) -> int | None:
     number = values.number("steps_per_print", float("inf"), least=-1)  # "inf" is what Hugging Face writes
     assert number is not None
     return None if number == float("inf") or number < 1 else int(number)

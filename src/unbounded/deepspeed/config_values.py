@@ -9,7 +9,7 @@ from typing import Any
 from unbounded.errors import PlanError
 
 
-class Values:
+class ConfigValues:
     """What a config says. A key that is absent, null or "auto" has no value, so the default counts."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
