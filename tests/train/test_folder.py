@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -73,6 +74,18 @@ def test_another_runs_folder_is_refused_with_what_differs(tmp_path: Path, texts:
     train(config)
     with pytest.raises(InputError, match=r'holds another run: its optimizer is "adamw", not "sgd"\. Choose another'):
         train(replace(config, optimizer="sgd"))
+
+
+def test_a_folder_that_another_process_trains_into_is_refused_until_it_has_ended(tmp_path: Path, texts: Path) -> None:
+    config = tiny(tmp_path / "out", texts, steps=1)
+    (tmp_path / "out").mkdir()
+    other = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(InputError, match="is in use: another process trains into it"):
+        train(config)
+    assert not list((tmp_path / "out").iterdir())
+    os.close(other)
+    assert [train(replace(config, steps=steps)).step for steps in (1, 2)] == [1, 2]  # each gives it back
 
 
 def test_an_output_that_is_no_folder_or_holds_somebody_elses_metrics_is_refused(tmp_path: Path, texts: Path) -> None:

@@ -76,9 +76,12 @@ class TrainingJob:
             "steps": self.settings.steps,
             "trace": self.settings.trace and str(trace.check_path(self.settings.trace)),
         }
-        threads = self.folder.claim(describe_run(self.settings), more, anew=anew, threads=self.settings.threads)
-        with using_threads(threads):
-            return self._run(anew)
+        try:
+            threads = self.folder.claim(describe_run(self.settings), more, anew=anew, threads=self.settings.threads)
+            with using_threads(threads):
+                return self._run(anew)
+        finally:
+            self.folder.release()
 
     def _run(self, anew: bool) -> Summary:
         self.model, self.optimizer, self.scheduler = shard_subject(self.subject, self.settings)

@@ -11,6 +11,8 @@ own, whatever happens to this one.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -44,6 +46,7 @@ class RunFolder:
         self.root, self._world, self._keep_last = root, world, keep_last
         self._pending: tuple[Path, Any] | None = None
         self.last: Path | None = None
+        self._lock: int | None = None  # of the folder, on the first rank, until `release`
 
     def claim(self, about: Description, more: Description, *, anew: bool, threads: int | None) -> int:
         """Make the folder, or check that it can hold this run; with `anew` old checkpoints are set aside.
@@ -62,6 +65,13 @@ class RunFolder:
         if refusal:
             raise InputError(refusal)
         return int(count)
+
+    def release(self) -> None:
+        """Another process may claim the folder from here on."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked in the meantime has the descriptor too
+            os.close(lock)
 
     def steps(self) -> list[int]:
         """The steps with a whole checkpoint, as the first rank sees them, newest first."""
@@ -143,7 +153,23 @@ class RunFolder:
                 f'--output "{self.root}" holds another run: {other} Choose another --output, or start over with '
                 "--resume never (its checkpoints are removed once this run has one)."
             )
+        if not self._take_lock():
+            return (
+                f'--output "{self.root}" is in use: another process trains into it. Wait until that has ended, or '
+                "choose another --output."
+            )
         return None
+
+    def _take_lock(self) -> bool:
+        """Whether no other process has this folder. On a filesystem without such locks, nobody knows."""
+        lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        self._lock = lock
+        return True
 
     def _take(self, about: Description, *, anew: bool) -> None:
         if anew:
