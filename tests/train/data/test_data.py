@@ -212,10 +212,11 @@ def test_missing_and_empty_data_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (gzip.compress(b"text " * 1000), "is compressed with gzip, and is not plain text"),
+        (gzip.compress(b"text " * 1000, mtime=0), "is compressed with gzip, and is not plain text"),
         ("text".encode("utf-16"), "is text in UTF-16, but text is read as UTF-8"),
         (b"text\0text", "has a zero byte at 4, so it is not plain text"),
     ],
+    ids=["gzip", "UTF-16", "binary"],
 )
 def test_what_is_not_text_is_not_trained_on_as_text(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "corpus.jsonl.gz").write_bytes(content)
