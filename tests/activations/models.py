@@ -153,7 +153,7 @@ class Looped(Stack):
 
 
 class Changing(Layer):
-    """A block whose forward changes its buffers in every way: statistics, in place, and by putting others there."""
+    """A block whose forward changes attributes, and its buffers in every way: statistics, in place, and replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,12 +164,15 @@ class Changing(Layer):
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.alias = nn.Module()
         self.alias.register_buffer("seen", self.seen)
+        self.scale, self.runs, self.last = 1.0, 0, None
 
     def forward(self, x: Tensor) -> Any:
         if self.training:
             self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
             self.seen[: x.numel()] += x.detach().flatten()
-        x = x + self.mean + self.alias.seen[:WIDTH] * self.table[:WIDTH]
+            self.runs += 1
+            self.last = x * self.runs
+        x = x * self.scale + self.mean + self.alias.seen[:WIDTH] * self.table[:WIDTH]
         x = self.mix(nn.functional.dropout(x, 0.3, self.training))
         return self.batch(x.flatten(0, 1)).view_as(x)
 

@@ -64,7 +64,11 @@ def trained_with_looks(model: nn.Module) -> list[Tensor]:
     for number in range(3):
         torch.manual_seed(number)
         model.zero_grad()
-        losses = model(tokens(number)), model(tokens(10 + number))
+        losses = [model(tokens(number))]
+        for block in model.blocks:
+            block.scale = 0.5 + number
+        losses.append(model(tokens(10 + number)))
+        last = [block.last for block in model.blocks]
         model.eval()
         model.blocks[0].requires_grad_(False)
         with torch.no_grad():
@@ -75,6 +79,8 @@ def trained_with_looks(model: nn.Module) -> list[Tensor]:
         assert not any(module.training for module in model.modules())
         model.train()
         found += [buffer.clone() for buffer in model.buffers()]
+        assert all(block.last is kept for block, kept in zip(model.blocks, last, strict=True))
+        assert {(block.scale, block.runs) for block in model.blocks} == {(0.5 + number, 2 + 2 * number)}
     return found
 
 

@@ -1,8 +1,8 @@
 """What a block was like when it ran first, so that it runs the same again in the backward and leaves nothing behind.
 
-Between the two, users call `eval()`, freeze weights and evaluate, and a forward may change buffers of the block:
-running statistics, the vectors of a spectral norm, a codebook. So the second run gets the flags and the buffers that
-the first one began with, and what it does to buffers is dropped.
+Between the two, users call `eval()`, switch adapters, freeze weights and evaluate, and a forward may change buffers of
+the block: running statistics, the vectors of a spectral norm, a codebook. So the second run gets the flags, plain
+attributes and buffers that the first one began with, and what it sets is dropped.
 
 Note: which buffers are copied. Small ones always are. A large one (a mask, a table) is copied the first time, and no
 longer if that run did not change it. If it is changed later, the run is refused: its old value is lost.
@@ -21,6 +21,8 @@ from torch import nn
 from unbounded.errors import StateError
 
 SMALL_BYTES = 2**16
+_PLAIN = {bool, int, float, str, type(None)}
+_ROWS = {list, tuple}
 
 
 @dataclass
@@ -48,14 +50,14 @@ class StillBuffers:
 
 
 class FirstRun:
-    """The flags and buffers of `block` before it runs. `end` comes after that run, and `again` is around later ones."""
+    """What `block` is like before it runs. `end` comes after that run, and `again` is around later ones."""
 
     def __init__(self, name: str, block: nn.Module, still: StillBuffers) -> None:
         self._name, self._block = name, block
         self._modules = modules = list(block.modules())
-        self._training = [module.training for module in modules]
+        self._plain = [_plain_attributes(module) for module in modules]
         self._trained = [parameter.requires_grad for parameter in block.parameters()]
-        self._still = still.known(self._training)
+        self._still = still.known([module.training for module in modules])
         copies: dict[Any, torch.Tensor] = {}  # by memory: a buffer that two modules hold is copied once
         self._seen = [
             _BufferBefore(module, key, buffer, buffer._version, self._copy(module, key, buffer, copies))
@@ -77,9 +79,11 @@ class FirstRun:
     def again(self) -> Iterator[None]:
         """What runs inside finds the block as it was, and leaves it as it is."""
         parameters = list(self._block.parameters())
-        training, trained = [module.training for module in self._modules], [p.requires_grad for p in parameters]
+        trained = [parameter.requires_grad for parameter in parameters]
+        attributes = [dict(vars(module)) for module in self._modules]
         buffers = [seen.module._buffers.get(seen.key) for seen in self._seen]
-        _set_training(self._modules, self._training)
+        for module, plain in zip(self._modules, self._plain, strict=True):
+            vars(module).update(plain)
         _set_trained(parameters, self._trained)
         copies = {id(seen.copy): seen.copy.clone() for seen in self._seen if seen.copy is not None}
         for seen in self._seen:
@@ -90,7 +94,8 @@ class FirstRun:
             for seen, buffer in zip(self._seen, buffers, strict=True):
                 seen.module._buffers[seen.key] = buffer
             _set_trained(parameters, trained)
-            _set_training(self._modules, training)
+            for module, held in zip(self._modules, attributes, strict=True):
+                _put_back(vars(module), held)
 
     def _copy(
         self, module: nn.Module, key: str, buffer: torch.Tensor, copies: dict[Any, torch.Tensor]
@@ -120,9 +125,19 @@ def _is_unchanged(seen: _BufferBefore) -> bool:
         return torch.equal(seen.held, seen.copy)
 
 
-def _set_training(modules: list[nn.Module], flags: list[bool]) -> None:
-    for module, is_training in zip(modules, flags, strict=True):
-        module.training = is_training
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module has of numbers, names and flags: `training`, a scale, the adapter in use."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if type(value) in _PLAIN or (type(value) in _ROWS and all(type(part) in _PLAIN for part in value))
+    }
+
+
+def _put_back(attributes: dict[str, Any], held: dict[str, Any]) -> None:
+    for key in attributes.keys() - held.keys():
+        del attributes[key]
+    attributes.update(held)
 
 
 def _set_trained(parameters: list[nn.Parameter], flags: list[bool]) -> None:
