@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,15 +80,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from unbounded.cli import plan_page
+    from unbounded.observe.replacing import check_replaceable, write_file
     from unbounded.planner.explanation import as_values, describe
     from unbounded.planner.search import compare_ways, search
 
+    page = None
+    if args.html is not None:
+        page = check_replaceable(args.html, "the page", plan_page.BEGINNING.encode())
     footprint, machine, request = _read(args)
     best = search(footprint, machine, request)
-    if args.html is not None:
-        from unbounded.cli.plan_page import write_page
-
-        write_page(Path(args.html), best, scaling(footprint, machine, request))
+    if page is not None:
+        write_file(page, plan_page.render(best, scaling(footprint, machine, request)))
     if args.json:
         values = as_values(best)
         if args.compare:

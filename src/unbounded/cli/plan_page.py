@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from unbounded.planner.evaluation import Candidate
 from unbounded.planner.explanation import KINDS, count, describe, seconds
@@ -27,17 +26,15 @@ text { font: 13px system-ui, sans-serif; fill: #222; } .faint { fill: #777; }
 """
 
 
-def write_page(path: Path, candidate: Candidate, scaling: Sequence[Candidate]) -> None:
-    """Writes the page to `path`."""
-    path.write_text(render(candidate, scaling))
+BEGINNING = "<!doctype html>\n<!-- a plan of unbounded -->\n"
+"""Every page begins like this; a file that does not is not ours to replace."""
 
 
 def render(candidate: Candidate, scaling: Sequence[Candidate]) -> str:
     """The page as text."""
     title = f"{candidate.footprint.name} on {candidate.prediction.machine.name}"
     parts = [
-        "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{_say(title)}</title>',
+        f'{BEGINNING}<html lang="en"><head><meta charset="utf-8"><title>{_say(title)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{_say(title)}</h1>",
