@@ -117,6 +117,12 @@ def test_pages_and_drawings_replace_only_their_like(tmp_path: Path, capsys: pyte
         assert main(["report", str(run), "--html"]) == 0
     with pytest.raises(PlanError, match="is not a run"):
         read_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 theirs")
+    with pytest.raises(PlanError, match="is not a run"):
+        read_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "no step was recorded yet" in capsys.readouterr().out
 
 
 def test_a_name_cannot_put_anything_into_the_page() -> None:

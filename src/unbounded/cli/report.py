@@ -83,6 +83,8 @@ def show(report: Report) -> None:
     from unbounded.planner.sizes import format_bytes
 
     console = Console()
+    if not report.steps and not report.spans:
+        console.print(f"{report.name}: no step was recorded yet")
     if report.steps:
         first, last = report.steps[0], report.steps[-1]
         table = Table("", "first step", "last step", title=report.name)

@@ -12,7 +12,7 @@ from typing import Any
 
 from unbounded.errors import PlanError
 from unbounded.observe.amounts import show_seconds
-from unbounded.observe.metrics import FILE_NAME, read_metrics
+from unbounded.observe.metrics import FILE_NAME, is_metrics, read_metrics
 from unbounded.observe.report.charts import Line, draw_chart, draw_tiers, show_number
 from unbounded.observe.report.lane_chart import draw_lanes
 from unbounded.observe.spans import TraceSpan, read_spans
@@ -138,9 +138,9 @@ def read_report(run: str | Path, trace: str | Path | None = None) -> Report:
     path = expand_home(run)
     if path.is_file():
         return Report(path.name, spans=read_spans(path))
-    if not (path / FILE_NAME).is_file():
+    if not (path / FILE_NAME).is_file() or not is_metrics(path / FILE_NAME):
         raise PlanError(
-            f'"{path}" is not a run: it has no {FILE_NAME}. Give the --output of `unbounded train`, or a trace.'
+            f'"{path}" is not a run: it has no {FILE_NAME} of ours. Give the --output of `unbounded train`, or a trace.'
         )
     about = _read_about(path)
     lines = read_metrics(path / FILE_NAME), read_metrics(path / FILE_NAME, "eval")
