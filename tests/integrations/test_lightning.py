@@ -295,3 +295,7 @@ def test_what_cannot_be_is_refused_with_what_to_do() -> None:
     strategy = unbounded.lightning.UnboundedFabricStrategy()
     with pytest.raises(unbounded.PlanError, match="together"):
         strategy.setup_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    models = {name: strategy.setup_module(nn.Linear(2, 2)) for name in ("one", "other")}
+    for call in (strategy.save_checkpoint, strategy.load_checkpoint):
+        with pytest.raises(unbounded.PlanError, match="the state has 2 sharded models, and a checkpoint holds one"):
+            call("never", models)

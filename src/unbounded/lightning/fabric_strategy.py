@@ -135,4 +135,11 @@ class UnboundedFabricStrategy(DDPStrategy):
 
 
 def _sharded_in(state: dict[str, Any]) -> nn.Module | None:
-    return next((value for value in state.values() if isinstance(value, nn.Module) and is_sharded(value)), None)
+    """The sharded model of a state; one folder holds the states of one model."""
+    found = [value for value in state.values() if isinstance(value, nn.Module) and is_sharded(value)]
+    if len(found) > 1:
+        raise PlanError(
+            f"the state has {len(found)} sharded models, and a checkpoint holds one. Save and load each of them, with "
+            "its optimizer, in a folder of its own."
+        )
+    return found[0] if found else None
