@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import unbounded
 from tests.several_ranks.test_whereabouts import COMPILING, SAVING, call_from
+from unbounded.sharding import running
 
 PRELOAD_IN_RANKS = ["unbounded.sharding.placing", "unbounded.checkpoint.saving"]
 LIMIT = 5.0
@@ -266,3 +268,22 @@ def test_a_stopped_rank_is_named(ranks: Any, stage: int) -> None:
     assert "for rank 1, which has not been heard from for" in waited
     assert "stopped or killed" in waited
     assert told.startswith("rank 0 failed: ")
+
+
+def leave_a_vote_open(rank: int, size: int) -> None:
+    """Only the last rank votes, and an error keeps it from waiting for the others. They stay until it has ended."""
+    unbounded.shard(net := Net(), torch.optim.SGD(net.parameters(), lr=0.1), {"stage": 3})
+    lane = running.sharded(net).engine.ranks.lane("vote")
+    store = dist.distributed_c10d._get_default_store()
+    if rank == size - 1:
+        pending = lane.launch_max(torch.zeros(1), "a vote")
+        del pending, lane, net
+        gc.collect()
+        dist.destroy_process_group()
+        store.set("the last one has ended", "")
+    else:
+        store.wait(["the last one has ended"])
+
+
+def test_the_job_of_a_rank_ends_although_a_collective_of_it_does_not(ranks: Any) -> None:
+    ranks(2, leave_a_vote_open)

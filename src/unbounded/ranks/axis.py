@@ -7,9 +7,9 @@ watchdog live in one place. One rank is the degenerate case: no process group, a
 from __future__ import annotations
 
 import pickle
+import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +20,23 @@ from unbounded.errors import PlanError, StateError
 from unbounded.native.bulk import convert, new_tensor
 from unbounded.observe import trace
 from unbounded.ranks.groups import GroupLease, take_lease
-from unbounded.ranks.watchdog.watch import LIMIT_SECONDS, Collective, Watch
+from unbounded.ranks.watchdog.watch import LIMIT_SECONDS, Collective, Watch, keep_unfinished
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
 class Pending:
-    """A collective that was launched: `finish` returns when it is over."""
+    """A collective that was launched: `finish` returns when it is over. After an error it may never be called."""
 
-    axis: Axis
-    work: Collective | None
-    number: int
+    def __init__(self, axis: Axis, work: Collective | None, number: int) -> None:
+        self._axis, self._work, self._number = axis, work, number
+        self._abandon = weakref.finalize(self, keep_unfinished, work, axis.group)
+        self._abandon.atexit = False
 
     def finish(self) -> None:
-        self.axis._end(self.work, self.number)
+        self._abandon.detach()
+        self._axis._end(self._work, self._number)
 
 
 class Axis:

@@ -87,7 +87,7 @@ class Watch:
                 while not self._is_over(work, post):
                     reason = self._judge(post.wait(self.rank, number), limit)
                     if reason is not None:
-                        _keep_for_ever(work, group)
+                        keep_unfinished(work, group)
                         raise self._give_up(reason)
         post.end(number)
 
@@ -256,10 +256,12 @@ def _name_run(group: dist.ProcessGroup) -> str:
     return bytes(name.tolist()).hex()
 
 
-def _keep_for_ever(*parts: object) -> None:
-    """A group whose threads are in a collective that never ends would wait for them when freed."""
-    for part in parts:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+def keep_unfinished(work: Collective | None, group: dist.ProcessGroup | None) -> None:
+    """Keeps a group for ever whose threads are in a collective that may never end: it would wait for them when freed,
+    with everything else in this process waiting for it."""
+    if work is not None and not work.is_completed():
+        for part in (work, group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
 
 
 _endings: list[Callable[[], None]] = []
