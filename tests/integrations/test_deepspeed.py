@@ -224,6 +224,8 @@ def train_deepspeed(rank: int, world_size: int, tier: str, folder: str) -> Any:
     assert (Path(path).name, client, other.global_steps) == ("global_step3", {"seen": 6, "rank": "same"}, 3)
     losses += run_script(other, rank, 6, 12)
     other.save_16bit_model(f"{folder}/export")
+    with pytest.raises(unbounded.StateError if rank else FileExistsError, match=r"pytorch_model\.bin"):
+        other.save_16bit_model(f"{folder}/export/pytorch_model.bin")
     return losses, norm, schedule.get_last_lr(), other.get_batch_info()
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from unbounded.checkpoint.foreign.deepspeed import is_deepspeed
 from unbounded.checkpoint.format.folder import is_whole
@@ -46,8 +49,31 @@ def sort_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Any, dict[str,
 
 def name_latest(folder: Path, tag: str) -> None:
     """Makes `tag` the latest, atomically."""
-    staged = folder / f".{LATEST}.new"
-    staged.write_text(tag)
-    with open(staged) as file:
-        os.fsync(file.fileno())
-    os.replace(staged, folder / LATEST)
+    with _replaced(folder / LATEST) as staged:
+        staged.write_text(tag)
+
+
+def write_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes whole weights to one file, atomically: of safetensors by its name, otherwise as torch does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _replaced(path) as staged:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save_file
+
+            unique = {id(value): name for name, value in reversed(list(state.items()))}
+            save_file({name: state[name].contiguous() for name in unique.values()}, staged)
+        else:
+            torch.save(dict(state), staged)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Gives a path to write to. What was written there takes the place of `path`, if the block succeeds."""
+    staged = path.with_name(f".{path.name}.new")
+    try:
+        yield staged
+        with open(staged) as file:
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)

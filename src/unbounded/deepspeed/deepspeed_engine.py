@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
 from unbounded.deepspeed import comm
 from unbounded.deepspeed.batch_sizes import Batches
-from unbounded.deepspeed.checkpoints import COUNTERS, find_tag, name_latest, sort_extra
+from unbounded.deepspeed.checkpoints import COUNTERS, find_tag, name_latest, sort_extra, write_weights
 from unbounded.deepspeed.ds_config import DeepSpeedConfig
 from unbounded.errors import StateError
 from unbounded.sharding.running import sharded
@@ -120,9 +120,8 @@ class DeepSpeedEngine(nn.Module):
         client = dict(client_state or {})
         folder = Path(save_dir) / name
         save(folder, self.module, self.optimizer, client_state=client, lr_scheduler=schedule, counters=counters)
-        if save_latest and self.global_rank == 0:
-            name_latest(Path(save_dir), name)
-        comm.barrier()
+        if save_latest:
+            self._write(lambda: name_latest(Path(save_dir), name))
         return True
 
     def load_checkpoint(
@@ -155,18 +154,18 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """All ranks must call this. The whole weights in one file, which the first rank writes."""
         state = self.module.state_dict()
-        if self.global_rank == 0:
-            folder = Path(save_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            if save_filename.endswith(".safetensors"):
-                from safetensors.torch import save_file
-
-                unique = {id(value): name for name, value in reversed(list(state.items()))}
-                save_file({name: state[name].contiguous() for name in unique.values()}, folder / save_filename)
-            else:
-                torch.save(state, folder / save_filename)
-        comm.barrier()
+        self._write(lambda: write_weights(state, Path(save_dir) / save_filename))
         return True
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """All ranks must call this. The first one writes; if it cannot, every rank raises what went wrong."""
+        error = None
+        if self.global_rank == 0:
+            try:
+                write()
+            except Exception as caught:
+                error = caught
+        sharded(self.module).engine.axes.world.agree(error, what="the first rank's writing of a file")
 
     save_fp16_model = save_16bit_model
 

@@ -177,8 +177,11 @@ def test_updates_of_whole_tensors_equal_the_optimizers_own_on_every_stage_and_ti
     cases = [(kind, {**plan, "disk_path": str(tmp_path)}) for kind, plan in cases]
     results = ranks(world_size, compare, cases)
     for number, case in enumerate(cases):
+        # Muon rounds gradients to bf16. One in the middle of two such numbers may go either way, for a difference in
+        # its last bit: that changes a matrix by 6e-4 of its norm.
+        tolerance = 2e-3 if "Muon" in case[0] else 3e-6
         try:
-            assert_parity([result[number] for result in results], tolerance=3e-6)
+            assert_parity([result[number] for result in results], tolerance=tolerance)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 
