@@ -199,6 +199,23 @@ def test_states_go_back_before_a_forward_with_larger_inputs_than_were_seen(rows:
     assert all(torch.equal(expected[name], value) for name, value in values.items())
 
 
+def test_states_go_back_before_inputs_that_were_seen_only_before_the_last_move() -> None:
+    """The second move relies on a peak of smaller inputs than the first one saw."""
+
+    def follow(step: int, model: nn.Module, optimizer: Any) -> None:
+        mover = relocation(model)
+        if step == 0:
+            largest = max(states_bytes(unit) for unit in mover.units_on("host"))
+            free = lambda: int(1.1 * largest)  # noqa: E731
+            Balancer(optimizer, mover, free_bytes=free, kept_bytes=int, forget=leave, clock=float).attach(model)
+        if step in (1, 14):
+            assert bool(mover.units_on("device")) == (step == 14)
+            model(torch.zeros(3, 8, dtype=torch.long))
+            assert not mover.units_on("device")
+
+    train(0, HOST, 15, follow)
+
+
 def decide(best: int, *, free: int, kept: int) -> tuple[int, int]:
     """How many of 20 units end on the device, and after how many steps; each saves time, up to `best` of them."""
     choice, count, steps = Balance(), 0, 0

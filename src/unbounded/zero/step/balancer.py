@@ -49,8 +49,8 @@ class Balancer:
         self._seconds: float | None = None  # of the step that ended since the last forward
         self._moved: list[str] = []  # units, by the last move
         self._placed: dict[str, None] = {}  # units that are on the device because they moved there
-        # The shapes of inputs before the first move, of forwards without and with a graph.
-        self._seen: dict[bool, set[tuple[torch.Size, ...]]] = {False: set(), True: set()}
+        # The shapes of inputs while the peak was read that the last move relied on, and of those since that move.
+        self._seen, self._recent = _Shapes(), _Shapes()
         self._is_exceeded = False  # a forward had larger inputs
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
@@ -99,6 +99,7 @@ class Balancer:
         )
         if count > 0:
             self._moved = [unit.name for unit in waiting[:count]]
+            self._seen, self._recent = self._recent, _Shapes()
             self._move(self._moved, "device")
         elif count < 0:
             self._move(self._moved, "host")
@@ -106,12 +107,9 @@ class Balancer:
     def _compare(self, shapes: tuple[torch.Size, ...]) -> None:
         """A forward has inputs of these shapes: notes them, or makes room for them if they are larger than before."""
         records = torch.is_grad_enabled()
-        if not self._placed:
-            self._seen[records].add(shapes)
-            return
-        known = self._seen[True] if records else self._seen[True] | self._seen[False]
-        self._is_exceeded |= not any(_covers(seen, shapes) for seen in known)
-        if self._is_exceeded:  # also in later forwards: those with a gradient stay until it is used
+        self._recent.note(shapes, records=records)
+        self._is_exceeded |= bool(self._placed) and not self._seen.cover(shapes, records=records)
+        if self._is_exceeded and self._placed:  # also in later forwards: those with a gradient stay until it is used
             self.balance.stop()
             self._move([*self._placed], "host")
 
@@ -134,8 +132,22 @@ class Balancer:
         self._optimizer.plan = _with_place(self._optimizer.plan, name, tier)
 
 
-def _covers(seen: tuple[torch.Size, ...], shapes: tuple[torch.Size, ...]) -> bool:
-    """Whether no tensor of these shapes is larger in any dimension than what was seen."""
+class _Shapes:
+    """The shapes of the inputs of forwards, apart for those that record a graph, which take more memory."""
+
+    def __init__(self) -> None:
+        self._of: dict[bool, set[tuple[torch.Size, ...]]] = {False: set(), True: set()}
+
+    def note(self, shapes: tuple[torch.Size, ...], *, records: bool) -> None:
+        self._of[records].add(shapes)
+
+    def cover(self, shapes: tuple[torch.Size, ...], *, records: bool) -> bool:
+        """Whether a forward was seen that took at least as much: no tensor is larger in any dimension."""
+        known = self._of[True] if records else self._of[True] | self._of[False]
+        return any(_is_within(shapes, seen) for seen in known)
+
+
+def _is_within(shapes: tuple[torch.Size, ...], seen: tuple[torch.Size, ...]) -> bool:
     return [len(one) for one in seen] == [len(one) for one in shapes] and all(
         most >= size for one, other in zip(seen, shapes, strict=True) for most, size in zip(one, other, strict=True)
     )
