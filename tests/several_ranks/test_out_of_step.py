@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import unbounded
+from tests import process
 from tests.several_ranks.test_whereabouts import COMPILING, SAVING, call_from
 from unbounded.sharding import running
 
@@ -178,6 +180,23 @@ def test_ranks_that_make_different_calls_get_the_same_error(
     (first, _), (second, _) = ranks(2, out_of_step, fault, stage, str(tmp_path / "checkpoint"))
     assert first == second
     assert re.search(message, first), first
+
+
+def keep_the_error(rank: int, world_size: int, fault: Callable[..., None], stage: int, folder: str) -> bool:
+    """Whether a model is freed once its user drops it and the error, whose traceback holds the user's frames."""
+    job = Job(stage)
+    alive = [weakref.ref(job.model), weakref.ref(job.optimizer.engine)]
+    with pytest.raises(unbounded.errors.PeerError) as raised:
+        fault(job, rank, folder)
+    del job, raised
+    return process.is_freed(*alive)
+
+
+@pytest.mark.parametrize(("fault", "stage"), [(once_more, 3), (uneven_microbatches, 2), (lonely_clipping, 0)])
+def test_a_model_is_freed_whose_ranks_were_out_of_step(
+    ranks: Any, tmp_path: Path, fault: Callable[..., None], stage: int
+) -> None:
+    assert ranks(2, keep_the_error, fault, stage, str(tmp_path / "checkpoint")) == [True, True]
 
 
 def evaluate_alone(rank: int, world_size: int, stage: int) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests import process
 from tests.ranks import HANG_SECONDS
 from tests.warm import warm_python
 from tests.zero.training import Batch, TinyGPT, shard
@@ -168,6 +170,23 @@ def test_a_failing_disk_fails_the_step_on_all_ranks_with_path_and_errno_and_leav
     for resumed, expected in ranks(world_size, resume, str(store), str(checkpoint)):
         assert resumed == expected
     assert not list(store.iterdir())
+
+
+def drop_after_failure(rank: int, world_size: int, store: str, fault: tuple[str, int, int]) -> bool:
+    """Whether a model whose disk failed is freed when its user drops it and the error."""
+    operation, calls, code = fault
+    model, optimizer = make(store)
+    alive = [weakref.ref(model), weakref.ref(optimizer.engine)]
+    train(model, optimizer, rank, 0, 1)
+    with failing_after(operation, calls, code), pytest.raises(DiskError) as raised:
+        train(model, optimizer, rank, 1, 3)
+    del model, optimizer, raised
+    return process.is_freed(*alive)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1]}")
+def test_a_model_whose_disk_failed_is_freed(tmp_path: Path, fault: tuple[str, int, int]) -> None:
+    assert drop_after_failure(0, 1, str(tmp_path), fault)
 
 
 def meet_a_failure(rank: int, world_size: int, store: str, stage: int, where: str) -> list[str]:

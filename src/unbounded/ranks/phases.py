@@ -49,7 +49,7 @@ class Ticket:
             self._votes = torch.tensor([*marks, *(-mark for mark in marks)])
         self._pending: Pending | None = None
         self._lock = threading.Lock()
-        self._error: PeerError | None = None
+        self._failure: str | None = None  # not the error: its traceback holds the user's frames, graph and model
 
     @property
     def is_pending(self) -> bool:
@@ -66,17 +66,17 @@ class Ticket:
                 try:
                     self._finish(self._pending)
                 except PeerError as error:
-                    self._error = error
+                    self._failure = str(error)
                 self._pending = self._before = None
-            if self._error is not None:
-                raise self._error
+            if self._failure is not None:
+                raise PeerError(self._failure)
 
     def _finish(self, pending: Pending) -> None:
         if self._before is not None:
             self._before.wait()
         pending.finish()
         if self._votes[:3].add(self._votes[3:]).any():  # the greatest and the least differ
-            self._error = PeerError(describe_difference(self._hear()))
+            self._failure = describe_difference(self._hear())
 
     def _hear(self) -> dict[int, Said]:
         """All ranks of the axis call this if one differs. What each of them is about to do."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from unbounded.errors import again
 from unbounded.process import OwningProcess, finalize
 
 
@@ -30,7 +31,7 @@ class Handle:
         """Returns the work's result once it is launched, and makes the current stream wait for it; raises its error."""
         self._launched.wait()
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return self.result
