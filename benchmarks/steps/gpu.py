@@ -69,6 +69,11 @@ CASES = {
         ),
         goal=1.75,
     ),
+    "7b-16k-muon": Case(
+        "6.7B in 24 GiB, 16k tokens, AdamW and Muon",
+        "--size 7b --batches 8",
+        (("ours", "--plan device_bytes=24GiB"), ("ours", "--muon --plan device_bytes=24GiB")),
+    ),
     "7b-64k": Case(
         "6.7B, 64k tokens in 4 backwards, compiled",
         "--size 7b --batches 8 --accumulate 4 --compile",

@@ -104,6 +104,7 @@ def arguments() -> argparse.Namespace:
         "--streamed", type=float, help="the part of host states that the GPU updates (default: decided by the plan)"
     )
     parser.add_argument("--lora", type=int, help="train adapters of this rank (only Unbounded)")
+    parser.add_argument("--muon", action="store_true", help="Muon for the blocks' matrices, AdamW for the rest (ours)")
     parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "fsdp2", "deepspeed"))
     parser.add_argument("--offload", action="store_true", help="FSDP2's parameters and optimizer on the host")
     parser.add_argument("--stage", type=int, default=3, help="of DeepSpeed")
@@ -171,6 +172,16 @@ def make_optimizer(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **options)
 
 
+def make_optimizers(model: Any, *, muon: bool) -> Any:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not muon:
+        return make_optimizer(trained)
+    inner = [parameter for parameter in blocks_of(model).parameters() if parameter.ndim == 2]
+    chosen = set(map(id, inner))
+    rest = [parameter for parameter in trained if id(parameter) not in chosen]
+    return [torch.optim.Muon(inner, lr=1e-4, adjust_lr_fn="match_rms_adamw"), make_optimizer(rest)]
+
+
 class Unbounded:
     """The model built on the meta device and sharded by the plan."""
 
@@ -181,7 +192,7 @@ class Unbounded:
         prepare(model, options)
         model = adapt(model, options.lora) if options.lora else model
         self.numel, self.trained = count(model)
-        optimizer = make_optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
+        optimizer = make_optimizers(model, muon=options.muon)
         if options.streamed is not None:
             blueprint.streamed_part = lambda machine: options.streamed
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)

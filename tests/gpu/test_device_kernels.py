@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from unbounded.native import kernels
+from unbounded.optim import formats
+from unbounded.optim.class_rules import ClassRule
+from unbounded.optim.granularity import Granularity
+from unbounded.optim.muon import MuonRule
+from unbounded.optim.rules import Whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -89,3 +94,35 @@ def test_the_compute_copy_is_written_in_the_same_pass() -> None:
     out = torch.zeros(NUMEL, dtype=torch.float16, device="cuda")
     device_kernels.update(rule, "fp32", master, grad, states, 1.0, out)
     assert torch.equal(out, master.half())
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (120, 40), (64, 64)], ids=str)
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.95, True), (0.3, True), (0.95, False)])
+def test_muon_makes_the_bits_of_its_class(shape: tuple[int, int], momentum: float, nesterov: bool) -> None:
+    torch.manual_seed(0)
+    numel = shape[0] * shape[1]
+    given = torch.nn.Parameter(torch.randn(shape, dtype=torch.bfloat16))
+    muon = torch.optim.Muon([given], lr=0.02, momentum=momentum, nesterov=nesterov)
+    held = {"granularity": Granularity.TENSOR, "dims": frozenset({2})}
+    kinds = [kind(muon, muon.param_groups, torch.bfloat16, **held) for kind in (ClassRule, MuonRule)]
+    values = torch.randn(numel)
+    sides = []
+    for rule in kinds:
+        arrays = formats.encode_weight(values, torch.bfloat16, rule)
+        sides.append({name: array.cuda() for name, array in arrays.items()})
+        sides[-1]["momentum_buffer"] = torch.zeros(numel, device="cuda")
+    for step in range(1, 6):
+        grad = torch.randn(numel).to(torch.bfloat16).cuda()
+        for rule, arrays in zip(kinds, sides, strict=True):
+            rule.apply(
+                rule.resolve(muon.param_groups[0], step),
+                {},
+                weight=arrays["weight"],
+                grad=grad,
+                states={name: arrays[name] for name in ("remainder", "momentum_buffer")},
+                grad_scale=0.3,
+                pool=None,
+                whole=Whole(shape, {}),
+            )
+        for name, array in sides[0].items():
+            assert torch.equal(array, sides[1][name]), (name, step)

@@ -114,6 +114,29 @@ def test_units_that_are_updated_inside_the_backward_train_as_in_plain_pytorch(
         torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-3, atol=2e-5)
 
 
+def train_with_muon(plan: dict[str, Any], lag: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Model(width=512).to(torch.bfloat16)
+    inner = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    chosen = set(map(id, inner))
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+    optimizers = [torch.optim.Muon(inner, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
+    model, optimizer = unbounded.shard(model, optimizers, plan)
+    losses = train(model, optimizer, True, lag=lag)
+    optimizer.wait()
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("plan", TIERS[1:], ids=str)
+def test_whole_tensors_are_updated_with_the_same_bits_wherever_their_states_live(plan: dict) -> None:
+    """They are read, updated and written on three streams, which may all be behind the host."""
+    expected, weights = train_with_muon({}, lag=0)
+    found, others = train_with_muon(plan, lag=20_000_000)
+    assert found == expected
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
+
+
 @pytest.mark.parametrize("gradients", ["device", "host", "disk", (("blocks.[01]", "device"), ("*", "host"))])
 def test_held_gradients_are_clipped_by_what_the_device_computes(gradients: Any) -> None:
     torch.manual_seed(0)

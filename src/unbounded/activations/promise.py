@@ -144,7 +144,7 @@ class DevicePromise:
         taken, states, context = self.allocator.allocated_bytes(), self.states(), self.driver.context_bytes()
         rest = max(0, taken - states)
         largest = "activations and what is computed with them" if rest >= states else "states and gathered weights"
-        needed = taken + num_bytes + context
+        needed = taken + num_bytes + self.budget_bytes - self.cap_bytes
         remedy = (
             'activations="host", or '
             if rest >= states
@@ -204,7 +204,8 @@ def _watch_allocations() -> None:
 def use_expandable_segments() -> None:
     """Lets the allocator join what it has freed, unless the user has configured it."""
     given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-    choose = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    choose = choose or getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if not given and choose is not None:
         with suppress(RuntimeError):  # a backend that has none
             choose("expandable_segments:True")

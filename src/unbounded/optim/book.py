@@ -10,6 +10,7 @@ from unbounded.errors import PlanError
 from unbounded.optim.class_rules import ClassRule
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.joined import JoinedOptimizer
+from unbounded.optim.muon import MuonRule
 from unbounded.optim.recognition import Recognised, recognise
 from unbounded.optim.rules import NATIVE, NativeRule, UpdateRule
 from unbounded.optim.trial import try_declared
@@ -71,4 +72,5 @@ class RuleBook:
             raise PlanError(f"Lion has no kernel for parameters of {dtype}. Convert them to float32.")
         if self._format == "compact" and dtype != torch.float32:
             raise PlanError(f'{known.kind} has no "compact" format. Use optimizer_format="exact", or AdamW.')
-        return ClassRule(optimizer, groups, dtype, granularity=known.granularity, dims=dims)
+        kind = MuonRule if known.kind == "Muon" and not known.is_to_be_tried else ClassRule
+        return kind(optimizer, groups, dtype, granularity=known.granularity, dims=dims)

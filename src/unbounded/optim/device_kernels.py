@@ -25,6 +25,7 @@ from unbounded.native.states import BLOCK, moments
 RULES = {"adamw": 0, "adam": 1, "sgd": 2, "lion": 3, "adagrad": 4}
 FORMATS = {"fp32": 0, "exact": 1, "compact": 2}
 ROWS = 8  # blocks of elements that a program takes
+PLAIN = 2**10  # elements that a program takes of arrays without blocks
 SUMMED = 2**12  # elements whose squares a program adds up
 
 
@@ -42,7 +43,6 @@ def update(
     if numel == 0:
         return
     first, second = (states.get(name) if name else None for name in moments(rule.name, momentum=rule.momentum != 0))
-    scale = grad_scale if isinstance(grad_scale, torch.Tensor) else torch.full((), grad_scale, device=weight.device)
     spare = weight  # a stand-in for arrays that this rule or format does not have; never touched
     first_scale = states.get("exp_avg_scale", states.get("momentum_buffer_scale"))
     second_scale = states.get("exp_avg_sq_scale", states.get("sum_scale"))
@@ -56,7 +56,7 @@ def update(
         _or(first_scale, spare),
         _or(second_scale, spare),
         _or(out, spare),
-        scale.reshape(1).to(device=weight.device, dtype=torch.float32),
+        _on_device(grad_scale, weight.device),
         numel,
         *_numbers(rule),
         RULE=RULES[rule.name],
@@ -77,6 +77,65 @@ def sum_squares(part: torch.Tensor) -> torch.Tensor:
     sums = torch.empty(triton.cdiv(part.numel(), SUMMED), dtype=torch.float64, device=part.device)
     _sum_squares[(sums.numel(),)](part, sums, part.numel(), SUMMED=SUMMED, num_warps=4)
     return sums.sum()
+
+
+def muon_direction(
+    grad: torch.Tensor,
+    grad_scale: float | torch.Tensor,
+    buffer: torch.Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    is_first: bool,
+) -> torch.Tensor:
+    """Moves Muon's `buffer` towards a flat gradient, in place, and returns in bf16 what is to be orthogonalised."""
+    direction = torch.empty(grad.numel(), dtype=torch.bfloat16, device=grad.device)
+    (toward_from_start, toward), (back_from_start, back) = _blend(1 - momentum), _blend(momentum)
+    _muon_direction[(triton.cdiv(grad.numel(), PLAIN),)](
+        grad,
+        buffer,
+        direction,
+        _on_device(grad_scale, grad.device),
+        grad.numel(),
+        toward,
+        back,
+        TOWARD_FROM_START=toward_from_start,
+        BACK_FROM_START=back_from_start,
+        NESTEROV=nesterov,
+        IS_FIRST=is_first,
+        PLAIN=PLAIN,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return direction
+
+
+def decay_and_add(
+    weight: torch.Tensor, remainder: torch.Tensor, direction: torch.Tensor, *, keep: float, alpha: float
+) -> None:
+    """Weights in the exact format, in place: times `keep`, plus `alpha` times the direction."""
+    _decay_and_add[(triton.cdiv(weight.numel(), PLAIN),)](
+        _bits(weight),
+        remainder,
+        direction,
+        weight.numel(),
+        keep,
+        alpha,
+        PLAIN=PLAIN,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    held = scale if isinstance(scale, torch.Tensor) else torch.full((), scale, device=device)
+    return held.reshape(1).to(device=device, dtype=torch.float32)
+
+
+def _blend(weight: float) -> tuple[bool, float]:
+    """How torch's `lerp` adds up for a weight: from its start, or from its end and with what is left of the weight."""
+    exact = torch.tensor(weight, dtype=torch.float32)
+    return abs(float(exact)) < 0.5, float(exact if abs(float(exact)) < 0.5 else 1 - exact)
 
 
 def _or(tensor: torch.Tensor | None, spare: torch.Tensor) -> torch.Tensor:
@@ -141,6 +200,64 @@ def _sum_squares(part_ptr, sums_ptr, numel, SUMMED: tl.constexpr):  # type: igno
     tl.store(sums_ptr + tl.program_id(0), tl.sum(value * value))
 
 
+@triton.jit
+def _lerp(start, end, part, FROM_START: tl.constexpr):  # type: ignore[no-untyped-def]
+    if FROM_START:
+        return tl.fma(part, end - start, start)
+    else:
+        return tl.fma(start - end, part, end)
+
+
+@triton.jit(do_not_specialize=["numel", "toward", "back"])
+def _muon_direction(  # type: ignore[no-untyped-def]
+    grad_ptr, buffer_ptr, direction_ptr, scale_ptr, numel, toward, back,
+    TOWARD_FROM_START: tl.constexpr, BACK_FROM_START: tl.constexpr,
+    NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * PLAIN + tl.arange(0, PLAIN)
+    live = at < numel
+    g = tl.load(grad_ptr + at, live, 0.0).to(tl.float32) * tl.load(scale_ptr)
+    if IS_FIRST:
+        m = tl.zeros_like(g)
+    else:
+        m = tl.load(buffer_ptr + at, live, 0.0)
+    m = _lerp(m, g, toward, TOWARD_FROM_START)
+    tl.store(buffer_ptr + at, m, live)
+    if NESTEROV:
+        m = _lerp(g, m, back, BACK_FROM_START)
+    tl.store(direction_ptr + at, m.to(tl.bfloat16), live)
+
+
+@triton.jit(do_not_specialize=["numel", "keep", "alpha"])
+def _decay_and_add(  # type: ignore[no-untyped-def]
+    weight_ptr, remainder_ptr, direction_ptr, numel, keep, alpha, PLAIN: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * PLAIN + tl.arange(0, PLAIN)
+    live = at < numel
+    w = _decode_exact(weight_ptr, remainder_ptr, at, live)
+    w = tl.fma(alpha, tl.load(direction_ptr + at, live, 0.0).to(tl.float32), w * keep)
+    _encode_exact(weight_ptr, remainder_ptr, at, live, w)
+
+
+@triton.jit
+def _bits_of(w):  # type: ignore[no-untyped-def]
+    """Of every NaN the same."""
+    return tl.where(w != w, -4194304, w.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _decode_exact(weight_ptr, remainder_ptr, at, live):  # type: ignore[no-untyped-def]
+    high = tl.load(weight_ptr + at, live, 0).to(tl.int32) << 16
+    return (high + tl.load(remainder_ptr + at, live, 0).to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode_exact(weight_ptr, remainder_ptr, at, live, w):  # type: ignore[no-untyped-def]
+    bits = _bits_of(w)
+    tl.store(weight_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), live)
+    tl.store(remainder_ptr + at, bits.to(tl.int16), live)
+
+
 @triton.jit(do_not_specialize=["numel", "step"])
 def _update(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, remainder_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, out_ptr, scale_ptr,
@@ -160,12 +277,11 @@ def _update(  # type: ignore[no-untyped-def]
     # decode
     if FORMAT == 0:
         w = tl.load(weight_ptr + at, live, 0.0)
+    elif FORMAT == 1:
+        w = _decode_exact(weight_ptr, remainder_ptr, at, live)
     elif IS_BF16:
         high = tl.load(weight_ptr + at, live, 0).to(tl.int32) << 16
-        low = tl.load(remainder_ptr + at, live, 0).to(tl.int32)
-        if FORMAT == 2:
-            low = low << 8
-        w = (high + low).to(tl.float32, bitcast=True)
+        w = (high + (tl.load(remainder_ptr + at, live, 0).to(tl.int32) << 8)).to(tl.float32, bitcast=True)
     else:
         h = tl.load(weight_ptr + at, live, 0.0).to(tl.float32)
         exponent = tl.maximum(h.to(tl.int32, bitcast=True) & 0x7F800000, 113 << 23)
@@ -242,12 +358,10 @@ def _update(  # type: ignore[no-untyped-def]
         if HAS_OUT:
             tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), live)
     else:
-        bits = tl.where(w != w, -4194304, w.to(tl.int32, bitcast=True))  # of every NaN the same
         if FORMAT == 1:
-            tl.store(weight_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), live)
-            tl.store(remainder_ptr + at, bits.to(tl.int16), live)
+            _encode_exact(weight_ptr, remainder_ptr, at, live, w)
         elif IS_BF16:
-            kept = bits + ((weight_noise & 0xFF) | 0x8000)
+            kept = _bits_of(w) + ((weight_noise & 0xFF) | 0x8000)
             tl.store(weight_ptr + at, (kept >> 16).to(tl.int16), live)
             tl.store(remainder_ptr + at, ((kept >> 8) ^ 0x80).to(tl.int8), live)
         else:

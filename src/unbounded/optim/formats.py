@@ -25,11 +25,13 @@ SLICE_NUMEL = 2**24
 
 
 def encode_weight(values: torch.Tensor, dtype: torch.dtype, rule: UpdateRule | None) -> dict[str, torch.Tensor]:
-    """The arrays that stand for `values` in fp32, a flat tensor: "weight" in `dtype`, and what completes it."""
-    names = {spec.name for spec in rule.specs} if rule is not None else set()
-    if "master" in names:
+    """The arrays that stand for `values`, a flat tensor: "weight" in `dtype`, and what completes it."""
+    dtypes = {spec.name: spec.dtype for spec in rule.specs} if rule is not None else {}
+    if "remainder" in dtypes and values.dtype == dtype:  # nothing is left over
+        return {"weight": values, "remainder": torch.zeros_like(values, dtype=dtypes["remainder"])}
+    if "master" in dtypes:
         return {"weight": values.to(dtype), "master": values.float()}
-    if "remainder" not in names or rule is None:
+    if "remainder" not in dtypes or rule is None:
         return {"weight": values.float().to(dtype) if values.dtype == torch.float64 else values.to(dtype)}
     if rule.format == "exact":
         return _encode_exact(values)

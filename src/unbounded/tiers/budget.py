@@ -77,7 +77,7 @@ def measure(plan: Plan, device: torch.device, num_sharing: int) -> tuple[int, in
     free = int(available_bytes() * FREE_PART) // num_sharing
     if device.type == "cuda":
         free_there = torch.cuda.mem_get_info(device)[0]
-        on_device = free_there if plan.device_bytes is None else plan.device_bytes - _around(device)
+        on_device = free_there if plan.device_bytes is None else plan.device_bytes - outside_bytes(device)
     else:
         on_device = plan.device_bytes if plan.device_bytes is not None else free * 2 // 3
         free -= min(on_device, free)
@@ -88,7 +88,7 @@ def measure(plan: Plan, device: torch.device, num_sharing: int) -> tuple[int, in
     return on_device, host, disk
 
 
-def _around(device: torch.device) -> int:
+def outside_bytes(device: torch.device) -> int:
     """The part of a device's budget outside the allocator, including what kernels will still take."""
     return count_device(device).context_bytes() + KERNEL_BYTES
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from unbounded.native import kernels
 from unbounded.native.kernels import BLOCK
+from unbounded.optim import formats
+from unbounded.optim.rules import NativeRule
 
 HALVES = [torch.bfloat16, torch.float16]
 FLOATS = [torch.float32, *HALVES]
@@ -153,3 +155,15 @@ def test_bytes_of_a_parameter_are_as_promised(format: str, dtype: torch.dtype, t
     numel = 128_000
     states = kernels.state_arrays("adamw", format, dtype).values()
     assert sum(spec.num_bytes(numel) for spec in states) + 2 * numel == total * numel
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_format"), [(torch.bfloat16, "exact"), (torch.bfloat16, "compact"), (torch.float16, "compact")]
+)
+def test_values_that_have_the_weights_dtype_are_encoded_as_from_fp32(dtype: torch.dtype, state_format: str) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[~every.isnan()]
+    rule = NativeRule("AdamW", [{"lr": 1e-3, "betas": (0.9, 0.99)}], dtype, state_format)
+    found, expected = (formats.encode_weight(values, dtype, rule) for values in (every, every.float()))
+    assert torch.equal(found["weight"].view(torch.int16), expected["weight"].view(torch.int16))
+    assert torch.equal(found["remainder"], expected["remainder"])

@@ -1,7 +1,8 @@
 """Closes what the user left open, for this machine and model. Nothing below this sees an open setting.
 
 The default job is small enough for two minutes on two CPU cores. Its budgets are smaller than its states, so that all
-three tiers are used. A GPU gets a larger job.
+three tiers are used. A GPU gets a larger job, with enough tokens per step for computing to take longer than moving
+states.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from unbounded.train.options.contradictions import plan_fields
 
 DEFAULT_OUTPUT = "runs/default"
 _SMALL = {"layers": 6, "width": 192, "heads": 6, "sequence_length": 128, "batch_tokens": 1024, "steps": 320, "lr": 1e-3}
-_LARGE = {"layers": 16, "width": 1024, "heads": 16, "sequence_length": 1024, "batch_tokens": 8192, "lr": 6e-4}
+_LARGE = {"layers": 16, "width": 1024, "heads": 16, "sequence_length": 1024, "batch_tokens": 65_536, "lr": 6e-4}
 _HF = {"layers": 0, "width": 0, "heads": 0, "sequence_length": 1024, "batch_tokens": 16_384, "lr": 2e-5}
-_LARGE_STEPS = 240
+_LARGE_STEPS = 160
 _LORA_LR = 2e-4
 _PATHS = ("model", "from_config", "tokenizer", "data", "eval_data", "disk_path", "output", "export", "trace")
 _HOST_BYTES_PER_TOKEN = 17 * 6  # inputs, targets and document marks of the batch in use and of those made ahead

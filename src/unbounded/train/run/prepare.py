@@ -12,7 +12,7 @@ import unbounded
 from unbounded.errors import DataError, InputError
 from unbounded.native.host_memory import available_bytes
 from unbounded.optim.formats import DTYPES
-from unbounded.tiers.budget import HOST_ACTIVATION_PART
+from unbounded.tiers.budget import HOST_ACTIVATION_PART, outside_bytes
 from unbounded.train.data.corpus import Corpus, count_tokens
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.sample import Masking
@@ -24,8 +24,12 @@ from unbounded.train.step.learning_rate import lr_factor, make_scheduler
 from unbounded.train.step.optimizer_choice import make_optimizer
 from unbounded.train.world import World
 
-_SHOWN_SHARES = {"device_bytes": 0.35, "host_bytes": 0.7, "disk_bytes": 1.0}
-"""Budgets of the demonstration job, as parts of its states: neither device nor host can hold all of them."""
+_SHOWN_SHARES = {
+    "cpu": {"device_bytes": 0.35, "host_bytes": 0.7, "disk_bytes": 1.0},
+    "cuda": {"device_bytes": 0.7, "host_bytes": 0.95, "disk_bytes": 1.0},
+}
+"""Budgets of the demonstration job, as parts of its states: neither device nor host can hold all of them. Of a GPU's
+part half is for activations, and what is outside the allocator comes on top of it."""
 _LEAST_BUFFERS = 16 << 20
 """What buffers take of the host's budget, however small the model is."""
 
@@ -95,8 +99,11 @@ def plan_of(subject: Subject, settings: Settings) -> dict[str, Any]:
         states = subject.num_parameters * (16 if settings.precision == "fp32" else 14)
         if states > available_bytes() // 2:
             return plan  # no demonstration, because this machine could not keep the budgets
-        plan |= {key: int(share * states) for key, share in _SHOWN_SHARES.items()}
+        device = torch.device(settings.device)
+        plan |= {key: int(share * states) for key, share in _SHOWN_SHARES[device.type].items()}
         plan["host_bytes"] += _LEAST_BUFFERS
+        if device.type == "cuda":
+            plan["device_bytes"] += outside_bytes(device)
         if settings.activations == "host":  # besides the states, within the part that a plan keeps for activations
             inputs = _input_bytes(subject, settings)
             plan["host_bytes"] = max(plan["host_bytes"] + inputs, int(inputs / HOST_ACTIVATION_PART))

@@ -6,13 +6,15 @@
     exchange              | p0 | p1 |          back
     write                    | p0 | p1 |       to their tiers
 
-One rank has everything whole and exchanges nothing. Ranks match only by the order of pieces, so one that cannot read
-its part goes on exchanging zeros, and raises when it is done: its peers hear of it where all ranks meet next.
+On a GPU, pieces are read, updated and written on three streams, so that the link carries them both ways beside the
+updates; the stream that writes is the lane's own. One rank has everything whole and exchanges nothing. Ranks match only
+by the order of pieces, so one that cannot read its part goes on exchanging zeros, and raises when it is done: its peers
+hear of it where all ranks meet next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from unbounded.native import kernels
 from unbounded.native.bulk import new_tensor
 from unbounded.observe import trace
 from unbounded.optim.rules import UpdateRule, Whole
+from unbounded.tiers.array import DeviceCopy
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.layout import clip_range
 from unbounded.zero.step.home_exchange import HomeExchange
@@ -67,18 +70,39 @@ class TensorPass(UpdatePass):
     """Carries pieces of whole parameters through. `exchange` is None if every unit is whole on its rank."""
 
     def __init__(
-        self, rule: UpdateRule, pool: kernels.Pool | None, bounce: BufferPool, exchange: HomeExchange | None
+        self,
+        rule: UpdateRule,
+        pool: kernels.Pool | None,
+        bounce: BufferPool,
+        exchange: HomeExchange | None,
+        device: torch.device,
     ) -> None:
         super().__init__(rule, pool, bounce, DEPTH)
         self._exchange = exchange
         self._error: Exception | None = None
+        has_streams = device.type == "cuda"
+        self._reading = torch.cuda.Stream(device) if has_streams else None
+        self._updating = torch.cuda.Stream(device) if has_streams else None
 
     def run(self, pieces: Iterable[Piece], *, on_home: Notify, on_written: Notify) -> None:
         self._error = None
+        if self._reading is not None:
+            self._reading.wait_stream(torch.cuda.current_stream())
+        pieces = self._next_pieces(pieces)
         super().run(pieces, on_home=self._unless_failed(on_home), on_written=self._unless_failed(on_written))
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def _next_pieces(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """The pieces in order. What must have happened before a piece is read, the stream that reads it waits for."""
+        source = iter(pieces)
+        while True:
+            with torch.cuda.stream(self._reading):
+                piece = next(source, None)
+            if piece is None:
+                return
+            yield piece
 
     def _unless_failed(self, notify: Notify) -> Notify:
         """After an error nothing is announced; whoever waits for the update gets the error."""
@@ -88,11 +112,14 @@ class TensorPass(UpdatePass):
         return unit.device
 
     def _read(self, piece: Piece) -> None:
-        if self._error is None:
+        if self._error is not None:
+            return
+        with torch.cuda.stream(self._reading):
             try:
                 piece.unit.make_way(self.pool)  # factors are updated even if nothing else belongs to this rank
                 if piece.start < piece.stop:
                     super()._read(piece)
+                self._mark(piece)
             except Exception as error:
                 self._note(error)
 
@@ -100,18 +127,29 @@ class TensorPass(UpdatePass):
         return new_tensor(numel, dtype, device)
 
     def _update(self, piece: Piece) -> None:
-        if self._error is None:
-            try:
-                self._wait(piece)
-            except Exception as error:
-                self._note(error)
-        with trace.device_span("compute" if piece.unit.device.type == "cuda" else "host optimizer", piece.unit.name):
-            if self._exchange is None or piece.unit.is_whole:
-                self._update_here(piece)
-            else:
-                self._update_apart(piece, self._exchange)
-        if piece.unit.device.type == "cuda":  # what was read in place must stay until the device is done with it
-            piece.waits.append(_Mark())
+        lane = "compute" if self._updating is not None else "host optimizer"
+        with torch.cuda.stream(self._updating):
+            if self._error is None:
+                try:
+                    self._order(piece)
+                except Exception as error:
+                    self._note(error)
+            with trace.device_span(lane, piece.unit.name):
+                if self._exchange is None or piece.unit.is_whole:
+                    self._update_here(piece)
+                else:
+                    self._update_apart(piece, self._exchange)
+            self._mark(piece)
+
+    def _order(self, piece: Piece) -> None:
+        """Makes the current stream wait for what has been done to the piece so far."""
+        for wait in piece.waits:
+            wait.order_stream()
+
+    def _mark(self, piece: Piece) -> None:
+        """What is done to the piece next, and the return of its buffers, wait for the current stream."""
+        if self._updating is not None:
+            piece.waits.append(DeviceCopy(torch.cuda.current_stream().record_event()))
 
     def _update_here(self, piece: Piece) -> None:
         if self._error is not None:
@@ -162,6 +200,7 @@ class TensorPass(UpdatePass):
     def _write(self, piece: Piece) -> None:
         if self._error is None and piece.start < piece.stop:
             try:
+                self._order(piece)
                 super()._write(piece)
             except Exception as error:
                 self._note(error)
@@ -177,14 +216,3 @@ class TensorPass(UpdatePass):
         if self._exchange is None:
             raise error
         self._error = self._error or error
-
-
-class _Mark:
-    """The end of the current stream's work, which is waited for before buffers are returned."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()

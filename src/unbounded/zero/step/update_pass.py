@@ -20,7 +20,7 @@ import torch
 from unbounded.native import kernels
 from unbounded.observe import trace
 from unbounded.optim.rules import UpdateRule
-from unbounded.tiers.array import Array, Waitable
+from unbounded.tiers.array import Array, InFlight
 from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
 from unbounded.zero.gradients.scale_factor import ScaleFactor
@@ -52,7 +52,7 @@ class Piece:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     borrowed: list[str] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
-    waits: list[Waitable] = field(default_factory=list)
+    waits: list[InFlight] = field(default_factory=list)
 
 
 def plan_jobs(unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Job]:

@@ -123,7 +123,7 @@ class Updates:
         }
         for rule in self._rules:
             if rule.granularity is Granularity.TENSOR:
-                self._passes["whole", rule] = TensorPass(rule, many, buffers, exchange)
+                self._passes["whole", rule] = TensorPass(rule, many, buffers, exchange, engine.device)
 
     def run(
         self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], outdate: Callable[[Unit], None] | None = None
