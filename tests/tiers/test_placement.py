@@ -121,6 +121,15 @@ def test_patterns_place_the_units_they_match_and_the_first_match_counts() -> Non
     assert read_placement(plan.optimizer, "head") is None
 
 
+def test_a_pattern_for_a_module_is_for_all_of_its_units() -> None:
+    placement = (("blocks.0", "device"), ("blocks.1[bfloat16, Muon]", "disk"), ("blocks.[12]", "host"))
+    check_patterns(placement, "optimizer", ["blocks.0[bfloat16, Muon]", "blocks.1[bfloat16, Muon]", "blocks.2"])
+    assert read_placement(placement, "blocks.0[bfloat16, Muon]") == "device"
+    assert read_placement(placement, "blocks.1[bfloat16, Muon]") == "disk"
+    assert read_placement(placement, "blocks.1[bfloat16, AdamW]") == "host"
+    assert read_placement(placement, "blocks.2") == "host"
+
+
 def test_a_pattern_that_matches_no_unit_is_an_error() -> None:
     names = [unit.name for unit in UNITS]
     check_patterns((("blocks.*", "disk"),), "optimizer", names)

@@ -123,8 +123,11 @@ def read_placement(placement: Placement | None, unit: str) -> str | None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A closed plan names units, and such a name may have brackets: "layers.0[bfloat16, frozen]"."""
-    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+    """The parameters of one module may be several units, "layers.0[bfloat16, frozen]" among them. A closed plan names
+    those; a pattern for the module is meant for all of them.
+    """
+    module = name.partition("[")[0]
+    return name == pattern or fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern)
 
 
 def check_patterns(placement: Placement | None, kind: str, names: Sequence[str]) -> None:
