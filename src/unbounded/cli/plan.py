@@ -109,8 +109,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
     from unbounded.planner.evaluation import Request, assumed_tokens
-    from unbounded.planner.models.configs import read_model
-    from unbounded.planner.models.footprint import COMPILED, EAGER, STATE_BYTES, footprint_of
+    from unbounded.planner.models.footprint import STATE_BYTES
     from unbounded.planner.plan import read_plan
 
     machine = _read_machine(args.machine)
@@ -126,7 +125,22 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
         formats={name: STATE_BYTES[args.precision, name] for name in names},
         stages=(1, 2, 3) if args.stage is None else (args.stage,),
     )
-    return footprint_of(read_model(args.model), kernels=COMPILED if args.compiled else EAGER), machine, request
+    return _read_model(args), machine, request
+
+
+def _read_model(args: argparse.Namespace) -> Footprint:
+    """A preset and sizes need no torch; the model of a config is built, without its bytes."""
+    from unbounded.planner.models.configs import find_config
+    from unbounded.planner.models.footprint import COMPILED, EAGER, footprint_of
+    from unbounded.planner.models.shapes import read_shape
+
+    kernels = COMPILED if args.compiled else EAGER
+    if find_config(args.model) is None:
+        return footprint_of(read_shape(args.model), kernels=kernels, is_fp32=args.precision == "fp32")
+    from unbounded.optim.formats import DTYPES
+    from unbounded.planning.module_footprint import footprint_of_description
+
+    return footprint_of_description(args.model, DTYPES[args.precision], args.sequence, kernels)
 
 
 def _read_machine(text: str | None) -> MachineRates:

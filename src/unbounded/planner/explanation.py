@@ -20,6 +20,7 @@ def describe(candidate: Candidate) -> list[str]:
     trained = "" if footprint.trained_numel == footprint.numel else f", {count(footprint.trained_numel)} trained"
     lines = [
         f"model        {footprint.name}: {count(footprint.numel)} parameters{trained}",
+        *(f"assumed      {one}" for one in footprint.assumptions),
         f"machine      {prediction.machine.name}: {_number(prediction.machine.num_devices, 'device')} on "
         f"{_number(prediction.machine.nodes, 'node')}",
         f"plan         stage {setup.stage}, {candidate.axes}, {candidate.format} states, micro-batches of "
@@ -77,6 +78,7 @@ def as_values(candidate: Candidate) -> dict[str, Any]:
         "model": candidate.footprint.name,
         "parameters": candidate.footprint.numel,
         "trained_parameters": candidate.footprint.trained_numel,
+        "assumptions": list(candidate.footprint.assumptions),
         "machine": prediction.machine.name,
         "devices": prediction.machine.num_devices,
         "stage": setup.stage,

@@ -50,7 +50,7 @@ def plan(
             f'`shard`: plan={{"optimizer": {optimizer!r}}}.'
         )
     joined = unwrap(optimizer) if optimizer is not None else None
-    footprint, precision, formats = read_footprint(model, joined, asked)
+    footprint, precision, formats = read_footprint(model, joined, asked, sequence)
     tokens = assumed_tokens(found, sequence) if tokens_per_step is None else tokens_per_step
     request = Request(
         tokens,

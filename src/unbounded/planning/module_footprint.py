@@ -1,14 +1,17 @@
 """The footprint of a module or of whatever describes a model: its units, and what each costs per token.
 
-If a model's config is of a known family, costs come from its shape; otherwise they are counted from its layers.
+A config is built on the meta device if `transformers` is installed, so its parameters are those of the model; without
+it, known families are read as shapes. If a model's config is of a known family, costs come from its shape; otherwise
+they are counted from its layers.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,47 +21,64 @@ from unbounded.errors import PlanError
 from unbounded.optim.book import RuleBook
 from unbounded.optim.formats import DTYPES
 from unbounded.optim.rules import UpdateRule
-from unbounded.planner.models.configs import FAMILIES, read_model, shape_of
+from unbounded.planner.models.configs import FAMILIES, find_config, read_config, shape_of
 from unbounded.planner.models.footprint import (
     EAGER,
     STATE_BYTES,
     Cost,
     Footprint,
+    Kernels,
     StateBytes,
     UnitFootprint,
+    add,
     footprint_of,
     widen,
 )
-from unbounded.planner.models.shapes import Shape
+from unbounded.planner.models.shapes import Shape, read_shape
 from unbounded.planner.plan import Plan
+from unbounded.planning.config_model import build_model
+from unbounded.planning.layer_costs import active_experts, count_cost, own_modules
+from unbounded.planning.towers import Tower, describe_parts, find_towers, split_by_tower, text_config
 from unbounded.zero.members import find_members
 from unbounded.zero.setup.admission import check_optimizer, common_precision
-from unbounded.zero.setup.sites import find_sites
+from unbounded.zero.setup.sites import Site, find_sites
 from unbounded.zero.setup.specs import UnitSpec, find_specs
 
 
 def read_footprint(
-    model: Any, optimizer: torch.optim.Optimizer | None, asked: Plan
+    model: Any, optimizer: torch.optim.Optimizer | None, asked: Plan, sequence: int
 ) -> tuple[Footprint, str, Mapping[str, StateBytes]]:
     """The footprint of whatever describes a model, its precision, and the bytes of its states."""
     if isinstance(model, nn.Module):
         precision = asked.precision or common_precision(model)
-        states = _state_bytes(optimizer, precision, asked.optimizer_format)
-        return footprint_of_module(model, optimizer, asked), precision, {asked.optimizer_format: states}
-    if hasattr(model, "to_dict"):
-        shape = shape_of(model.to_dict(), type(model).__name__)
-    elif isinstance(model, Shape):
-        shape = model
-    elif isinstance(model, str | os.PathLike):
-        shape = read_model(os.fspath(model))
+        footprint = footprint_of_module(model, optimizer, asked, sequence)
+    else:
+        precision = asked.precision or "bf16"
+        footprint = footprint_of_description(model, DTYPES[precision], sequence)
+    states = _state_bytes(optimizer, precision, asked.optimizer_format)
+    return footprint, precision, {asked.optimizer_format: states}
+
+
+def footprint_of_description(model: Any, dtype: torch.dtype, sequence: int, kernels: Kernels = EAGER) -> Footprint:
+    """The footprint of a config, of a shape, or of what `unbounded plan` takes as MODEL."""
+    is_fp32 = dtype == torch.float32
+    if isinstance(model, Shape):
+        return footprint_of(model, kernels=kernels, is_fp32=is_fp32)
+    if isinstance(model, str | os.PathLike):
+        path = find_config(os.fspath(model))
+        if path is None:
+            return footprint_of(read_shape(os.fspath(model)), kernels=kernels, is_fp32=is_fp32)
+        values, what = read_config(path), f'"{path}"'
+    elif hasattr(model, "to_dict"):
+        values, what = model.to_dict(), type(model).__name__
     else:
         raise PlanError(
             f"plan was given a {type(model).__name__} as the model. Give an nn.Module, a transformers config, a config "
             "folder, a preset's name, or layers=..,hidden=.."
         )
-    precision = asked.precision or "bf16"
-    states = _state_bytes(optimizer, precision, asked.optimizer_format)
-    return footprint_of(shape), precision, {asked.optimizer_format: states}
+    if importlib.util.find_spec("transformers") is None:
+        return footprint_of(shape_of(values, what), kernels=kernels, is_fp32=is_fp32)
+    return footprint_of_module(build_model(values, what, dtype), None, Plan(), sequence, kernels)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_format: str) -> StateBytes:
@@ -87,37 +107,87 @@ def rule_bytes(rule: UpdateRule, dtype: torch.dtype) -> StateBytes:
     return StateBytes(dtype.itemsize, dtype.itemsize, sum(sizes.values()), remainder, max(4, dtype.itemsize))
 
 
-def footprint_of_module(model: nn.Module, optimizer: torch.optim.Optimizer | None, asked: Plan) -> Footprint:
-    """The units that `shard` would make of `model`, with what each costs per token."""
+@dataclass(frozen=True)
+class _Reading:
+    """What the costs of a model's parts are read from. Without a shape they are counted from layers."""
+
+    shape: Shape | None
+    kernels: Kernels
+    active: int  # experts that a token passes
+    has_head: bool
+    towers: tuple[Tower, ...]
+    sequence: int
+
+    def cost(self, site: Site, sites: list[Site], *, is_block: bool) -> Cost:
+        """Of one token of the text. With a shape the root includes the head unless that is a unit."""
+        if self.shape is None:
+            return self._count(own_modules(site, sites))
+        parts = {
+            part.name: part.cost for part in footprint_of(replace(self.shape, tied=False), kernels=self.kernels).parts
+        }
+        if is_block:
+            return parts["blocks"]
+        if not site.name and self.has_head:
+            return Cost()
+        return parts["embedding"] if isinstance(site.module, nn.Embedding) else parts["head"]
+
+    def _count(self, modules: Mapping[str, nn.Module]) -> Cost:
+        total = Cost()
+        for tower, inside in split_by_tower(modules, self.towers):
+            cost = count_cost(inside, self.active)
+            total = add(total, cost if tower is None else tower.spread(cost, self.sequence))
+        return total
+
+
+def footprint_of_module(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    asked: Plan,
+    sequence: int = 2048,
+    kernels: Kernels = EAGER,
+) -> Footprint:
+    """The units that `shard` would make of `model`, with what each costs per token of sequences of that length."""
     sites = find_sites(model)
     lowered = DTYPES[asked.precision] if asked.precision is not None else None
     specs = find_specs(sites, check_optimizer(optimizer, find_members(model)), 1, lowered)
     if not specs:
         raise PlanError(f"the {type(model).__name__} has no parameters, so there is nothing to plan.")
-    shape = _known_shape(model)
+    shape, towers = _known_shape(model), find_towers(model)
     has_head = any(not isinstance(s.module, nn.Embedding) and _is_leaf(s.module) for s in sites if s.name)
+    reading = _Reading(shape, kernels, active_experts(text_config(model)), has_head, towers, sequence)
     parts, charged = [], set()
     for spec in specs:
         first = id(spec.site) not in charged
         charged.add(id(spec.site))
-        parts.append(_part(spec, specs, shape, is_charged=first, has_head=has_head))
-    hidden = shape.hidden if shape is not None else 0
+        parts.append(_part(spec, specs, sites, reading, is_charged=first))
+    vocabulary, hidden = (shape.vocabulary, shape.hidden) if shape is not None else _head_sizes(model)
     return Footprint(
         getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
         tuple(parts),
         hidden,
-        logits_bytes=EAGER.logits * shape.vocabulary if shape is not None else 0.0,
-        vocabulary=shape.vocabulary if shape is not None else 0,
+        logits_bytes=kernels.logits * vocabulary,
+        vocabulary=vocabulary,
         layers=sum(part.is_block for part in parts),
+        assumptions=describe_parts(model, towers),
     )
 
 
 def _known_shape(model: nn.Module) -> Shape | None:
-    """The shape that a model's own config describes, if it is of a known family."""
+    """The shape that a model's own config describes, if it is of a known family and all its blocks are equal."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict") or getattr(config, "model_type", None) not in FAMILIES:
         return None
-    return shape_of(config.to_dict(), type(model).__name__)
+    try:
+        return shape_of(config.to_dict(), type(model).__name__)
+    except PlanError:
+        return None
+
+
+def _head_sizes(model: nn.Module) -> tuple[int, int]:
+    """The classes and the width of a model's output layer; no logits are made without one."""
+    find = getattr(model, "get_output_embeddings", None)
+    weight = getattr(find() if find is not None else None, "weight", None)
+    return (int(weight.shape[0]), int(weight.shape[1])) if isinstance(weight, torch.Tensor) else (0, 0)
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -125,21 +195,20 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _part(
-    spec: UnitSpec, specs: list[UnitSpec], shape: Shape | None, *, is_charged: bool, has_head: bool
+    spec: UnitSpec, specs: list[UnitSpec], sites: list[Site], reading: _Reading, *, is_charged: bool
 ) -> UnitFootprint:
     """One unit. The cost of its module, for all that its units train, is charged to the module's first unit."""
     numel = sum(slot.numel for slot in spec.layout.slots)
     trained = numel if spec.trainable else 0
-    is_root = not spec.site.name
-    is_outer = spec.site.is_outer or is_root
+    is_outer = spec.site.is_outer or not spec.site.name
     if not is_charged:
         return UnitFootprint(spec.name, numel, trained_numel=trained, is_outer=is_outer)
     is_block = bool(spec.site.name) and not _is_leaf(spec.site.module)
     same = [other for other in specs if other.site is spec.site]
     total = sum(slot.numel for other in same for slot in other.layout.slots)
     learnt = sum(slot.numel for other in same if other.trainable for slot in other.layout.slots)
-    cost = Cost() if is_root and has_head else _cost(spec.site.module, shape, is_block=is_block, is_root=is_root)
-    unkept = _unkept_bytes(spec.site.module, shape) if shape is not None and is_block else 0.0
+    cost = reading.cost(spec.site, sites, is_block=is_block)
+    unkept = _unkept_bytes(spec.site.module, reading.shape) if reading.shape is not None and is_block else 0.0
     cost = replace(cost, trained=cost.products * learnt / max(1, total), kept=cost.kept - unkept)
     cost = widen(cost) if spec.dtype == torch.float32 else cost
     largest = max((slot.numel for slot in spec.layout.slots), default=0)
@@ -168,44 +237,3 @@ def _unkept_bytes(block: nn.Module, shape: Shape) -> float:
         if any(shape.ffn in parameter.shape for parameter in own if parameter.dim() > 1):
             unkept += 2 * shape.ffn * shape.active
     return unkept
-
-
-def _cost(module: nn.Module, shape: Shape | None, *, is_block: bool, is_root: bool) -> Cost:
-    """The cost of a known shape (the root includes the head unless that is a unit), or counted from layers."""
-    if shape is not None:
-        parts = {part.name: part.cost for part in footprint_of(replace(shape, tied=False)).parts}
-        if is_block:
-            return parts["blocks"]
-        return parts["embedding"] if isinstance(module, nn.Embedding) else parts["head"]
-    return Cost() if is_root else count_cost(module)
-
-
-def count_cost(module: nn.Module) -> Cost:
-    """Counts from the layers inside: every matrix is a product, every output and norm is kept, and each operation is
-    bound by what it reads and writes. A child named after attention counts as attention over positions."""
-    products = wide = normed = num_kernels = 0
-    widest_input = 0
-    for child in module.modules():
-        own = list(child.parameters(recurse=False))
-        matrices = [p for p in own if p.dim() >= 2]
-        if isinstance(child, nn.Embedding):
-            continue
-        for matrix in matrices:
-            products += matrix.numel()
-            wide += matrix.shape[0]
-            widest_input = max(widest_input, matrix.shape[-1])
-        if own and not matrices:
-            normed += own[0].numel()
-        num_kernels += 1 if not any(child.children()) else 0
-    attends = any("attn" in name or "attention" in name for name, _ in module.named_modules())
-    hidden = normed // 2 or widest_input
-    return Cost(
-        products=products,
-        attention=2 * hidden if attends else 0,
-        moved=8.0 * wide + 36.0 * normed,
-        kept=4.0 * wide + 8.0 * normed,
-        input=2.0 * hidden,
-        back=2.0 * wide,
-        exchanged=2.0 * hidden,
-        num_kernels=3 * num_kernels,
-    )

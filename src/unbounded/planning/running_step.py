@@ -73,7 +73,7 @@ def predict_step(
         prefetch_units=placed.prefetch_units,
         logits_tile_bytes=tile_bytes("cpu" if machine.is_cpu else "cuda", placed.device_bytes),
     )
-    footprint = replace(footprint_of_module(model, None, replace(placed, precision=None)), states=states)
+    footprint = replace(footprint_of_module(model, None, replace(placed, precision=None), sequence), states=states)
     placed = replace(placed, activations=_running_policies(model, state, footprint, setup) or placed.activations)
     request = Request(
         tokens * accumulate * ranks,

@@ -1,6 +1,7 @@
 """Reads a model's `config.json` as a shape: which keys say what, by family, and what each family has besides them.
 
-Only values are read: no code of the model runs, and `transformers` is not needed.
+Only values are read: no code of the model runs, and `transformers` is not needed. With it, the model itself is counted
+(`unbounded.planning`), and a shape only says what its blocks cost.
 """
 
 from __future__ import annotations
@@ -58,38 +59,44 @@ _KEYS = {
 
 def read_model(text: str) -> Shape:
     """A config folder, a `config.json`, a preset's name, or `layers=..,hidden=..`."""
+    path = find_config(text)
+    return read_shape(text) if path is None else shape_of(read_config(path), str(path))
+
+
+def find_config(text: str) -> Path | None:
+    """The `config.json` that a MODEL is or has; None if it is a preset or sizes."""
     path = Path(text)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise PlanError(f'the folder "{path}" has no config.json. Give the folder of a model, or a preset.')
-        path = path / "config.json"
-    if not path.is_file():
-        if text.endswith(".json") or "/" in text:
-            raise PlanError(
-                f'there is no "{text}". Give a config folder, a config.json, a preset, or layers=..,hidden=..'
-            )
-        return read_shape(text)
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if text.endswith(".json") or "/" in text:
+        raise PlanError(f'there is no "{text}". Give a config folder, a config.json, a preset, or layers=..,hidden=..')
+    return None
+
+
+def read_config(path: Path) -> Any:
+    """The values of a `config.json`."""
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(f'"{path}" is not JSON: {error}. Give the config.json of a model.') from None
-    return shape_of(config, str(path))
 
 
 def shape_of(config: Any, what: str) -> Shape:
     """The shape that a config's values describe."""
     if not isinstance(config, Mapping):
         raise PlanError(f"{what} is not the config of a model. Give an object with a model_type.")
-    inner = config.get("text_config")
-    config = inner if isinstance(inner, Mapping) else config
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
         hint = f"The nearest known is {close[0]!r}. " if close else ""
         raise PlanError(
-            f"{what} has the model_type {kind!r}, whose bytes are not known here. {hint}The known ones are "
-            f"{', '.join(sorted(FAMILIES))}; give layers=..,hidden=..,ffn=.. by hand, or the model itself to "
-            "unbounded.plan."
+            f"{what} has the model_type {kind!r}, whose bytes are not known here. {hint}Install transformers, which "
+            f"knows more than {', '.join(sorted(FAMILIES))}; or give layers=..,hidden=..,ffn=.. by hand, or the model "
+            "itself to unbounded.plan."
         )
     return _build(config, FAMILIES[kind], what)
 
@@ -99,6 +106,8 @@ def _build(config: Mapping[str, Any], family: Family, what: str) -> Shape:
     hidden, heads = sizes["hidden"], sizes["heads"]
     head_dim = _read_optional(config, ("head_dim",), what, 0)
     experts = _read_optional(config, ("num_local_experts", "num_experts"), what, 1)
+    if experts > 1 and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        raise PlanError(f"{what} has experts in some blocks only. Install transformers, which can count them.")
     ffn_keys = ("intermediate_size", "ffn_dim", "n_inner")
     ffn = _read_optional(config, ("moe_intermediate_size",) * (experts > 1) + ffn_keys, what, 4 * hidden)
     positions = 0

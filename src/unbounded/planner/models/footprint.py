@@ -8,7 +8,7 @@ as plain PyTorch does, or fused.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from unbounded.planner.models.shapes import Shape
 
@@ -105,6 +105,7 @@ class Footprint:
     logits_bytes: float = 0.0  # per token, at the peak of a loss that makes all logits at once
     vocabulary: int = 0
     layers: int = 0
+    assumptions: tuple[str, ...] = ()  # what costs per token take for granted
 
     @property
     def numel(self) -> int:
@@ -122,6 +123,11 @@ class Footprint:
             forward = part.cost.flops(sequence)
             total += part.count * (forward * (3 + again) - 2 * (part.cost.products - part.cost.trained))
         return total
+
+
+def add(one: Cost, other: Cost) -> Cost:
+    """What both cost together."""
+    return Cost(*(getattr(one, item.name) + getattr(other, item.name) for item in fields(Cost)))
 
 
 def widen(cost: Cost) -> Cost:
@@ -175,7 +181,9 @@ COMPILED = Kernels("compiled", 28, 6, 18, 5, 6, num_kernels=14, logits=12)
 MEGATRON = Kernels("megatron", 22, 4, 18, 4, 0, num_kernels=25, logits=8, scores_moved=11, scores_kept=5)
 
 
-def footprint_of(shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes | None = None) -> Footprint:
+def footprint_of(
+    shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes | None = None, is_fp32: bool = False
+) -> Footprint:
     """The units that `shard` makes of such a model: the embedding, every block, the head, and the rest."""
     hidden, ffn = shape.hidden, shape.ffn * shape.active
     block = Cost(
@@ -215,7 +223,7 @@ def footprint_of(shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes |
         parts.append(UnitFootprint("root", shape.root_numel, is_outer=True))
     return Footprint(
         shape.name,
-        tuple(parts),
+        tuple(replace(part, cost=widen(part.cost)) for part in parts) if is_fp32 else tuple(parts),
         hidden,
         states or StateBytes(),
         logits_bytes=kernels.logits * shape.vocabulary,

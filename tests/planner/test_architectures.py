@@ -1,0 +1,221 @@
+"""Configs of `transformers` of any architecture: parameters as the model has them, FLOPs as torch counts them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import unbounded
+from unbounded.errors import PlanError
+from unbounded.planner.plan import Plan
+from unbounded.planning.config_model import build_model
+from unbounded.planning.module_footprint import footprint_of_description, footprint_of_module
+
+transformers = pytest.importorskip("transformers")
+
+IDS = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {
+    **IDS,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TWO_STACKS = {
+    **IDS,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 64,
+}
+SOUND = {"num_mel_bins": 16, "max_source_positions": 50}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 48}
+T5 = {**IDS, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+CROSS = {"is_decoder": True, "add_cross_attention": True}
+SEEN = {"vision_config": VISION}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": ("ImageTextToText", {"text_config": {**TEXT, "model_type": "llama"}, "image_token_index": 5, **SEEN}),
+    "gemma3": ("ImageTextToText", {"text_config": {**TEXT, "head_dim": 16}, **SEEN}),
+    "qwen2_vl": (
+        "ImageTextToText",
+        {"text_config": TEXT, "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64}},
+    ),
+    "blip-2": (
+        "ImageTextToText",
+        {"text_config": {**TEXT, "model_type": "opt"}, "qformer_config": {**TEXT, "encoder_hidden_size": 32}, **SEEN},
+    ),
+    "clip": ("", {"text_config": TEXT, "projection_dim": 32, **SEEN}),
+    "vit": ("", VISION),
+    "whisper": ("SpeechSeq2Seq", {**TWO_STACKS, **SOUND, "max_target_positions": 64}),
+    "qwen2_audio": ("MultimodalLM", {"text_config": TEXT, "audio_config": {**TWO_STACKS, **SOUND}}),
+    "wav2vec2": ("", TEXT),
+    "t5": ("Seq2SeqLM", T5),
+    "bart": ("Seq2SeqLM", TWO_STACKS),
+    "switch_transformers": ("Seq2SeqLM", {**T5, "num_experts": 4}),
+    "encoder-decoder": (
+        "Seq2SeqLM",
+        {"encoder": {**TEXT, "model_type": "bert"}, "decoder": {**TEXT, **CROSS, "model_type": "bert"}},
+    ),
+    "mixtral": ("CausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("CausalLM", {**TEXT, **SHARED}),
+    "qwen3_moe": ("CausalLM", {**TEXT, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0]}),
+    "deepseek_v3": ("CausalLM", {**TEXT, **EXPERTS, **LATENT}),
+    "gpt_oss": ("CausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "mamba": ("CausalLM", {**IDS, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
+    "falcon": ("CausalLM", TEXT),
+    "phi": ("CausalLM", TEXT),
+    "olmo2": ("CausalLM", TEXT),
+    "llama": ("CausalLM", {**TEXT, "attention_bias": True, "mlp_bias": True}),
+    "bert": ("MaskedLM", TEXT),
+}
+
+
+def make_config(kind: str) -> Any:
+    return transformers.AutoConfig.for_model(kind, **CONFIGS[kind][1])
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_plan_counts_the_parameters_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    purpose, values = CONFIGS[kind]
+    auto = getattr(transformers, f"AutoModelFor{purpose}" if purpose else "AutoModel")
+    with torch.device("meta"):
+        model = auto.from_config(make_config(kind))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **values}))
+    for given in (make_config(kind), tmp_path, str(tmp_path / "config.json")):
+        assert footprint_of_description(given, torch.bfloat16, 64).numel == numel
+
+
+def batch(kind: str, tokens: int) -> dict[str, Any]:
+    text = torch.randint(6, 100, (1, tokens))
+    image = torch.randn(1, 3, 28, 28)
+    if kind == "llava":
+        text[0, :4] = 5  # as many as there are patches
+        return {"input_ids": text, "pixel_values": image}
+    if kind == "clip":
+        return {"input_ids": text, "pixel_values": image}
+    if kind == "whisper":
+        return {"input_features": torch.randn(1, 16, 100), "decoder_input_ids": text}
+    if kind in ("t5", "bart", "encoder-decoder", "switch_transformers"):
+        return {"input_ids": text, "decoder_input_ids": text}
+    return {"input_ids": text}
+
+
+COUNTED = [
+    *("llava", "clip", "whisper", "t5", "bart", "switch_transformers", "encoder-decoder", "mixtral", "qwen2_moe"),
+    *("qwen3_moe", "deepseek_v3", "gpt_oss", "mamba", "falcon", "phi", "olmo2", "bert"),
+]
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_flops_are_close_to_what_torch_counts(kind: str) -> None:
+    """With experts that run one by one and attention in plain products, which torch's counter sees."""
+    config = make_config(kind)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = build_model({"model_type": kind, **CONFIGS[kind][1]}, kind, torch.float32)
+    footprint = footprint_of_module(model, None, Plan(), 32)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        type(model)(config).eval()(**batch(kind, 32))
+    ours = 32 * sum(part.cost.flops(32) for part in footprint.parts)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+def test_both_stacks_of_an_encoder_decoder_keep_activations() -> None:
+    config = make_config("bart")
+    model = transformers.BartForConditionalGeneration(config).to(torch.bfloat16)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(**batch("bart", 64))
+    del out
+    blocks = [part for part in footprint_of_module(model, None, Plan(), 64).parts if part.is_block]
+    ours = [sum(part.cost.kept for part in blocks if stack in part.name) for stack in ("encoder", "decoder")]
+    assert 64 * sum(ours) == pytest.approx(sum(saved.values()), rel=0.5)  # counted roughly, from layers
+    assert ours[1] > 1.2 * ours[0]  # it attends twice
+
+
+@pytest.mark.parametrize(
+    ("kind", "assumed"),
+    [
+        ("llava", ["one image of 4 positions per sequence"]),
+        ("qwen2_vl", ["one image with as many positions as the text per sequence"]),
+        ("whisper", ["one sound of 50 positions per sequence"]),
+        ("bart", ["a source with as many tokens as its target"]),
+        ("llama", []),
+    ],
+)
+def test_a_plan_says_what_it_assumes_of_the_inputs(kind: str, assumed: list[str]) -> None:
+    reasons = unbounded.plan(make_config(kind), machine="h200:1", sequence=64).reasons
+    lines = [line.partition("assumed")[2].strip() for line in reasons.splitlines() if line.startswith("assumed")]
+    assert lines == assumed
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "lama"}, r"which transformers .* does not know. The nearest known is 'llama'"),
+        ({}, "has the model_type None"),
+        ({"model_type": "llama", "num_hidden_layers": 2**31}, "num_hidden_layers=2147483648, but no model has more"),
+        ({"model_type": "llama", "hidden_size": "x"}, "describes no model that can be built: .*hidden_size"),
+        ({"model_type": "mamba", "hidden_size": {"a": 1}}, "describes no model that can be built"),
+        ([1], "is not the config of a model"),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_one_clear_line(values: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(PlanError, match=message) as raised:
+        footprint_of_description(tmp_path, torch.bfloat16, 64)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_name_in_a_config_calls_nothing_but_a_model() -> None:
+    model = build_model({"model_type": "llama", "architectures": ["pipeline"], **TEXT}, "it", torch.bfloat16)
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_moe", "t5"])
+def test_without_transformers_only_what_is_known_whole_is_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, known = make_config(kind), transformers.AutoConfig.for_model("mistral", **TEXT)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match="Install transformers"):
+        footprint_of_description(config, torch.bfloat16, 64)
+    assert footprint_of_description(known, torch.bfloat16, 64).layers == 2
