@@ -19,8 +19,10 @@ import torch
 import unbounded
 from tests.train.corpora import sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
+from unbounded.activations.promise import DeviceShortage
 from unbounded.errors import DataError, InputError, TrainingError
 from unbounded.observe.metrics import read_metrics
+from unbounded.train.run.guard import name_shortage
 from unbounded.train.run.summary import describe_summary
 from unbounded.train.step import loop
 
@@ -298,3 +300,9 @@ def _break_step(patch: pytest.MonkeyPatch, step: int, attach: Callable[[Any], An
             self.broken = [attach(self)]
 
     patch.setattr(loop.Trainer, "_seed", seed)
+
+
+def test_a_batch_beyond_the_budget_is_explained_once_and_whole() -> None:
+    """It is torch's own out-of-memory error too, but says itself what would help."""
+    assert name_shortage(DeviceShortage("word " * 100 + "end")) == "word " * 100 + "end"
+    assert "Lower --micro-batch" in str(name_shortage(torch.OutOfMemoryError("CUDA out of memory.")))

@@ -49,6 +49,19 @@ def count_device(device: torch.device) -> DriverCount:
     return DriverCount(lambda: torch.cuda.mem_get_info(device), lambda: torch.cuda.memory_reserved(device))
 
 
+def unclaimed_bytes(device: torch.device) -> int:
+    """What no pass so far has needed of a GPU and the allocator may still take: its limit may be a plan's budget."""
+    free, total = torch.cuda.mem_get_info(device)
+    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+    return left_over(free, int(fraction * total), reserved, most)
+
+
+def left_over(free_bytes: int, limit_bytes: int, reserved_bytes: int, most_bytes: int) -> int:
+    """What is left of a device and of an allocator's limit once it reserves the most that it ever did."""
+    return max(0, min(free_bytes - (most_bytes - reserved_bytes), limit_bytes - most_bytes))
+
+
 def resident_bytes() -> int:
     """What this process takes of the host: the resident set, pinned memory included, and its page tables."""
     sizes = {"VmRSS": 0, "VmPTE": 0}

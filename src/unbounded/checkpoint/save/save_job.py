@@ -33,6 +33,7 @@ from unbounded.checkpoint.save.snapshot import Snapshot, checksum
 from unbounded.checkpoint.save.writer import Writer
 from unbounded.errors import CheckpointError
 from unbounded.optim.formats import MASTER_STATES
+from unbounded.tiers.driver import unclaimed_bytes
 from unbounded.version import __version__
 from unbounded.weights.adapter_files import describe_adapters
 from unbounded.zero.members import persistent_buffers
@@ -153,13 +154,15 @@ class SaveJob:
             self.ready.record()
 
     def _has_room_to_copy(self) -> bool:
-        """Whether a GPU has room to copy its states, which takes milliseconds; steps then never wait."""
+        """Whether a GPU has room to copy its states besides what steps need; copying takes milliseconds, and then steps
+        never wait.
+        """
         device = self.state.engine.device
         if device.type != "cuda":
             return False
         arrays = [array for unit in self.state.engine.units for array in (unit.weights, *unit.states.values())]
         needed = sum(array.numel * array.dtype.itemsize for array in arrays if array.tier == "device")
-        return needed < torch.cuda.mem_get_info(device)[0] // 2
+        return needed < unclaimed_bytes(device) // 2
 
     def _describe(self) -> dict[str, Any]:
         """Values that are the same on all ranks and kept once; tensors in them are those of rank 0."""

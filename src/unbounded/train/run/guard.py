@@ -63,10 +63,10 @@ def name_shortage(error: BaseException) -> str | None:
         return (
             f"the disk is full: {_one_line(error)}. Free some space, or choose --output or --disk-path on another disk."
         )
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"the device is out of memory: {_one_line(error)} Lower --micro-batch or --device-bytes."
     if isinstance(error, BudgetError):  # its message already says what would help
         return " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"the device is out of memory: {_one_line(error)} Lower --micro-batch or --device-bytes."
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"the host is out of memory: {_one_line(error)}. Lower --micro-batch or --host-bytes."
     return None
