@@ -68,6 +68,34 @@ def test_a_plan_for_a_module_is_closed_says_why_and_is_what_shard_does() -> None
     assert "weights" not in found.held["device"]
 
 
+def test_compiled_blocks_are_predicted_as_compiled() -> None:
+    """If the plan asks for it, if the user has done it, and for a model that is already sharded."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=64)
+    asked: dict[str, Any] = {"machine": UNMEASURED, "tokens_per_step": 8192, "sequence": 64}
+
+    def seconds(model: Any, **options: Any) -> float:
+        return float(unbounded.plan(model, **asked, **options).predicted_seconds or 0.0)
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+
+    eager, compiled = seconds(build()), seconds(build(), compile=True)
+    assert compiled < eager
+    assert seconds(config, precision="fp32", compile=True) == seconds(build(), precision="fp32", compile=True)
+    assert seconds(build(), compile="eager") == eager
+    model = build()
+    for block in model.model.layers:
+        block.compile()
+    assert seconds(model) == compiled
+    predicted = [
+        predict_step(unbounded.shard(build(), None, {"compile": how})[0], tokens=8192, sequence=64, machine=UNMEASURED)
+        for how in (False, True)
+    ]
+    assert predicted[1].seconds < predicted[0].seconds  # type: ignore[union-attr]
+
+
 def test_budgets_of_a_plan_are_kept_and_contradictions_refused() -> None:
     model, optimizer = make(depth=12, width=128)
     plan = unbounded.plan(

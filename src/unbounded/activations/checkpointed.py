@@ -70,7 +70,7 @@ class Checkpointed:
         """Removes the policy. Calls between their forward and their backward are still recomputed."""
         if self._is_wrapped():
             del self.module.__dict__["_compiled_call_impl"]
-            if getattr(self.inner, "__func__", None) is not nn.Module._call_impl:
+            if self.is_compiled:
                 self.module.__dict__["_compiled_call_impl"] = self.inner
         if self._marker is not None:
             self._marker.remove()
@@ -84,6 +84,11 @@ class Checkpointed:
         """Takes the call back if `Module.compile` replaced it."""
         if self._is_attached and not self._is_wrapped():
             self.attach()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the call inside the policy is that of `Module.compile`."""
+        return getattr(self.inner, "__func__", None) is not nn.Module._call_impl
 
     def _is_wrapped(self) -> bool:
         return self.module.__dict__.get("_compiled_call_impl") is self._outer

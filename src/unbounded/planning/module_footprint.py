@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.activations.checkpointed import attached_to
 from unbounded.errors import PlanError
 from unbounded.optim.book import RuleBook
 from unbounded.optim.formats import DTYPES
 from unbounded.optim.rules import UpdateRule
 from unbounded.planner.models.configs import FAMILIES, find_config, read_config, shape_of
 from unbounded.planner.models.footprint import (
+    COMPILED,
     EAGER,
     STATE_BYTES,
     Cost,
@@ -39,6 +41,7 @@ from unbounded.planner.plan import Plan
 from unbounded.planning.config_model import build_model
 from unbounded.planning.layer_costs import active_experts, count_cost, own_modules
 from unbounded.planning.towers import Tower, describe_parts, find_towers, split_by_tower, text_config
+from unbounded.sharding.block_policies import find_blocks
 from unbounded.zero.members import find_members
 from unbounded.zero.setup.admission import check_optimizer, common_precision
 from unbounded.zero.setup.sites import Site, find_sites
@@ -54,9 +57,21 @@ def read_footprint(
         footprint = footprint_of_module(model, optimizer, asked, sequence)
     else:
         precision = asked.precision or "bf16"
-        footprint = footprint_of_description(model, DTYPES[precision], sequence)
+        footprint = footprint_of_description(model, DTYPES[precision], sequence, _kernels_of(asked))
     states = _state_bytes(optimizer, precision, asked.optimizer_format)
     return footprint, precision, {asked.optimizer_format: states}
+
+
+def _kernels_of(asked: Plan, model: nn.Module | None = None) -> Kernels:
+    """What its blocks run as: compiled if the plan says so, or if the user has compiled any of them."""
+    is_compiled = asked.compile in (True, "inductor")
+    if model is not None and not is_compiled:
+        governed = {block.module: block for block in attached_to(model)}
+        is_compiled = any(
+            governed[block].is_compiled if block in governed else block._compiled_call_impl is not None
+            for block in find_blocks(model).values()
+        )
+    return COMPILED if is_compiled else EAGER
 
 
 def footprint_of_description(model: Any, dtype: torch.dtype, sequence: int, kernels: Kernels = EAGER) -> Footprint:
@@ -144,9 +159,10 @@ def footprint_of_module(
     optimizer: torch.optim.Optimizer | None,
     asked: Plan,
     sequence: int = 2048,
-    kernels: Kernels = EAGER,
+    kernels: Kernels | None = None,
 ) -> Footprint:
     """The units that `shard` would make of `model`, with what each costs per token of sequences of that length."""
+    kernels = kernels or _kernels_of(asked, model)
     sites = find_sites(model)
     lowered = DTYPES[asked.precision] if asked.precision is not None else None
     specs = find_specs(sites, check_optimizer(optimizer, find_members(model)), 1, lowered)
