@@ -13,7 +13,8 @@ STAMP  := $(VENV)/.installed
 train: $(STAMP)
 	@$(BIN)/unbounded train
 
-# Ends with one line that says what held; anything that did not ends it with another exit code than 0.
+# Ends with one line that says what held; anything that did not ends it with another exit code than 0. The first tests
+# see no GPU. If there is one, its own follow, one at a time, because they measure its memory.
 # Two processes a core: tests of several ranks mostly wait, for one another and for a watchdog.
 # Compiled first, whatever the environment says of bytecode: every process would do it for itself otherwise.
 test: export PYTHONDONTWRITEBYTECODE :=
@@ -22,6 +23,8 @@ test:
 	@$(BIN)/python -m compileall -q -j 2 src tests
 	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
 	@$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 4 --dist worksteal
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		echo "tests on the GPU"; $(BIN)/python -m pytest -m gpu; fi
 
 # All that comes before the tests, two at a time: the sanitizers are built while the rest is installed.
 checks: lint types native-test sanitize

@@ -17,13 +17,18 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")  # for processes that tests s
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes of pytest-xdist take over the folder of warm Pythons from the one that starts them."""
+    """Hides GPUs unless their tests were asked for (`-m gpu`): the others compare with plain PyTorch on the CPU.
+
+    The processes of pytest-xdist take over the folder of warm Pythons from the one that starts them.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not hasattr(config, "workerinput"):
         warm.prepare()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests for a GPU if there is none; makes the fork server import what the chosen tests ask for."""
+    """Skips tests for a GPU if none is seen; makes the fork server import what the chosen tests ask for."""
     from tests import ranks
 
     for module in {getattr(item, "module", None) for item in items}:
@@ -31,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason="without a GPU"))
+            item.add_marker(pytest.mark.skip(reason="for a GPU"))
 
 
 def pytest_collection_finish() -> None:

@@ -74,3 +74,12 @@ def test_a_rank_that_hangs_is_killed_and_its_stacks_shown(ranks: Any) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0 did not end within 5 s; its stacks:.*in hang_on"):
         ranks(1, hang_on, 0, timeout=5.0)
     assert ranks(2, is_initialized) == [True, True]
+
+
+def see_gpus(rank: int, world_size: int) -> int:
+    return torch.cuda.device_count()
+
+
+def test_tests_that_are_not_for_a_gpu_see_none(ranks: Any) -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert ranks(2, see_gpus) == [0, 0]
