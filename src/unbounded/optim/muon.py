@@ -15,6 +15,11 @@ from unbounded.native import kernels
 from unbounded.optim.class_rules import ClassRule
 from unbounded.optim.rules import Scalars, Whole
 
+try:
+    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+except ImportError:  # an older torch has no Muon; in a newer one they may have other names, and its class runs as it is
+    _zeropower_via_newtonschulz = _adjust_lr = None  # type: ignore[assignment]
+
 
 class MuonRule(ClassRule):
     """The step of `torch.optim.Muon`."""
@@ -31,7 +36,7 @@ class MuonRule(ClassRule):
         pool: kernels.Pool | None,
         whole: Whole | None = None,
     ) -> dict[str, float]:
-        if weight.device.type != "cuda" or "remainder" not in states:
+        if weight.device.type != "cuda" or "remainder" not in states or _adjust_lr is None:
             return super().apply(
                 numbers,
                 scalars,
@@ -42,8 +47,6 @@ class MuonRule(ClassRule):
                 pool=pool,
                 whole=whole,
             )
-        from torch.optim import _muon
-
         from unbounded.optim import device_kernels
 
         assert whole is not None
@@ -57,7 +60,7 @@ class MuonRule(ClassRule):
             nesterov=options["nesterov"],
             is_first=step == 1,
         )
-        direction = _muon._zeropower_via_newtonschulz(
+        direction = _zeropower_via_newtonschulz(
             direction.view(whole.shape), options["ns_coefficients"], options["ns_steps"], options["eps"]
         )
         device_kernels.decay_and_add(
@@ -65,6 +68,6 @@ class MuonRule(ClassRule):
             states["remainder"],
             direction.contiguous(),
             keep=1 - lr * options["weight_decay"],
-            alpha=-_muon._adjust_lr(lr, options["adjust_lr_fn"], torch.Size(whole.shape)),
+            alpha=-_adjust_lr(lr, options["adjust_lr_fn"], torch.Size(whole.shape)),
         )
         return {}
