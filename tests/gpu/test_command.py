@@ -18,4 +18,4 @@ def test_the_default_job_trains_over_three_tiers_within_its_budgets(tmp_path: Pa
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for tier in ("device", "host", "disk"):
-        assert re.search(rf"{tier}\D*[1-9]", ended.stdout), ended.stdout
+        assert re.search(rf"^(memory)?\s+{tier}\s+[1-9]", ended.stdout, re.MULTILINE), ended.stdout
