@@ -216,6 +216,15 @@ def test_a_loss_that_is_not_finite_is_passed_over_where_that_is_the_policy(
     assert "step 4: the loss is not finite" in capsys.readouterr().out
 
 
+def test_a_run_on_text_that_is_not_utf_8_begins_by_saying_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.txt").write_bytes("Grüße ".encode("latin-1") * 300)
+    train(tiny(tmp_path / "run", tmp_path / "old.txt", steps=1))
+    said = 'old.txt" is not all UTF-8: 600 bytes are read as replacement characters.'
+    assert capsys.readouterr().out.count(said) == 1
+
+
 def test_a_full_disk_is_reported_with_the_last_checkpoint(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

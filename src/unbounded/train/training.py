@@ -14,6 +14,7 @@ from pathlib import Path
 from unbounded.errors import DataError, InputError, TrainingError
 from unbounded.observe import trace
 from unbounded.observe.amounts import show_count
+from unbounded.train.data.encoding import describe_replaced
 from unbounded.train.data.heldout import pack_held_out
 from unbounded.train.data.loader import Loader, merge
 from unbounded.train.data.sample import Sequence
@@ -149,6 +150,10 @@ class TrainingJob:
             f"{self.world.size} x {self.world.device.type}; {len(self.train_data.reader.source.files)} files, "
             f"{settings.steps} steps of {settings.batch_tokens:,} tokens"
         )
+        corpora = [corpus for corpus in (self.train_data, self.eval_data) if corpus is not None]
+        files = dict.fromkeys(file for corpus in corpora for file in corpus.reader.source.files)
+        for line in describe_replaced(files) if self.world.is_first else []:
+            say(line)
         say(repr(self.optimizer.plan))
         if step >= settings.steps:
             say(

@@ -13,6 +13,7 @@ from tests.train.corpora import make_corpus, sentences, write_jsonl, write_texts
 from unbounded.errors import DataError, InputError
 from unbounded.train.data.corpus import Corpus, count_tokens
 from unbounded.train.data.document import Split, open_reader
+from unbounded.train.data.encoding import describe_replaced
 from unbounded.train.data.heldout import pack_held_out, share
 from unbounded.train.data.loader import Batch, Loader, merge
 from unbounded.train.data.source import Block, DataFile, open_source, read_text
@@ -222,6 +223,34 @@ def test_what_is_not_text_is_not_trained_on_as_text(tmp_path: Path, content: byt
     (tmp_path / "corpus.jsonl.gz").write_bytes(content)
     with pytest.raises(DataError, match=said):
         open_source([str(tmp_path / "corpus.jsonl.gz")])
+
+
+@pytest.mark.parametrize(
+    ("content", "replaced"),
+    [
+        ("plain é ".encode() * 400_000, 0),  # characters lie across the chunks that are read
+        (b"x" + "é".encode() * 700_000, 0),
+        ("Grüße ".encode("latin-1") * 400_000, 800_000),
+        ("cut é".encode()[:-1], 1),  # the file ends within a character
+        (b"\xf0\x9f\x98 and more", 3),  # becomes one replacement character
+    ],
+)
+def test_bytes_that_are_not_utf_8_are_counted(tmp_path: Path, content: bytes, replaced: int) -> None:
+    (tmp_path / "some.txt").write_bytes(content)
+    (file,) = open_source([str(tmp_path)]).files
+    said = describe_replaced([file])
+    assert said == [f'"{file.path}" is not all UTF-8: {replaced:,} bytes are read as replacement characters. '
+                    "Convert it with iconv."] * bool(replaced)  # fmt: skip
+
+
+def test_only_the_beginning_of_large_data_is_looked_at_for_its_encoding(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (tmp_path / name).write_bytes("é".encode() * 5 + "é".encode("latin-1") * 10)
+    files = open_source([str(tmp_path)]).files
+    assert describe_replaced(files, 9) == []  # which ends within a character
+    (one,) = describe_replaced(files, 15)
+    assert 'a.txt" is not all UTF-8: 4 bytes of its first 15 are' in one  # the last may begin a character
+    assert len(describe_replaced(files)) == 2  # records are refused when they are read
 
 
 def test_conversations_without_an_answer_are_left_out(tmp_path: Path) -> None:
