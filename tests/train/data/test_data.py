@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,38 @@ def test_parquet_gives_the_documents_of_its_rows(tmp_path: Path) -> None:
     assert documents_of(corpus) == sentences(3000)
     shuffled = list(corpus.documents(0, 0))
     assert sorted(map(str, shuffled)) == sorted(sentences(3000)[:1300])
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_folder_that_datasets_saved_gives_the_documents_of_its_rows(tmp_path: Path, is_stream: bool) -> None:
+    import pyarrow
+
+    table = pyarrow.table({"text": sentences(3000), "n": range(3000)})
+    (tmp_path / "train").mkdir()
+    write = pyarrow.ipc.new_stream if is_stream else pyarrow.ipc.new_file
+    with write(str(tmp_path / "train" / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=700)
+    for about in ("dataset_dict.json", "train/dataset_info.json", "train/state.json", "README.md"):
+        (tmp_path / about).write_text(json.dumps({"about": about}, indent=2))
+    corpus = make_corpus(tmp_path)
+    assert [len(list(corpus.documents(block, 0))) for block in range(3)] == [1024, 1024, 952]
+    assert documents_of(corpus) == sentences(3000)
+    assert list(corpus.documents(0, 0)) != sentences(3000)[:1024]  # drawn over all chunks of the file
+    assert sorted(map(str, corpus.documents(0, 0))) == sorted(sentences(3000)[:1024])
+
+
+def test_an_arrow_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").write_bytes(b"no table")
+    with pytest.raises(DataError, match=r'a\.arrow" is not a readable Arrow file'):
+        make_corpus(tmp_path / "a.arrow")
+
+
+def test_a_mark_of_the_encoding_is_no_text_and_a_pipe_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    assert documents_of(make_corpus(tmp_path / "a.txt")) == ["text"]
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r'b\.txt" is not a file'):
+        open_source([str(tmp_path / "b.txt")])
 
 
 def test_held_out_documents_are_never_trained_on_and_stay_the_same_when_files_are_added(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -16,12 +16,14 @@ from unbounded.train.data.records import TEXT as TEXT_KIND
 from unbounded.train.data.records import Document, RecordKind, kind_named, recognise
 from unbounded.train.data.source import (
     ARRAY,
+    ARROW,
     JSONL,
     PARQUET,
     TEXT,
     Block,
     DataFile,
     DataSource,
+    open_arrow,
     open_parquet,
     read_lines,
     read_text,
@@ -60,7 +62,8 @@ class DocumentReader:
         """The block's documents, in file order or in one drawn from `shuffle`."""
         file = self.source.files[block.file]
         if file.container == TEXT:
-            yield read_text(file, block).decode("utf-8", "replace")
+            begins = "utf-8-sig" if block.start == 0 else "utf-8"  # a mark of the encoding is no text
+            yield read_text(file, block).decode(begins, "replace")
         elif file.container == JSONL:
             lines = read_lines(file, block)
             for index in _order(len(lines), shuffle):
@@ -69,8 +72,15 @@ class DocumentReader:
             elements = read_elements(file.path, block.start, block.end)
             for index in _order(len(elements), shuffle):
                 yield self._read(elements[index], lambda: f'"{file.path}", a record after byte {block.start},')
+        elif file.container == ARROW:
+            rows = open_arrow(file.path).select(self._columns(file)).slice(block.start, block.end - block.start)
+            batches = rows.combine_chunks().to_batches()  # one, in whose order rows are drawn
+            yield from self._read_rows(file, batches, shuffle, f"after row {block.start}")
         else:
-            yield from self._read_rows(file, block.start, shuffle)
+            batches = open_parquet(file.path).iter_batches(
+                _PARQUET_BATCH_ROWS, row_groups=[block.start], columns=self._columns(file)
+            )
+            yield from self._read_rows(file, batches, shuffle, f"row group {block.start}")
 
     def _parse(self, file: DataFile, line: bytes) -> Document:
         try:
@@ -83,15 +93,27 @@ class DocumentReader:
         self.kind.check_fields(record if isinstance(record, dict) else (), where, "field")
         return self.kind.read(record, where)
 
-    def _read_rows(self, file: DataFile, row_group: int, shuffle: np.random.Generator | None) -> Iterator[Document]:
-        parquet = open_parquet(file.path)
-        names = parquet.schema_arrow.names
+    def _columns(self, file: DataFile) -> list[str]:
+        """The columns that are read of a table."""
+        names = column_names(file)
         self.kind.check_fields(names, lambda: f'"{file.path}"', "column")
-        columns = [*self.kind.fields, *(name for name in self.kind.optional if name in names)]
-        for batch in parquet.iter_batches(_PARQUET_BATCH_ROWS, row_groups=[row_group], columns=columns):
+        return [*self.kind.fields, *(name for name in self.kind.optional if name in names)]
+
+    def _read_rows(
+        self, file: DataFile, batches: Iterable[Any], shuffle: np.random.Generator | None, where: str
+    ) -> Iterator[Document]:
+        columns = self._columns(file)
+        for batch in batches:
             for index in _order(batch.num_rows, shuffle):
                 row = {name: batch.column(name)[index].as_py() for name in columns}
-                yield self.kind.read(row, lambda: f'"{file.path}" row group {row_group}')
+                yield self.kind.read(row, lambda: f'"{file.path}" {where}')
+
+
+def column_names(file: DataFile) -> list[str]:
+    """The columns of a file that is a table."""
+    if file.container == ARROW:
+        return list(open_arrow(file.path).schema.names)
+    return list(open_parquet(file.path).schema_arrow.names)
 
 
 def open_reader(source: DataSource, data_format: str, text_field: str, messages_field: str | None) -> DocumentReader:
@@ -110,8 +132,8 @@ def _first_fields(source: DataSource) -> list[str]:
     """The fields of the first record of the first file that has records."""
     for block in source.blocks:
         file = source.files[block.file]
-        if file.container == PARQUET:
-            return list(open_parquet(file.path).schema_arrow.names)
+        if file.container in (PARQUET, ARROW):
+            return column_names(file)
         record: Any = None
         if file.container == ARRAY:
             record = read_elements(file.path, block.start, block.end)[0]

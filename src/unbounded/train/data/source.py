@@ -1,8 +1,9 @@
 """The files of a dataset and the blocks they are read in.
 
 A block is what is read at once and moved as a whole by the shuffle: a small file, a piece of a large one cut where a
-line ends, a stretch of a JSON array, or a row group of a Parquet file. Blocks are found from file sizes and Parquet
-footers alone, so that opening a terabyte reads none of it; only a JSON array has to be read through once.
+line ends, a stretch of a JSON array, a row group of a Parquet file, or rows of an Arrow file. Blocks are found from
+file sizes, Parquet footers and Arrow headers alone, so that opening a terabyte reads none of it; only a JSON array has
+to be read through once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,23 @@ from unbounded.errors import DataError
 from unbounded.planner.spelling import did_you_mean
 from unbounded.train.data.json_arrays import cut_array, is_array
 
-TEXT, JSONL, ARRAY, PARQUET = "text", "jsonl", "array", "parquet"
+TEXT, JSONL, ARRAY, PARQUET, ARROW = "text", "jsonl", "array", "parquet", "arrow"
 RECORDS = ("chat", "sharegpt", "alpaca", "prompt")
 """Formats of records, which any container except plain text may hold."""
 
-_CONTAINERS = {".jsonl": JSONL, ".ndjson": JSONL, ".json": JSONL, ".parquet": PARQUET, ".pq": PARQUET}
+_CONTAINERS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), JSONL),
+    **dict.fromkeys((".parquet", ".pq"), PARQUET),
+    ".arrow": ARROW,
+}
 _TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".csv"}
 _CODE_SUFFIXES = {".py", ".c", ".h", ".cpp", ".cc", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql", ".toml"}
 _TEXT_BLOCK_BYTES = 256 << 10  # one document: small enough that tokenising it does not delay a batch
 _LINES_BLOCK_BYTES = 1 << 20  # a window of the shuffle
+_ARROW_BLOCK_ROWS = 1024  # the same
+# What `datasets` writes beside its data, and the description of a dataset of records.
+_ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_ABOUT_RECORDS = {"README.md"}
 _SEAM_BYTES = 4096  # how far from a nominal cut to look for the end of a line
 _LOOKED_BYTES = 4096  # of a text file, to see that it is one
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
@@ -34,7 +43,7 @@ _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", 
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes `start` to `end` of a file, or row group `start` of a Parquet file."""
+    """Bytes `start` to `end` of a file, rows of an Arrow file, or row group `start` of a Parquet file."""
 
     file: int
     start: int
@@ -69,7 +78,9 @@ def open_source(patterns: Iterable[str], data_format: str = "auto") -> DataSourc
     for pattern in patterns:
         for path in _expand(pattern, data_format):
             num_bytes = path.stat().st_size
-            if num_bytes and path.is_file():
+            if not path.is_file():
+                raise DataError(f'data "{path}" is not a file. Give files, folders or globs of them.')
+            if num_bytes:
                 found[path] = DataFile(path, _container(path, data_format), num_bytes)
     if not found:
         named = ", ".join(f'"{pattern}"' for pattern in patterns)
@@ -92,7 +103,9 @@ def _expand(pattern: str, data_format: str) -> list[Path]:
 
 def _walk(folder: Path, data_format: str) -> list[Path]:
     files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(folder))]
-    kept = [p for p in files if data_format == TEXT or _fits(p, data_format)]
+    kept = [p for p in files if data_format == TEXT or (_fits(p, data_format) and p.name not in _ABOUT_DATA)]
+    if data_format != TEXT and any(p.suffix.lower() in _CONTAINERS for p in kept):
+        kept = [p for p in kept if p.name not in _ABOUT_RECORDS]
     if not kept:
         raise DataError(
             f'folder "{folder}" has no data of format "{data_format}" among its {len(files)} files. '
@@ -108,7 +121,7 @@ def _is_hidden(path: Path) -> bool:
 def _fits(path: Path, data_format: str) -> bool:
     suffix = path.suffix.lower()
     known = _CONTAINERS.get(suffix, TEXT if suffix in _TEXT_SUFFIXES | _CODE_SUFFIXES else None)
-    wanted = {"auto": {TEXT, JSONL, PARQUET}, **{name: {JSONL, PARQUET} for name in RECORDS}}
+    wanted = {"auto": {TEXT, JSONL, PARQUET, ARROW}, **{name: {JSONL, PARQUET, ARROW} for name in RECORDS}}
     return known in wanted.get(data_format, {data_format})
 
 
@@ -119,8 +132,8 @@ def _container(path: Path, data_format: str) -> str:
         _refuse_no_text(path)
     if container in (TEXT, PARQUET):
         return container
-    if by_suffix == PARQUET:
-        return PARQUET
+    if by_suffix in (PARQUET, ARROW):
+        return by_suffix
     return ARRAY if is_array(path) else JSONL
 
 
@@ -146,6 +159,11 @@ def _cut(index: int, file: DataFile, lines_bytes: int) -> Iterator[Block]:
         for group in range(open_parquet(file.path).num_row_groups):
             yield Block(index, group, group + 1)
         return
+    if file.container == ARROW:
+        num_rows = open_arrow(file.path).num_rows
+        for start in range(0, num_rows, _ARROW_BLOCK_ROWS):
+            yield Block(index, start, min(start + _ARROW_BLOCK_ROWS, num_rows))
+        return
     if file.container == ARRAY:
         for start, end in cut_array(file.path, lines_bytes):
             yield Block(index, start, end)
@@ -166,6 +184,23 @@ def open_parquet(path: Path) -> Any:
         return ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f'"{path}" is not a readable Parquet file: {error}') from None
+
+
+@lru_cache(maxsize=64)
+def open_arrow(path: Path) -> Any:
+    """The table of an Arrow file, as `datasets` saves it, mapped and not read."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(f'reading "{path}" needs pyarrow. Install it: pip install "unbounded[hf]".') from None
+    try:
+        mapped = pyarrow.memory_map(str(path))
+        try:
+            return pyarrow.ipc.open_stream(mapped).read_all()
+        except pyarrow.ArrowInvalid:
+            return pyarrow.ipc.open_file(mapped).read_all()
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f'"{path}" is not a readable Arrow file: {error}') from None
 
 
 def read_text(file: DataFile, block: Block) -> bytes:
