@@ -105,6 +105,8 @@ def test_budgets_of_a_plan_are_kept_and_contradictions_refused() -> None:
     assert plan.device_bytes == 2 * 2**20
     with pytest.raises(BudgetError, match=r"fits nowhere"):
         unbounded.plan(model, optimizer, machine=UNMEASURED, device_bytes="1KiB", tokens_per_step=64)
+    with pytest.raises(PlanError, match=r"stage is '3', but it must be one of 0, 1, 2, 3. Did you mean 3\?"):
+        unbounded.plan(model, optimizer, machine=UNMEASURED, stage="3")
     with pytest.raises(PlanError, match=r"no key 'device_byte'. Did you mean 'device_bytes'"):
         unbounded.plan(model, optimizer, machine=UNMEASURED, device_byte=1)
     with pytest.raises(PlanError, match=r"was given a int as the model"):

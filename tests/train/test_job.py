@@ -21,7 +21,8 @@ from tests.train.corpora import sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
 from unbounded.activations.promise import DeviceShortage
 from unbounded.errors import DataError, InputError, TrainingError
-from unbounded.observe.metrics import read_metrics
+from unbounded.observe.metrics import Metrics, read_metrics
+from unbounded.observe.replacing import write_file
 from unbounded.train.run.guard import name_shortage
 from unbounded.train.run.summary import describe_summary
 from unbounded.train.step import loop
@@ -238,6 +239,32 @@ def test_a_full_disk_is_reported_with_the_last_checkpoint(
     monkeypatch.setattr(unbounded, "save", fill_up)
     with pytest.raises(TrainingError, match=r'the disk is full: .*step-00000004.*last checkpoint is ".*step-00000002"'):
         train(tiny(tmp_path / "out", texts, checkpoint_every=2))
+
+
+def test_metrics_that_find_no_space_end_the_run_with_their_file_and_the_last_checkpoint(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Metrics.write
+
+    def fill_up(metrics: Metrics, kind: str, step: int, **values: Any) -> None:
+        if step == 4:
+            metrics._file = open("/dev/full", "w")  # noqa: SIM115 (closed with the metrics)
+        write(metrics, kind, step, **values)
+
+    monkeypatch.setattr(Metrics, "write", fill_up)
+    message = r'the disk is full: .*No space left.*metrics\.jsonl.*last checkpoint is ".*step-00000002"'
+    with pytest.raises(TrainingError, match=message):
+        train(tiny(tmp_path / "out", texts, checkpoint_every=2))
+
+
+def test_a_file_that_finds_no_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up(path: Path, text: str, encoding: str) -> None:
+        with open("/dev/full", "w") as full:
+            full.write(text)
+
+    monkeypatch.setattr(Path, "write_text", fill_up)
+    with pytest.raises(OSError, match=r"No space left on device: '.*run\.json'"):
+        write_file(tmp_path / "run.json", "{}")
 
 
 def test_a_trace_has_the_first_steps_in_their_lanes(tmp_path: Path, texts: Path) -> None:

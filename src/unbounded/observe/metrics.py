@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from unbounded.observe.boards import Board
-from unbounded.observe.replacing import write_file
+from unbounded.observe.replacing import naming, write_file
 
 FILE_NAME = "metrics.jsonl"
 
@@ -25,15 +26,17 @@ class Metrics:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Add one line; numbers also go to the boards."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self._file.flush()
         numbers = {f"{kind}/{name}": value for name, value in _flatten(values)}
         for board in self._boards:
             board.write(step, numbers)
 
     def close(self) -> None:
         """Close the file and the boards."""
-        self._file.close()
+        with suppress(OSError):  # every line was flushed: what is left is one that has already failed
+            self._file.close()
         for board in self._boards:
             board.close()
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from unbounded.errors import PlanError
@@ -43,11 +45,22 @@ def write_file(path: Path, text: str) -> None:
     """Write the whole file under another name and rename it, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{secrets.token_hex(6)}.partial")
+    with naming(path):
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system inside is of `path`: a write that fails for want of space does not say where."""
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _check_folder(folder: Path, what: str) -> None:

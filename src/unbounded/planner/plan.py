@@ -230,8 +230,9 @@ def read_plan(plan: str | Plan | Mapping[str, Any]) -> Plan:
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value is not None and (isinstance(value, bool) != isinstance(choices[0], bool) or value not in choices):
         shown = ", ".join(repr(choice) for choice in choices)
-        closest = find_closest(str(value), [str(choice) for choice in choices])
-        hint = f" Did you mean {closest!r}?" if closest else ""
+        meant = {str(choice): choice for choice in choices}
+        closest = find_closest(str(value), meant)
+        hint = f" Did you mean {meant[closest]!r}?" if closest else ""
         raise PlanError(f"{name} is {value!r}, but it must be one of {shown}.{hint}")
 
 

@@ -61,7 +61,8 @@ def name_shortage(error: BaseException) -> str | None:
     """If `error` says that memory or disk ran out, what to tell the user; None for any other error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            f"the disk is full: {_one_line(error)}. Free some space, or choose --output or --disk-path on another disk."
+            f"the disk is full: {_one_line(error).rstrip('.')}. Free some space, or choose --output or --disk-path on "
+            "another disk."
         )
     if isinstance(error, BudgetError):  # its message already says what would help
         return " ".join(str(error).split())
