@@ -114,6 +114,26 @@ def test_no_part_of_the_package_reaches_into_privates_of_another(sources: Source
     assert not reached
 
 
+MAKERS = {
+    *("torch.arange", "torch.as_tensor", "torch.asarray", "torch.empty", "torch.empty_strided", "torch.eye"),
+    *("torch.full", "torch.linspace", "torch.ones", "torch.rand", "torch.randint", "torch.randn", "torch.randperm"),
+    *("torch.scalar_tensor", "torch.tensor", "torch.zeros"),
+}
+PROGRAMS = {"cli", "machine", "train"}
+"""Parts that run by themselves, or measure what torch does as it is set up."""
+
+
+def test_every_new_tensor_says_its_dtype_and_device(sources: Sources) -> None:
+    """Users set torch's defaults for their own code: a checkpoint read into bf16 would lose bits without a word."""
+    silent = []
+    for path, nodes in sources.items():
+        for node in nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS:
+                named = {keyword.arg for keyword in node.keywords}
+                silent += [f"{path.relative_to(PACKAGE)}:{node.lineno}"] * (not {"dtype", "device"} <= named)
+    assert [place for place in silent if place.split("/")[0] not in PROGRAMS] == []
+
+
 def test_the_numbers_of_ranks_are_read_in_one_place() -> None:
     named = re.compile(r"[\"'](?:LOCAL_)?(?:RANK|WORLD_SIZE)[\"']")
     owners = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named.search(path.read_text())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import unbounded
 from tests.semantics.programs import ALONE, Block, Net, adamw, compare, data, step, weights
@@ -404,6 +405,26 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class Selective(Net):
+    """Products are kept and the rest is computed again: torch counts operations, and the engine's must not count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+        selective = functools.partial(create_selective_checkpoint_contexts, kept)
+        x = torch.tanh(self.first(x))
+        x = checkpoint(self._two, x, use_reentrant=False, context_fn=selective)
+        return self.last(checkpoint(self.blocks[2], x, use_reentrant=False, context_fn=selective))
+
+    def _two(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x)) + F.linear(x, self.blocks[2].up.weight).mean()
+
+
+class WhollySelective(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=kept)
+
+
 def autocast(model: nn.Module, optimizer: Any) -> Any:
     losses = []
     for number in range(3):
@@ -518,6 +539,8 @@ RECIPES: list[tuple[Any, Any, Any]] = [
     (hooks_after, Net, adamw),
     (train, Checkpointed, adamw),
     (train, Reentrant, adamw),
+    (train, Selective, adamw),
+    (train, WhollySelective, adamw),
     (autocast, Net, adamw),
     (double_backward, Net, adamw),
     (accumulate, Net, adamw),

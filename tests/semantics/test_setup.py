@@ -8,6 +8,8 @@ import pickle
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +329,73 @@ def test_a_model_that_was_dropped_during_its_update_is_free_before_the_next_is_p
     threading.Timer(0.2, may_go_on.set).start()
     train()
     assert held == [False]
+
+
+@contextmanager
+def defaults(kind: str) -> Iterator[None]:
+    """torch's defaults for new tensors. The meta device is in place of a GPU, on which a host's buffer must not be."""
+    try:
+        if kind == "meta":
+            torch.set_default_device("meta")
+        else:
+            torch.set_default_dtype(getattr(torch, kind))
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def begun(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A plain model whose optimizer has states."""
+    model = make()
+    makers = {"AdamW": {"lr": 1e-2, "eps": 1e-3}, "Adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.1}}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **makers[kind])
+    step(model, optimizer)
+    return model, optimizer
+
+
+def train_under(
+    rank: int, world_size: int, default: str, kind: str, plan: dict[str, Any], folder: Path
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, optimizer = begun(kind)
+    batches, seen = [data(number) for number in range(6)], []
+
+    def train(number: int) -> None:
+        loss = model(batches[number]).float().square().mean()
+        loss.backward()
+        norm = optimizer.clip_grad_norm_(0.1)
+        assert norm.dtype == torch.float32
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.extend((loss.item(), norm.item()))
+
+    with defaults(default):
+        model, optimizer = unbounded.shard(model, optimizer, plan)
+        train(0)
+        unbounded.save(folder, model, optimizer)
+        train(1)
+        unbounded.load(folder, model, optimizer)
+        train(2)
+        with unbounded.full_params(model), torch.no_grad():
+            model.last.weight.mul_(0.9)
+        train(3)
+        model.load_state_dict(model.state_dict())
+        model.first.requires_grad_(False)
+        train(4)
+        model.first.requires_grad_(True)
+        train(5)
+        return seen, {name: value.clone() for name, value in unbounded.unshard(model).state_dict().items()}
+
+
+@pytest.mark.parametrize("world", [*ALONE, (2, "device", 1), (2, "disk", 3)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "optimizer_format": "compact"}], ids=str)
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+def test_defaults_of_torch_for_new_tensors_change_nothing(
+    ranks: Any, world: tuple[int, str, int], kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    world_size, plan, stage = world
+    chosen = {**PLANS[plan], "stage": stage, **options}
+    expected = ranks(world_size, train_under, "float32", kind, chosen, tmp_path / "float32")
+    for default in ("bfloat16", "float64", "meta"):
+        found = ranks(world_size, train_under, default, kind, chosen, tmp_path / default)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -81,7 +81,7 @@ def _run_pass(headroom: Headroom, device: _CountedDevice, blocks: Sequence[Block
         policy = headroom.choose((torch.empty(max(1, block.input_bytes), dtype=torch.uint8, device="meta"),))
         device.now += {"keep": block.kept_bytes, "recompute": block.input_bytes, "host": 0}[policy]
         device.reach(device.now)
-        output = torch.zeros((), requires_grad=True) * 1
+        output = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True) * 1
         headroom.note(output, kept=policy == "keep")
         first = output if first is None else first
         policies.append(policy)

@@ -98,7 +98,7 @@ def _copy_tensor(files: Files, entry: TensorEntry, writer: ShardWriter, key: str
     numel = math.prod(entry.shape)
     for start in range(0, numel, PIECE_NUMEL):
         stop = min(start + PIECE_NUMEL, numel)
-        piece = torch.empty(stop - start, dtype=entry.dtype)
+        piece = torch.empty(stop - start, dtype=entry.dtype, device="cpu")
         files.read_range(entry, start, stop, piece)
         writer.write(key, piece, start)
 

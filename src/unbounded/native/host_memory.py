@@ -47,7 +47,7 @@ def host_buffer(nbytes: int, *, huge: bool = True) -> torch.Tensor:
     if nbytes < 0:
         raise PlanError(f"a host buffer of {nbytes} bytes was asked for. Ask for zero or more.")
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return as_tensor(map_pages(nbytes, huge=huge), nbytes, torch.uint8, partial(unmap_pages, nbytes=nbytes))
 
 

@@ -123,10 +123,10 @@ def _look(replica: Replica, groups: Groups, num_dims: int, dtype: torch.dtype) -
     shape = _PRIMES[:num_dims]
     held: dict[str, Any] = {}
     for group in groups:
-        probe = nn.Parameter(torch.ones(shape, dtype=dtype))
+        probe = nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
         state: dict[str, Any] = {}
         for _ in range(2):
-            probe.grad = torch.ones(shape, dtype=dtype)
+            probe.grad = torch.ones(shape, dtype=dtype, device="cpu")
             state = dict(replica.step([probe], Replica.options(group), {probe: state}).get(probe, {}))
         held |= {name: value for name, value in state.items() if value is not None}
     arrays, factors, scalars = [], {}, {}
@@ -152,5 +152,5 @@ def _numbers(kept: Kept, scalars: Scalars, step: int) -> dict[str, Any]:
     for name, example in kept.scalars.items():
         value = float(step - 1) if name == "step" else scalars.get(name, 1.0)
         is_tensor = isinstance(example, torch.Tensor)
-        found[name] = torch.tensor(value, dtype=example.dtype) if is_tensor else type(example)(value)
+        found[name] = torch.tensor(value, dtype=example.dtype, device="cpu") if is_tensor else type(example)(value)
     return found

@@ -36,8 +36,8 @@ def encode_weight(values: torch.Tensor, dtype: torch.dtype, rule: UpdateRule | N
     if rule.format == "exact":
         return _encode_exact(values)
     source = values.cpu().float().contiguous()
-    weight = torch.empty(source.numel(), dtype=dtype)
-    remainder = torch.empty(source.numel(), dtype=torch.int8)
+    weight = torch.empty(source.numel(), dtype=dtype, device="cpu")
+    remainder = torch.empty(source.numel(), dtype=torch.int8, device="cpu")
     kernels.encode_weight(source, weight, remainder)
     return {"weight": weight.to(values.device), "remainder": remainder.to(values.device)}
 
@@ -64,7 +64,7 @@ def decode_weight(arrays: Mapping[str, torch.Tensor], rule: UpdateRule | None) -
     if rule.format == "exact":
         bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         return bits.add_(arrays["remainder"]).view(torch.float32)
-    master = torch.empty(weight.numel(), dtype=torch.float32)
+    master = torch.empty(weight.numel(), dtype=torch.float32, device="cpu")
     kernels.decode_weight(weight.cpu(), arrays["remainder"].cpu(), master)
     return master.to(weight.device)
 
@@ -74,8 +74,8 @@ def encode_moment(values: torch.Tensor, name: str, rule: UpdateRule) -> dict[str
     spec = next(spec for spec in rule.specs if spec.name == name)
     if spec.dtype == torch.float32:
         return {name: values}
-    codes = torch.empty(values.numel(), dtype=spec.dtype)
-    scale = torch.empty(-(-values.numel() // kernels.BLOCK), dtype=torch.float32)
+    codes = torch.empty(values.numel(), dtype=spec.dtype, device="cpu")
+    scale = torch.empty(-(-values.numel() // kernels.BLOCK), dtype=torch.float32, device="cpu")
     kernels.encode_moment(values.cpu().contiguous(), codes, scale)
     return {name: codes.to(values.device), f"{name}_scale": scale.to(values.device)}
 
@@ -85,7 +85,7 @@ def decode_moment(arrays: Mapping[str, torch.Tensor], name: str) -> torch.Tensor
     codes = arrays[name]
     if codes.dtype == torch.float32:
         return codes
-    values = torch.empty(codes.numel(), dtype=torch.float32)
+    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     kernels.decode_moment(codes.cpu(), arrays[f"{name}_scale"].cpu(), values)
     return values.to(codes.device)
 

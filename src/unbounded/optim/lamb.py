@@ -42,7 +42,7 @@ class LAMB(torch.optim.Optimizer):
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
         (beta1, beta2), count = group["betas"], float(state["step"])

@@ -184,6 +184,6 @@ def _initial_sum(value: float, dtype: torch.dtype) -> dict[str, float]:
     """Adagrad's sum of squares before the first step, in each array that represents it."""
     if dtype == torch.float32:
         return {"sum": value}
-    codes, scale = torch.empty(BLOCK, dtype=dtype), torch.empty(1)
-    kernels.encode_moment(torch.full((BLOCK,), value), codes, scale)
+    codes, scale = torch.empty(BLOCK, dtype=dtype, device="cpu"), torch.empty(1, dtype=torch.float32, device="cpu")
+    kernels.encode_moment(torch.full((BLOCK,), value, dtype=torch.float32, device="cpu"), codes, scale)
     return {"sum": float(codes[0]), "sum_scale": float(scale[0])}

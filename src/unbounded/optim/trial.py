@@ -27,9 +27,9 @@ def try_declared(optimizer: torch.optim.Optimizer, granularity: Granularity) -> 
     """Raises if the class does not update as it declares."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        values = [torch.randn(shape) for shape in _SHAPES]
+        values = [_draw(shape) for shape in _SHAPES]
         # Of very different sizes, so that a norm over too much shows.
-        grads = [[torch.randn(shape) * 3**index for index, shape in enumerate(_SHAPES)] for _ in range(_STEPS)]
+        grads = [[_draw(shape) * 3**index for index, shape in enumerate(_SHAPES)] for _ in range(_STEPS)]
         for group in optimizer.param_groups:
             together = _train_together(optimizer, group, values, grads)
             if granularity is Granularity.TENSOR:
@@ -39,6 +39,10 @@ def try_declared(optimizer: torch.optim.Optimizer, granularity: Granularity) -> 
             error = max(float((a - b).abs().max()) for a, b in zip(together, apart, strict=True))
             if not error <= _TOLERANCE:
                 _refuse(optimizer, granularity, error)
+
+
+def _draw(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float32, device="cpu")
 
 
 def _each(values: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
@@ -73,7 +77,8 @@ def _train(
         rule = ClassRule(optimizer, [group], torch.float32, granularity=granularity, dims=dims)
         weight, shape = part.flatten().clone(), tuple(part.shape)
         states = {spec.name: torch.zeros_like(weight) for spec in rule.specs}
-        factors = {name: torch.zeros(size) for name, size in rule.factor_shapes(shape).items()}
+        sizes = rule.factor_shapes(shape)
+        factors = {name: torch.zeros(size, dtype=torch.float32, device="cpu") for name, size in sizes.items()}
         scalars: dict[str, float] = {}
         for step, row in enumerate(grads, 1):
             scalars = rule.apply(

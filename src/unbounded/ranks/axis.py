@@ -208,7 +208,7 @@ class Axis:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._host)
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self._host)
         self._begin(what)
-        self._end(self._launch(_gather, sizes, torch.tensor([data.numel()], device=self._host)))
+        self._end(self._launch(_gather, sizes, torch.tensor([data.numel()], dtype=torch.int64, device=self._host)))
         lengths = [int(size) for size in sizes.tolist()]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._host)
         padded[: data.numel()] = data

@@ -46,7 +46,7 @@ class Ticket:
         self._axis, self._number, self._said, self._before = axis, number, said, before
         marks = [zlib.crc32(said.text.encode()), zlib.crc32(said.detail.encode()), said.issued]
         with torch.inference_mode(False):  # another thread writes to it, in any grad mode
-            self._votes = torch.tensor([*marks, *(-mark for mark in marks)])
+            self._votes = torch.tensor([*marks, *(-mark for mark in marks)], dtype=torch.int64, device="cpu")
         self._pending: Pending | None = None
         self._lock = threading.Lock()
         self._failure: str | None = None  # not the error: its traceback holds the user's frames, graph and model

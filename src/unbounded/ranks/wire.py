@@ -107,7 +107,7 @@ class Wire:
     def send_object(self, value: Any, to: int, subject: str, device: torch.device) -> None:
         """Sends what can be pickled; `device` is where this axis' tensors travel from."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        self.send(torch.tensor([data.numel()], device=device), to, subject)
+        self.send(torch.tensor([data.numel()], dtype=torch.int64, device=device), to, subject)
         self.send(data, to, subject)
 
     def receive_object(self, source: int, subject: str, device: torch.device) -> Any:

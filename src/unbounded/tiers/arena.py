@@ -78,4 +78,4 @@ def _unregister(pinned: dict[int, torch.Tensor]) -> None:
 def _clear_error() -> None:
     """Clears the error that a refused registration leaves for the next CUDA call."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, dtype=torch.uint8, device="cuda")

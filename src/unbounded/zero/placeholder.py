@@ -27,7 +27,7 @@ def describe(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func in _LAYOUT and isinstance(args[0], Placeholder):  # values are lent row by row
-        return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)  # type: ignore[attr-defined]
+        return func(torch.empty(args[0].shape, dtype=torch.uint8, device="meta"), *args[1:], **kwargs)  # type: ignore[attr-defined]
     return NotImplemented
 
 

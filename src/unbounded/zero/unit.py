@@ -358,8 +358,8 @@ def _templates(layout: Layout) -> tuple[list[torch.Tensor], list[int]]:
     templates, picks, position = [], [], 0
     for slot in layout.slots:
         if slot.start > position:
-            templates.append(torch.empty(slot.start - position, device="meta"))
+            templates.append(torch.empty(slot.start - position, dtype=torch.uint8, device="meta"))
         picks.append(len(templates))
-        templates.append(torch.empty(slot.shape, device="meta"))
+        templates.append(torch.empty(slot.shape, dtype=torch.uint8, device="meta"))
         position = slot.stop
     return templates, picks

@@ -136,7 +136,7 @@ def _start_label_check(labels: torch.Tensor, entropy: Entropy, num_here: int) ->
     ends = torch.stack([torch.where(counted, wide, 2**62).amin(), torch.where(counted, wide, -(2**62)).amax()])
     event = None
     if ends.is_cuda:
-        ends = torch.empty(2, dtype=ends.dtype, pin_memory=True).copy_(ends, non_blocking=True)
+        ends = torch.empty(2, dtype=ends.dtype, device="cpu", pin_memory=True).copy_(ends, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
 

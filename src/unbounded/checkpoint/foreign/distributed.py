@@ -75,7 +75,7 @@ class _Items:
         return self.keys[key].properties.dtype  # type: ignore[no-any-return]
 
     def read(self, key: str) -> torch.Tensor:
-        whole = torch.empty(self.shape(key), dtype=self.dtype(key))
+        whole = torch.empty(self.shape(key), dtype=self.dtype(key), device="cpu")
         for chunk in self.keys[key].chunks:
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[box] = self._load(key, tuple(chunk.offsets)).view(tuple(chunk.sizes))

@@ -137,7 +137,9 @@ class _StoredStates(dict):  # type: ignore[type-arg]
             return default
         held: dict[str, torch.Tensor] = {name: read().float() for name, read in stored.moments.items()}
         # Some optimizers keep no step count. If they have states, the next update is not the first.
-        return {**({"step": torch.tensor(float(stored.steps))} if stored.steps else {}), **held}
+        if stored.steps:
+            held["step"] = torch.tensor(float(stored.steps), dtype=torch.float32, device="cpu")
+        return held
 
 
 class LionStates(torch.optim.Optimizer):
@@ -176,7 +178,7 @@ def _build_optimizers(model: nn.Module, content: Content) -> list[torch.optim.Op
     trained = {model.get_parameter(name): stored for name, stored in content.parameters.items() if stored.moments}
     found = []
     for (make, options), groups in runs:
-        defaults = make([nn.Parameter(torch.zeros(1, 1))], **options).defaults
+        defaults = make([nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))], **options).defaults
         optimizer = make([{"params": list(_members(model, g)), **_known(g, defaults)} for g in groups], **options)
         optimizer.state = _StoredStates(trained)
         found.append(optimizer)

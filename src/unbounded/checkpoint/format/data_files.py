@@ -136,7 +136,7 @@ class Files:
 
     def read_tensor(self, entry: TensorEntry) -> torch.Tensor:
         """A small tensor whole, verified, in host memory."""
-        values = torch.empty(entry.shape, dtype=entry.dtype)
+        values = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.read_range(entry, 0, values.numel(), values.reshape(-1))
         return values
 

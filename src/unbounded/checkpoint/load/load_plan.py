@@ -233,7 +233,7 @@ def direct_target(copy: Copy, start: int, stop: int) -> torch.Tensor | None:
     end = copy.position + copy.nbytes
     if excess and end != copy.array.numel * copy.array.dtype.itemsize:
         return None
-    memory = torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage())
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(held.untyped_storage())
     base = held.storage_offset() * held.element_size() + copy.position
     return memory[base : base + stop - start] if base + stop - start <= memory.numel() else None
 

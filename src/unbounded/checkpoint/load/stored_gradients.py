@@ -53,7 +53,7 @@ class StoredGradients:
             if entry is None:
                 continue
             if flat is None:
-                flat = torch.zeros(high - low, dtype=entry.dtype)
+                flat = torch.zeros(high - low, dtype=entry.dtype, device="cpu")
             start, stop = max(slot.start, low), min(slot.stop, high)
             if start < stop:
                 offset, position = slot.first - slot.start, start - low

@@ -50,7 +50,7 @@ class ReadChunk:
     start: int
     copies: list[Copy]
     blocks: list[BlockRange] = field(default_factory=list)
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     lease: Lease | None = None
     reads: list[Read] = field(default_factory=list)
     puts: list[Waitable] = field(default_factory=list)
@@ -181,7 +181,7 @@ class Transfer:
         if not others:
             return {kind: self._empty(job, kind) for kind in job.kinds}
         rule = job.unit.rule
-        flat = torch.zeros(job.stop - job.start)
+        flat = torch.zeros(job.stop - job.start, dtype=torch.float32, device="cpu")
         for slot, start, stop in others:
             values = self._decode(job.kinds[0], slot, start, stop)
             flat[start - job.start : stop - job.start].copy_(values)
@@ -220,12 +220,13 @@ class Transfer:
         """A moment in blocks with one scale each, whose blocks are not aligned with this rank's part."""
         names, offset = (kind, f"{kind}_scale"), slot.first - slot.start
         entries = [entry for name in names if (entry := self.source.entry(name, slot.name)) is not None]
-        every, values, position = entries[1].every, torch.empty(stop - start), 0
+        every, position = entries[1].every, 0
+        values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for begin, end in stored_ranges(slot, start + offset, stop + offset):
             block, arrays = begin // every, {}
             for name, entry in zip(names, entries, strict=True):
                 first, last = block * every // entry.every, -(-end // entry.every)
-                arrays[name] = torch.empty(last - first, dtype=entry.dtype)
+                arrays[name] = torch.empty(last - first, dtype=entry.dtype, device="cpu")
                 self.files.read_range(entry, first, last, arrays[name])
             found = formats.decode_moment(arrays, kind)[begin - block * every :]
             values[position : position + end - begin].copy_(found)
@@ -239,7 +240,7 @@ class Transfer:
             return None
         offset = slot.first - slot.start
         first, last = (start + offset) // entry.every, -(-(stop + offset) // entry.every)
-        values, position = torch.empty(last - first, dtype=entry.dtype), 0
+        values, position = torch.empty(last - first, dtype=entry.dtype, device="cpu"), 0
         for begin, end in stored_ranges(slot, first, last, entry.every):
             self.files.read_range(entry, begin, end, values[position : position + end - begin])
             position += end - begin

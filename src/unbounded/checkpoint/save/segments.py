@@ -65,7 +65,7 @@ class WriteChunk:
     offset: int
     nbytes: int
     parts: list[SegmentPart]
-    bytes: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    bytes: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     lease: Lease | None = None
     waits: list[Waitable] = field(default_factory=list)
     writing: DiskHandle | None = None

@@ -214,7 +214,7 @@ def _read(array: Array, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of an array; if it is on disk, their pages are read."""
     step = PAGE // array.dtype.itemsize
     first, last = start // step * step, min(-(-stop // step) * step, array.numel)
-    held = torch.empty(last - first, dtype=array.dtype)
+    held = torch.empty(last - first, dtype=array.dtype, device="cpu")
     array.fetch(held, first).wait()
     return held[start - first : stop - first].contiguous()
 

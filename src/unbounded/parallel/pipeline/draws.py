@@ -80,9 +80,9 @@ class HostNumbers:
     def pass_over(self, draws: Sequence[Draw]) -> None:
         for kind, shape, dtype, p in draws:
             if kind == "dropout":
-                nn.functional.dropout(torch.ones((), dtype=dtype).expand(shape), p, training=True)
+                nn.functional.dropout(torch.ones((), dtype=dtype, device="cpu").expand(shape), p, training=True)
             else:
-                getattr(torch, kind)(shape, dtype=dtype)
+                getattr(torch, kind)(shape, dtype=dtype, device="cpu")
 
 
 class DeviceNumbers:

@@ -69,7 +69,7 @@ class Trial:
         if seen:
             shape[1] *= site.size
         generator = torch.Generator(given.device).manual_seed(0)
-        whole = torch.randn(shape, generator=generator, device=given.device)
+        whole = torch.randn(shape, generator=generator, dtype=torch.float32, device=given.device)
         part = take_part(whole, 1, site) if seen else whole
         args, kwargs = pytree.tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
         with torch.no_grad(), torch.autocast(given.device.type, enabled=False), self._evaluating():
@@ -100,7 +100,7 @@ class Trial:
         """Whole values for all parameters, the same on every rank, and the buffers as they are."""
         values: dict[str, torch.Tensor] = {}
         for name, shell in self.whole.named_parameters():
-            drawn = torch.randn(shell.shape, generator=generator, device=generator.device)
+            drawn = torch.randn(shell.shape, generator=generator, dtype=torch.float32, device=generator.device)
             values[name] = drawn / max(shell.shape) ** 0.5 if shell.dim() > 1 else 1 + 0.3 * drawn
         return values | dict(self.module.named_buffers())
 

@@ -19,7 +19,8 @@ def sum_copies(parameters: Sequence[torch.nn.Parameter], add_up: Callable[[torch
     if not held:
         return
     views = [_local(parameter) for parameter in held]
-    flags = torch.tensor([float(p._unit.gradient.used[p._index]) for p in held], device=views[0].device)
+    uses = [p._unit.gradient.used[p._index] for p in held]
+    flags = torch.tensor(uses, dtype=torch.float32, device=views[0].device)
     total = add_up(torch.cat([flags, *(view.reshape(-1).float() for view in views)]))
     used, position = total[: len(held)].tolist(), len(held)
     for parameter, view, is_used in zip(held, views, used, strict=True):

@@ -125,7 +125,7 @@ class Writes:
         for name in formats.MASTER_STATES:
             if name in unit.states:
                 array = unit.states[name]
-                held = torch.empty(now.numel(), dtype=array.dtype)
+                held = torch.empty(now.numel(), dtype=array.dtype, device="cpu")
                 array.fetch(held, start).wait()
                 held = torch.where(changed.cpu(), fresh[name].cpu(), held)
                 array.evict(held, start).wait()

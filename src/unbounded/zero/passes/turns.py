@@ -4,6 +4,9 @@ A pass belongs to the thread that began it, and to the threads that torch or the
 else reads a weight, updates, or begins a pass waits until it is over: its weights come and go. Between two calls of a
 pass to the engine the model computes, so what is locked is a call, and what is waited for is a pass. A stay inside
 `full_params` is waited for in the same way.
+
+What the engine computes in a call is its own: no dispatch mode of the user's sees it. Selective checkpointing is one,
+and counts on seeing the same operations in the forward and when it is run again, while the engine gathers other units.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from unbounded.errors import StateError
 from unbounded.zero.passes import hooks
@@ -22,6 +29,7 @@ PATIENCE_SECONDS = 120.0
 """After this long, a thread that waits for another's pass is taken to be one that the pass itself waits for."""
 
 _POLL_SECONDS = 0.002
+_NOTHING = nullcontext()
 
 
 class Stay(Protocol):
@@ -97,13 +105,18 @@ class Turns:
             self.lock.wait(_POLL_SECONDS)
 
 
+def _unseen() -> AbstractContextManager[Any]:
+    """Inside, dispatch modes of this thread do not see what is computed."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
+
+
 def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the engine that no two threads are inside of."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.check_process()
-        with self.turns.lock:
+        with self.turns.lock, _unseen():
             return method(self, *args, **kwargs)
 
     return call
@@ -114,7 +127,7 @@ def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.turn():
+        with self.engine.turn(), _unseen():
             return method(self, *args, **kwargs)
 
     return call

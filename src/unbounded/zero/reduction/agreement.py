@@ -92,8 +92,8 @@ class GradientAgreement:
         if unit not in self._norms or self._norms[unit][0] != gradient.changes or gradient.is_lent:
             with self._phases.during(f"the norm of the gradient of unit {unit.name!r}"):
                 self.finish()
-            squares = [torch.as_tensor(square, dtype=torch.float64) for square in gradient.slot_squares()]
-            total = torch.stack([square.to(unit.device) for square in squares])
+            squares = gradient.slot_squares()
+            total = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=unit.device) for s in squares])
             if not unit.is_whole:
                 total = self._ranks.sum(total)
             total = self._sum_over_model(unit, total)
@@ -121,8 +121,9 @@ class GradientAgreement:
             return held
         used = itertools.chain.from_iterable(unit.gradient.used for unit in units)
         marks = [order.mark for order in self._orders]
-        votes = torch.tensor([*used, *held, *marks, *(-mark for mark in marks)], dtype=torch.int64)
-        agreed = iter(self._ranks.max(votes.to(self._device)).tolist())
+        said = [*used, *held, *marks, *(-mark for mark in marks)]
+        votes = torch.tensor(said, dtype=torch.int64, device=self._device)
+        agreed = iter(self._ranks.max(votes).tolist())
         for unit in units:
             unit.gradient.mark_used(itertools.islice(agreed, len(unit.gradient.used)))
         held = list(itertools.islice(agreed, len(units)))
@@ -146,4 +147,4 @@ class GradientAgreement:
             return squares
         slots, is_first = unit.layout.slots, self._axes.tensor.rank == 0
         counts = [is_first if slot.cut is None else slot.cut.is_first for slot in slots]
-        return self._axes.tensor.sum(squares * torch.tensor(counts, device=squares.device))
+        return self._axes.tensor.sum(squares * torch.tensor(counts, dtype=torch.bool, device=squares.device))

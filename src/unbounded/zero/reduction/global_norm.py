@@ -31,18 +31,17 @@ def total_norm(squares: Sequence[Number], over: Sequence[Axis], device: torch.de
     if tensors:
         total = torch.stack(tensors).double().sum() + total
     if any(axis.size > 1 for axis in over):
-        held = total if isinstance(total, torch.Tensor) else torch.tensor(total, dtype=torch.float64)
-        held = held.to(device)
+        held = torch.as_tensor(total, dtype=torch.float64, device=device)
         for axis in over:
             held = axis.sum(held)
         total = held if tensors else float(held)
     if isinstance(total, torch.Tensor):
         return total.sqrt().float()
-    return float(torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32))
+    return float(torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu"))
 
 
 def clip_factor(norm: Number, max_norm: float) -> ScaleFactor:
     """What gradients of this norm are multiplied by so that it is at most `max_norm`, as torch computes it."""
     if isinstance(norm, torch.Tensor):
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return float((max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0))
+    return float((max_norm / (torch.tensor(norm, dtype=torch.float32, device="cpu") + 1e-6)).clamp(max=1.0))

@@ -131,7 +131,7 @@ def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
         assert carried is not None
         # Some optimizers keep counts and running values as plain numbers.
         tensors = {
-            name: torch.as_tensor(value)
+            name: value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
             for name, value in carried(parameter).items()
             if isinstance(value, torch.Tensor | int | float)
         }
@@ -144,7 +144,8 @@ def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
             if name in shapes:
                 found.factors.setdefault(unit.layout.slots[index].name, {})[name] = value.view(shapes[name])
             elif name in names:
-                flat = found.moments.setdefault(name, torch.zeros(unit.layout.numel, device=unit.device))
+                zeros = torch.zeros(unit.layout.numel, dtype=torch.float32, device=unit.device)
+                flat = found.moments.setdefault(name, zeros)
                 unit.slot_views(flat)[index].copy_(value)
             elif value.numel() == 1:
                 unit.scalars[index][name] = float(value)

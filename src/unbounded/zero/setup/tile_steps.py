@@ -49,7 +49,7 @@ def is_hidden(tensor: torch.Tensor) -> bool:
 def _hide_weight(layer: nn.Module) -> tuple[nn.Parameter, int | None]:
     whole = layer._parameters["weight"]
     assert whole is not None
-    row = nn.Parameter(torch.zeros(1, *whole.shape[1:], dtype=whole.dtype), requires_grad=False)
+    row = nn.Parameter(torch.zeros(1, *whole.shape[1:], dtype=whole.dtype, device="cpu"), requires_grad=False)
     row._is_one_row = True  # type: ignore[attr-defined]
     layer._parameters["weight"] = row
     padding = getattr(layer, "padding_idx", None)

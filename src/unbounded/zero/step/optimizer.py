@@ -179,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             factor = global_norm.clip_factor(norm, float(max_norm))
             for unit in units:
                 unit.gradient.scale(factor)
-        return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm)
+        return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @contextmanager
     def last_backward(self, max_norm: float | None = None) -> Iterator[None]:
