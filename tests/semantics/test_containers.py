@@ -127,6 +127,26 @@ def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: 
         gc.enable()
 
 
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_weights_that_were_used_outside_the_model_are_kept_by_nobody(plan: str) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    step(model, optimizer)
+
+    def count_after_uses(times: int) -> int:
+        for _ in range(times):
+            float(sum(p.square().sum() for p in model.parameters()))
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    assert count_after_uses(20) == count_after_uses(2)
+    outdated = sum(p.square().sum() for p in model.parameters())
+    step(model, optimizer, 1)
+    if plan == "device":  # elsewhere a graph outside the model has copies
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            outdated.backward()
+
+
 def groups_are_back() -> bool:
     """Whether no model of this job has a set of groups any more; otherwise the next one would make another set."""
     axes = groups._sets.get(dist.group.WORLD, {})

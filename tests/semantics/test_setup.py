@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, compare, data, make, step, weights
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
 from unbounded.errors import PlanError, StateError
 from unbounded.sharding import running
 from unbounded.tiers import budget
@@ -329,6 +329,45 @@ def test_a_model_that_was_dropped_during_its_update_is_free_before_the_next_is_p
     threading.Timer(0.2, may_go_on.set).start()
     train()
     assert held == [False]
+
+
+def train_between_inference(model: nn.Module, optimizer: Any) -> Any:
+    """Everything around the steps is in inference mode, as a loop that mostly generates may have it."""
+    losses = [step(model, optimizer)]
+    with torch.inference_mode():
+        model.first.requires_grad_(False)
+        model.load_state_dict(model.state_dict())
+    losses.append(step(model, optimizer, 1))
+    with torch.inference_mode():
+        model.first.requires_grad_(True)
+    losses.append(step(model, optimizer, 2))
+    return losses, weights(model)
+
+
+def shard_and_unshard_in_inference(rank: int, world_size: int, plan: str, stage: int) -> Any:
+    model = make()
+    with torch.inference_mode():
+        model, optimizer = unbounded.shard(model, adamw(model), {**PLANS[plan], "stage": stage})
+    found = train_between_inference(model, optimizer)
+    with torch.inference_mode():
+        model = unbounded.unshard(model)
+    optimizer = adamw(model)
+    return found, step(model, optimizer, 3)
+
+
+@pytest.mark.parametrize("world", [*ALONE, (2, "device", 1), (2, "disk", 3)], ids=str)
+def test_what_is_made_in_inference_mode_trains(ranks: Any, world: tuple[int, str, int]) -> None:
+    plain = make()
+    expected = train_between_inference(plain, adamw(plain)), step(plain, adamw(plain), 3)
+    for found in ranks(world[0], shard_and_unshard_in_inference, *world[1:]):
+        assert_same(found, expected)
+
+
+def test_a_model_of_tensors_of_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = make()
+    with pytest.raises(PlanError, match=r"'first\.weight' was made inside torch\.inference_mode.*torch\.no_grad"):
+        unbounded.shard(model, None)
 
 
 @contextmanager

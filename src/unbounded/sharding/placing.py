@@ -48,6 +48,7 @@ from unbounded.zero.step.optimizer import ShardedOptimizer
 _expected: weakref.WeakKeyDictionary[nn.Module, os.PathLike[str]] = weakref.WeakKeyDictionary()
 
 
+@torch.inference_mode(False)  # what it makes is trained, whoever calls it
 def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -179,6 +180,7 @@ def _choose_fill(
     return lambda entries, installer: install_model(entries, installer, carried)
 
 
+@torch.inference_mode(False)
 def unshard(model: nn.Module) -> nn.Module:
     """All ranks must call this. Makes it a plain model with whole parameters again, and frees everything that ran it.
 

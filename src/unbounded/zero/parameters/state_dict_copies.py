@@ -6,10 +6,10 @@ copy are therefore noticed before the model is next used, and kept if the weight
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from unbounded.errors import StateError
 from unbounded.zero.unit import Unit
@@ -17,7 +17,7 @@ from unbounded.zero.unit import Unit
 
 @dataclass(frozen=True)
 class _HeldCopy:
-    tensor: weakref.ref[torch.Tensor]
+    tensor: TensorWeakRef
     version: int
     unit: Unit
     index: int
@@ -32,7 +32,7 @@ class StateDictCopies:
 
     def take(self, unit: Unit, index: int, value: torch.Tensor) -> torch.Tensor:
         copy = value.detach().to("cpu", copy=True)
-        self._taken.append(_HeldCopy(weakref.ref(copy), copy._version, unit, index, unit.generation))
+        self._taken.append(_HeldCopy(TensorWeakRef(copy), copy._version, unit, index, unit.generation))
         return copy
 
     def settle(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from unbounded.errors import StateError
 from unbounded.zero.members import Member
@@ -65,7 +66,7 @@ class ModuleViews:
         self.is_swapped = False  # the modules hold views now
         self._held: Sequence[torch.Tensor] = ()  # what they hold in the running forward
         self._shown_trained: list[bool] = []  # which were trained when they were last shown
-        self._lent: list[Sequence[torch.Tensor]] = []  # views that a graph outside the forwards may hold
+        self._lent: list[TensorWeakRef] = []  # views that a graph outside the forwards may hold
         self.accumulator: Any = None  # of the first parameter that is trained
         self._watched: tuple[ManagedParameter, RemovableHandle] | None = None
 
@@ -92,13 +93,13 @@ class ModuleViews:
         """The same for a computation outside the unit's site, whose graph may hold the views themselves."""
         views = self.make()
         if self.unit.resident and views[0].requires_grad:
-            self._lent.append(views)
+            self._lent = [view for view in self._lent if view() is not None]
+            self._lent += map(TensorWeakRef, views)
         return views
 
     def note_change(self) -> None:
         """The weights change, so a graph that holds views of them is refused, as in plain PyTorch."""
-        for views in self._lent:
-            torch.autograd.graph.increment_version(list(views))
+        torch.autograd.graph.increment_version([held for view in self._lent if (held := view()) is not None])
         self._lent.clear()
 
     def swap_in(self) -> None:
@@ -280,7 +281,7 @@ def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.T
 
 def _accumulator(parameter: nn.Parameter) -> Any:
     """The parameter's node of the graph; it runs once per backward, after every use of its unit."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 

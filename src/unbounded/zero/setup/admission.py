@@ -126,6 +126,11 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
                 f"the parameter {name!r} of a lazy module has no shape yet. Run a batch through the model, make the "
                 "optimizer, and then call `shard`."
             )
+        if parameter.is_inference():
+            raise PlanError(
+                f"the parameter {name!r} was made inside torch.inference_mode, which leaves it without what a graph "
+                "needs. Make the model outside, or under torch.no_grad."
+            )
     members = find_members(model)
     managed = [member.names[0] for member in members if isinstance(member.parameter, ManagedParameter)]
     if is_known or managed:
