@@ -62,6 +62,10 @@ def model_not_a_module() -> None:
     unbounded.shard(torch.zeros(3), None)  # type: ignore[arg-type]
 
 
+def nothing_to_place() -> None:
+    unbounded.shard(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.PReLU(0)), None)
+
+
 def optimizer_looks_at_neighbours() -> None:
     model = TinyGPT()
     unbounded.shard(model, torch.optim.LBFGS(model.parameters()))
@@ -141,6 +145,7 @@ SHARDING: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (optimizer_has_more, PlanError, ["1 parameter", "model.parameters()"]),
     (optimizer_not_an_optimizer, (PlanError, TypeError), ["dict"]),
     (model_not_a_module, (PlanError, TypeError), ["Tensor"]),
+    (nothing_to_place, PlanError, ["Sequential", "no parameters"]),
     (optimizer_looks_at_neighbours, PlanError, ["LBFGS", "AdamW"]),
     (devices_differ, PlanError, ["blocks.1.up.weight", "meta", "cpu"]),
     (sparse_gradients, PlanError, ["'embedding'", "sparse=False"]),

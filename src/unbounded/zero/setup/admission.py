@@ -136,6 +136,8 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
     if is_known or managed:
         whose = f" (its parameter {managed[0]!r})" if managed else ""
         raise PlanError(f"this model is already sharded{whose}. Call shard once, and keep the model it returns.")
+    if not any(member.parameter.numel() for member in members):
+        raise PlanError(f"the {type(model).__name__} has no parameters with elements to place. Leave it as it is.")
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise PlanError(
