@@ -109,6 +109,21 @@ def own_scaling(model: nn.Module, optimizer: Any) -> Any:
     return weights(model)
 
 
+def odd_scaling(model: nn.Module, optimizer: Any) -> Any:
+    """Factors by name, by rounded division, and of zero, which leaves what is not finite undefined."""
+    backward(model, 0)
+    first, last = model.first.weight.grad, model.last.weight.grad
+    seen = [first.norm(dtype=torch.float64), torch.linalg.vector_norm(last, dtype=torch.float64)]
+    with unbounded.full_params(model) if hasattr(optimizer, "engine") else contextlib.nullcontext():
+        model.first.weight.grad.mul_(other=2.0)
+        model.last.weight.grad.div_(0.01, rounding_mode="floor")
+    model.first.bias.grad.mul_(0.0)
+    model.last.bias.grad.mul_(float("inf")).mul_(0.0)
+    model.blocks[0].up.bias.grad.div_(0.0)
+    optimizer.step()
+    return seen, {name: value.nan_to_num(7.0, 8.0, 9.0) for name, value in weights(model).items()}
+
+
 def scaler(model: nn.Module, optimizer: Any) -> Any:
     """The user's own GradScaler, with an overflow in the second step."""
     scaler, losses = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
@@ -153,7 +168,7 @@ def norms_of_a_list(model: nn.Module, optimizer: Any) -> Any:
 @pytest.mark.parametrize(
     "program",
     [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing, clip_then_add, clip_part,
-     own_scaling, scaler, norms_of_a_list],
+     own_scaling, odd_scaling, scaler, norms_of_a_list],
 )  # fmt: skip
 def test_gradients_after_a_step_are_the_users(ranks: Any, world: tuple[int, str, int], program: Any) -> None:
     compare(ranks, world, program)

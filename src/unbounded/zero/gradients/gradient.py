@@ -145,7 +145,7 @@ class Gradient(GradientValue):
         if array is not None:
             self._finish_reading()
             self.store.array, self.state = array, GradientState.HELD
-            self.store.multiply(0, self.store.numel, 0.0)
+            self.store.clear(0, self.store.numel)
         self._lent = lent
         for _, value in lent:
             value.zero_()

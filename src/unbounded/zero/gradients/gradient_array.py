@@ -138,12 +138,13 @@ class GradientArray:
         return sum(float(self._sum_squares(part)) for _, part in self._parts(start, stop))
 
     def multiply(self, start: int, stop: int, factor: ScaleFactor) -> None:
-        """Multiplies by a factor; a zero is written, so that it also clears what is not finite."""
         for part in self._within(start, stop):
-            if isinstance(factor, float) and factor == 0.0:
-                part.zero_()
-            else:
-                scale_tensor(part, factor)
+            scale_tensor(part, factor)
+
+    def clear(self, start: int, stop: int) -> None:
+        """Writes zeros, also over what is not finite."""
+        for part in self._within(start, stop):
+            part.zero_()
 
     def write(self, start: int, values: torch.Tensor) -> None:
         position = 0

@@ -147,7 +147,7 @@ class GradientValue:
             self._squares = None
             self._finish_reading()
         for index in cleared if self.state is GradientState.HELD else ():
-            self.store.multiply(*self._range(index), 0.0)
+            self.store.clear(*self._range(index))
         for index, factor in factors.items():
             self.store.multiply(*self._range(index), factor)
 

@@ -8,6 +8,7 @@ them whole, and is refused otherwise. A handle that outlives its gradient keeps 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,10 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.gradient import Gradient
+from unbounded.zero.gradients.scale_factor import ScaleFactor
 from unbounded.zero.placeholder import Placeholder, describe
+
+_SCALES = {"mul_", "div_", "__imul__", "__itruediv__"}
 
 
 class Owner(Protocol):
@@ -87,8 +91,8 @@ class ManagedGrad(Placeholder, torch.Tensor):
             raise StateError(
                 f"the gradient of {gradient.layout.slots[self._index].name!r} is not held whole by this rank "
                 f"(partitioned, kept on {gradient.tier}, not reduced yet, already used or cleared), so it cannot be "
-                "read here. Read and change it inside `with unbounded.full_params(model):` on every rank; clip with "
-                "torch.nn.utils.clip_grad_norm_ and clear with optimizer.zero_grad."
+                "read here. Read and change it inside `with unbounded.full_params(model):` on every rank; clip its "
+                "2-norm with torch.nn.utils.clip_grad_norm_ and clear with optimizer.zero_grad."
             )
         return gradient.open_slot(self._index)
 
@@ -165,19 +169,28 @@ def keep_alive(gradient: Gradient, indices: Iterable[int] | None = None) -> None
 def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
     """Operations that work where the gradient is kept: clearing, multiplying by a number, measuring."""
     gradient, index = grad._unit.gradient, grad._index
-    if name == "zero_" or (name == "mul_" and _is_number(args[1], 0.0)):
+    if name == "zero_":
         gradient.order_stream()
         gradient.zero_slot(index)
         return (grad,)
-    if name in ("mul_", "div_", "__imul__", "__itruediv__") and len(args) == 2 and _is_number(args[1]):
-        factor = args[1] if isinstance(args[1], torch.Tensor) else float(args[1])
+    if name in _SCALES and len(args) == 2 and not kwargs and _is_number(args[1]):
         gradient.order_stream()
-        gradient.scale_slot(index, factor if "mul" in name else 1.0 / factor)
+        gradient.scale_slot(index, _as_factor(args[1]) if "mul" in name else _reciprocal(args[1]))
         return (grad,)
     order = _norm_order(name, args, kwargs)
     if order is not None and order == 2.0:
-        return (_norm(grad),)
+        return (_norm(grad, kwargs.get("dtype")),)
     return None
+
+
+def _as_factor(number: Any) -> ScaleFactor:
+    return number if isinstance(number, torch.Tensor) else float(number)
+
+
+def _reciprocal(number: Any) -> ScaleFactor:
+    if isinstance(number, torch.Tensor):
+        return 1.0 / number
+    return 1.0 / number if number else math.copysign(math.inf, number)
 
 
 def _norm_order(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
@@ -189,20 +202,20 @@ def _norm_order(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> flo
     return float(order) if len(args) <= 2 and isinstance(order, (int, float)) else 2.0 if order == "fro" else None
 
 
-def _is_number(value: Any, equal: float | None = None) -> bool:
+def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and equal is None and not isinstance(value, ManagedGrad)
-    return isinstance(value, (int, float)) and (equal is None or value == equal)
+        return value.numel() == 1 and not isinstance(value, ManagedGrad)
+    return isinstance(value, (int, float))
 
 
-def _norm(grad: ManagedGrad) -> torch.Tensor:
+def _norm(grad: ManagedGrad, dtype: torch.dtype | None = None) -> torch.Tensor:
     """All ranks of the axis must call this if the gradient is partitioned."""
-    norms = grad._unit.engine.gradients.slot_norms(grad._unit)
-    return norms[grad._index]  # type: ignore[no-any-return]
+    norm: torch.Tensor = grad._unit.engine.gradients.slot_norms(grad._unit)[grad._index]
+    return norm if dtype is None else norm.to(dtype)
 
 
 def _foreach_norm(grads: Any, order: float = 2.0, *, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    return [torch.linalg.vector_norm(grad, order) for grad in grads]
+    return [torch.linalg.vector_norm(grad, order, dtype=dtype) for grad in grads]
 
 
 def _foreach_mul(grads: Any, factor: Any) -> None:
