@@ -128,13 +128,14 @@ def decay_and_add(
 
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    held = scale if isinstance(scale, torch.Tensor) else torch.full((), scale, device=device)
-    return held.reshape(1).to(device=device, dtype=torch.float32)
+    if isinstance(scale, torch.Tensor):
+        return scale.reshape(1).to(device=device, dtype=torch.float32)
+    return torch.full((1,), scale, dtype=torch.float32, device=device)
 
 
 def _blend(weight: float) -> tuple[bool, float]:
     """How torch's `lerp` adds up for a weight: from its start, or from its end and with what is left of the weight."""
-    exact = torch.tensor(weight, dtype=torch.float32)
+    exact = torch.tensor(weight, dtype=torch.float32, device="cpu")
     return abs(float(exact)) < 0.5, float(exact if abs(float(exact)) < 0.5 else 1 - exact)
 
 
