@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import urllib.error
@@ -129,6 +130,17 @@ def test_a_name_cannot_put_anything_into_the_page() -> None:
     spans_name = "<script>alert(1)</script>"
     page = Report(spans_name, steps=[{"step": 1, "loss": 1.0, "memory": {spans_name: 5}}]).page()
     assert "<script" not in page
+
+
+def test_what_somebody_wrote_into_the_metrics_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    odd = {"loss": "high", "seconds": None, "lr": [1], "memory": {"host": "much"}, "budget": 5, "epoch": 0.5}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": 4, **odd}) + "\n")
+        file.write(json.dumps({"kind": "eval", "step": 4, "loss": "low"}) + "\n")
+    assert main(["report", str(run), "--html", str(tmp_path / "page.html")]) == 0
+    assert re.search(r"step .* 1 .* 4 ", capsys.readouterr().out)
+    assert read_report(run).series("loss")[-1][0] == 3
 
 
 def test_charts_of_long_and_of_broken_runs_stay_small_and_finite() -> None:

@@ -42,7 +42,7 @@ class Metrics:
 
 
 def read_metrics(path: Path, kind: str = "step") -> list[dict[str, Any]]:
-    """The lines of one kind, without a torn last line."""
+    """The lines of one kind, without a torn last line, and of each its numbers: somebody may have edited it."""
     lines = []
     for text in path.read_text(errors="replace").splitlines():
         try:
@@ -50,8 +50,15 @@ def read_metrics(path: Path, kind: str = "step") -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and line.get("kind") == kind and isinstance(line.get("step"), int):
-            lines.append(line)
+            lines.append({name: value for name, value in line.items() if name == "kind" or _is_number(value)})
     return lines
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or a table of numbers under names."""
+    if isinstance(value, dict):
+        return all(map(_is_number, value.values()))
+    return isinstance(value, (int, float))
 
 
 def is_metrics(path: Path) -> bool:

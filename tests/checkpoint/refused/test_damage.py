@@ -141,10 +141,14 @@ def test_where_there_is_no_whole_checkpoint_it_is_a_file_not_found(saved: Path, 
         with pytest.raises(FileNotFoundError, match="there is no whole checkpoint in") as caught:
             unbounded.load(folder, model, optimizer)
         assert isinstance(caught.value, CheckpointError)
+    with pytest.raises(FileNotFoundError, match=rf'Give one of those inside it, such as "{saved.name}"'):
+        unbounded.load(saved.parent, model, optimizer)
     # What a save was writing when it was killed has no manifest yet, or no name that anyone would load.
     os.rename(saved, saved.parent / ".c.saving-0123456789ab")
     with pytest.raises(FileNotFoundError):
         unbounded.load(saved, model, optimizer)
+    with pytest.raises(FileNotFoundError, match="Give the folder that a save was finished in"):
+        unbounded.load(saved.parent, model, optimizer)
 
 
 def test_a_missing_or_short_file_is_named(saved: Path) -> None:

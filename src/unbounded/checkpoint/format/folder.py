@@ -55,9 +55,10 @@ def find(folder: str | os.PathLike[str]) -> Path:
                 if is_whole(candidate):
                     return candidate
         reason = "it does not exist" if not path.exists() else f"it has no {FILE_NAME}"
-    raise MissingCheckpointError(
-        f"there is no whole checkpoint in {path}: {reason}. Give the folder that a save was finished in."
-    )
+        found = list(path.iterdir()) if path.is_dir() else []
+        inside = sorted(one.name for one in found if is_whole(one) and not one.name.startswith("."))
+    instead = f'one of those inside it, such as "{inside[-1]}"' if inside else "the folder that a save was finished in"
+    raise MissingCheckpointError(f"there is no whole checkpoint in {path}: {reason}. Give {instead}.")
 
 
 def read_whole(folder: str | os.PathLike[str], work: Callable[[Path], T]) -> T:
