@@ -149,3 +149,13 @@ def test_a_resumed_run_computes_with_the_threads_that_it_began_with(
     train(replace(config, steps=1, threads=None, resume="never"))
     assert used == [2, 2, 2, 3]
     assert torch.get_num_threads() == before
+
+
+def test_a_folder_for_states_that_cannot_hold_them_is_refused_before_anything_is_built(
+    tmp_path: Path, texts: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for name, message in (("file", "is not a folder"), ("nowhere", "does not exist")):
+        with pytest.raises(InputError, match=rf'disk path ".*{name}" {message}'):
+            train(tiny(tmp_path / "out", texts, disk_path=(str(tmp_path / name),)))
+    assert not (tmp_path / "out").exists()

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
-from unbounded.errors import InputError
+from unbounded.errors import DiskError, InputError
+from unbounded.native.disk.place import check_folder
 from unbounded.observe import trace
 from unbounded.observe.boards import check_boards
 from unbounded.train.options.settings import Settings
 
 
 def check_outputs(settings: Settings) -> None:
-    """Refuse files and folders that must not be written, and boards that are not installed."""
+    """Refuse files and folders that cannot or must not be written, and boards that are not installed."""
     if settings.trace is not None:
         trace.check_path(settings.trace)
     check_boards(settings.report_to)
+    for folder in settings.disk_path or ():
+        _check_disk_path(Path(folder))
     if settings.export is not None:
         _check_export(settings, Path(settings.export))
+
+
+def _check_disk_path(folder: Path) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `shard` will give them
+            check_folder(folder)
+    except DiskError as error:
+        raise InputError(str(error)) from None
 
 
 def _check_export(settings: Settings, target: Path) -> None:
