@@ -126,3 +126,10 @@ def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypa
 def test_streaming_and_threads_are_bounded_by_the_memory() -> None:
     assert replace(UNMEASURED, host_threads=2).host_rate == 2 * UNMEASURED.host_thread_rate
     assert replace(UNMEASURED, host_threads=64).host_rate == UNMEASURED.host_bandwidth
+
+
+def test_torchs_default_device_does_not_reach_what_is_measured() -> None:
+    """A model is often made, and planned for, under the meta device."""
+    cpu = torch.device("cpu")
+    with torch.device("meta"):
+        assert measuring._kernel_seconds(cpu) > 0

@@ -117,8 +117,9 @@ def _elementwise_rate(device: torch.device) -> float:
 
 def _kernel_seconds(device: torch.device) -> float:
     """The least time of an operation in a chain of modules with gradients: Python's and torch's, not the device's."""
-    model = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))))
-    model, x = model.to(device), torch.randn(4, 16, device=device)
+    with device:  # whatever the caller's default is
+        layers = [layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))]
+    model, x = nn.Sequential(*layers).float(), torch.randn(4, 16, dtype=torch.float32, device=device)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads would slow down such small operations, which is not Python's time
     try:
