@@ -33,7 +33,7 @@ class Way:
     activations: str = "recompute"
 
 
-def simulate(footprint: Footprint, machine: MachineRates, setup: Setup, way: Way = Way()) -> Prediction:  # noqa: B008
+def simulate(footprint: Footprint, machine: MachineRates, setup: Setup, way: Way = Way()) -> Prediction:
     """One step of `setup.tokens` x `setup.accumulate` on every data rank."""
     lanes = base_loads(footprint, machine, setup).seconds
     held: dict[str, dict[str, float]] = {tier: {} for tier in TIERS}
