@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from tests.train.corpora import sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, tiny, train, train_on_rank
 from unbounded.activations.promise import DeviceShortage
 from unbounded.errors import DataError, InputError, TrainingError
+from unbounded.observe import trace
 from unbounded.observe.metrics import Metrics, read_metrics
 from unbounded.observe.replacing import write_file
 from unbounded.train.run.guard import name_shortage
@@ -279,6 +281,22 @@ def test_a_trace_has_the_first_steps_in_their_lanes(tmp_path: Path, texts: Path)
         "blocks.0",
     ] * 2
     assert {"disk read", "disk write", "host optimizer"} <= {span["cat"] for span in spans}
+
+
+@pytest.mark.parametrize("trace_steps", [2, 100], ids=["during the run", "at its end"])
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, texts: Path, trace_steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_up(path: Path, *args: Any, **details: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(trace, "write", fill_up)
+    job = tiny(tmp_path / "out", texts, trace=str(tmp_path / "t.json"), trace_steps=trace_steps)
+    summary = train(job)
+    assert summary.trace is None
+    assert summary.checkpoint is not None
+    assert summary.num_steps == job.steps
+    assert re.search(r"the trace could not be written: .*No space left on device: '.*t\.json'", capsys.readouterr().out)
 
 
 def test_epochs_become_steps_by_counting_tokens(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
+from unbounded.errors import InputError
 from unbounded.observe import trace
 from unbounded.observe.boards import open_boards
 from unbounded.observe.metrics import Metrics
@@ -65,9 +66,13 @@ class RunRecord:
             self._metrics.write("eval", step, loss=loss, perplexity=perplexity)
 
     def stop_trace(self) -> None:
-        """Write the trace, if one is being recorded."""
-        if self._settings.trace is not None and trace.is_recording():
+        """Write the trace, if one is being recorded. A run goes on if that fails: its states matter more."""
+        if self._settings.trace is None or not trace.is_recording():
+            return
+        try:
             self.trace_path = trace.stop()
+        except (OSError, InputError) as error:
+            self.say(f"the trace could not be written: {error}")
 
     def close(self) -> None:
         """The run is over."""
