@@ -24,7 +24,7 @@ from unbounded.activations.structure import take_tensors
 from unbounded.errors import BudgetError
 from unbounded.planner.sizes import format_bytes
 from unbounded.tiers.budget import KERNEL_BYTES
-from unbounded.tiers.driver import DriverCount, count_device
+from unbounded.tiers.driver import DriverCount, allocator_fraction, count_device
 
 # Room for kernels that the next pass may load, after the first forwards; before, it is KERNEL_BYTES.
 MARGIN_BYTES, NUM_FIRST = 64 * 2**20, 4
@@ -55,8 +55,7 @@ class CudaAllocator:
         self._total = torch.cuda.get_device_properties(device).total_memory
 
     def set_cap(self, num_bytes: int | None) -> None:
-        read = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)
-        now, (ours, given) = float(read(self._device)), self._ours.get(self._device, (-1.0, 1.0))
+        now, (ours, given) = allocator_fraction(self._device), self._ours.get(self._device, (-1.0, 1.0))
         given = given if abs(now - ours) < 1e-6 else now
         fraction = min(given, 1.0 if num_bytes is None else num_bytes / self._total)
         self._ours[self._device] = fraction, given

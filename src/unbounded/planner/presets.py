@@ -7,12 +7,12 @@ every preset. Each constant has its source next to it, and says if it is assumed
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 
 from unbounded.errors import PlanError
 from unbounded.planner.machine import MachineRates
+from unbounded.planner.spelling import find_closest
 
 GB, TB, GIB, TFLOP = 10**9, 10**12, 2**30, 1e12
 REACHED = {
@@ -189,8 +189,8 @@ def find_machine(name: str) -> MachineRates:
     """The preset `name`. After a node's name a number counts nodes ("dgx2:32"), after a GPU's GPUs ("h200:8")."""
     base, colon, count = name.partition(":")
     if base not in NAMES:
-        close = difflib.get_close_matches(base, NAMES, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"The presets are {', '.join(NAMES)}."
+        closest = find_closest(base, NAMES)
+        hint = f"Did you mean {closest!r}?" if closest else f"The presets are {', '.join(NAMES)}."
         raise PlanError(f"there is no machine {name!r}. {hint} A file that Machine.save wrote works too.")
     if colon and (not count.isdecimal() or len(count) > 9 or int(count) < 1):
         raise PlanError(

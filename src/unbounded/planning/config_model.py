@@ -5,7 +5,6 @@ Only code of `transformers` itself runs, never code that comes with a config. No
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from unbounded.errors import MissingFrameworkError, PlanError
 from unbounded.planner.models.shapes import MOST, MOST_LAYERS
+from unbounded.planner.spelling import find_closest
 
 # What a config without `architectures` is a model for: the first of these that knows it. Those at the top know models
 # of several parts; a causal language model may be the text part alone.
@@ -46,8 +46,8 @@ def build_model(values: Any, what: str, dtype: torch.dtype) -> nn.Module:
     kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in kinds:
-        close = difflib.get_close_matches(str(kind), list(kinds), n=1)
-        hint = f"The nearest known is {close[0]!r}. " if close else ""
+        closest = find_closest(str(kind), kinds)
+        hint = f"The nearest known is {closest!r}. " if closest else ""
         raise PlanError(
             f"{what} has the model_type {kind!r}, which transformers {transformers.__version__} does not know. {hint}"
             "Give layers=..,hidden=..,ffn=.. by hand, or the model itself to unbounded.plan."

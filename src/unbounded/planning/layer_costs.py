@@ -76,13 +76,14 @@ def _matrices(module: nn.Module) -> list[torch.Tensor]:
     return [one for one in module.parameters(recurse=False) if one.dim() >= 2 and one.shape[0] > 1]
 
 
-def _is_expert(name: str) -> bool:
-    return any("expert" in part and "shared" not in part for part in name.split("."))
+def _names_experts(part: str) -> bool:
+    """Whether a part of a module's name says that tokens are sent there by choice."""
+    return "expert" in part and "shared" not in part
 
 
 def _is_stacked(name: str, matrix: torch.Tensor) -> bool:
     """Whether a parameter is the matrices of all experts of a block."""
-    return _is_expert(name) and matrix.dim() == 3
+    return matrix.dim() == 3 and any(map(_names_experts, name.split(".")))
 
 
 def _active_share(name: str, matrix: torch.Tensor, modules: Mapping[str, nn.Module], active: int) -> float:
@@ -92,7 +93,7 @@ def _active_share(name: str, matrix: torch.Tensor, modules: Mapping[str, nn.Modu
     parts = name.split(".")
     for end, part in enumerate(parts[:-1], 1):
         listed = modules.get(".".join(parts[:end]))
-        if "expert" in part and "shared" not in part and isinstance(listed, nn.ModuleList | nn.ModuleDict):
+        if _names_experts(part) and isinstance(listed, nn.ModuleList | nn.ModuleDict):
             return min(1.0, active / len(listed))
     return 1.0
 

@@ -52,9 +52,14 @@ def count_device(device: torch.device) -> DriverCount:
 def unclaimed_bytes(device: torch.device) -> int:
     """What no pass so far has needed of a GPU and the allocator may still take: its limit may be a plan's budget."""
     free, total = torch.cuda.mem_get_info(device)
-    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
-    return left_over(free, int(fraction * total), reserved, most)
+    return left_over(free, int(allocator_fraction(device) * total), reserved, most)
+
+
+def allocator_fraction(device: torch.device) -> float:
+    """The part of a GPU that torch's allocator may take."""
+    read = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)  # an older torch has none
+    return float(read(device))
 
 
 def left_over(free_bytes: int, limit_bytes: int, reserved_bytes: int, most_bytes: int) -> int:

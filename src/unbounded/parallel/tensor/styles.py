@@ -5,13 +5,13 @@ The names are those of `tp_plan` in transformers, and short ones of ours. Nothin
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from unbounded.errors import PlanError
+from unbounded.planner.spelling import find_closest
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -71,8 +71,8 @@ def read_style(name: str, pattern: str) -> Style:
     """The style of that name, ours or of transformers."""
     style = STYLES.get(_TRANSFORMERS.get(name, name))
     if style is None:
-        close = difflib.get_close_matches(name, [*STYLES, *_TRANSFORMERS], n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"The styles are {', '.join(STYLES)}."
+        closest = find_closest(name, [*STYLES, *_TRANSFORMERS])
+        hint = f"Did you mean {closest!r}?" if closest else f"The styles are {', '.join(STYLES)}."
         raise PlanError(f"the tensor style of {pattern!r} is {name!r}, which is not known. {hint}")
     return style
 

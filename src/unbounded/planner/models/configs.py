@@ -6,7 +6,6 @@ Only values are read: no code of the model runs, and `transformers` is not neede
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from unbounded.errors import PlanError
 from unbounded.planner.models.shapes import Shape, read_shape
+from unbounded.planner.spelling import find_closest
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def shape_of(config: Any, what: str) -> Shape:
         raise PlanError(f"{what} is not the config of a model. Give an object with a model_type.")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
-        hint = f"The nearest known is {close[0]!r}. " if close else ""
+        closest = find_closest(str(kind), FAMILIES)
+        hint = f"The nearest known is {closest!r}. " if closest else ""
         raise PlanError(
             f"{what} has the model_type {kind!r}, whose bytes are not known here. {hint}Install transformers, which "
             f"knows more than {', '.join(sorted(FAMILIES))}; or give layers=..,hidden=..,ffn=.. by hand, or the model "

@@ -6,11 +6,11 @@ the parameters of each block; `footprint` makes units of it.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
 from unbounded.errors import PlanError
+from unbounded.planner.spelling import find_closest
 
 # Sizes beyond those of any model, which would only keep the planner busy.
 MOST_LAYERS, MOST = 10_000, 10**9
@@ -165,8 +165,8 @@ def read_shape(text: str) -> Shape:
     if "=" not in text:
         if text in PRESETS:
             return PRESETS[text]
-        close = difflib.get_close_matches(text, PRESETS, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"The presets are {', '.join(PRESETS)}."
+        closest = find_closest(text, PRESETS)
+        hint = f"Did you mean {closest!r}?" if closest else f"The presets are {', '.join(PRESETS)}."
         raise PlanError(
             f"{text!r} is not a config folder, a config.json or a preset. {hint} Or give layers=..,hidden=.. by hand."
         )
@@ -175,8 +175,8 @@ def read_shape(text: str) -> Shape:
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"The keys are {', '.join(known)}."
+            closest = find_closest(key, known)
+            hint = f"Did you mean {closest!r}?" if closest else f"The keys are {', '.join(known)}."
             raise PlanError(f"a model has no {key!r}. {hint}")
         if not value.isdecimal() or len(value) > 12:
             raise PlanError(f"{key} is {value!r}, but it must be a whole number of at most 12 digits.")
