@@ -42,3 +42,25 @@ def generate(rank: int, world_size: int, name: str, stage: int) -> tuple[list[An
 def test_a_sharded_model_generates_what_the_plain_one_does(ranks: Any, name: str, world_size: int, stage: int) -> None:
     for plain, ours in ranks(world_size, generate, name, stage):
         assert ours == plain
+
+
+def generate_apart(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
+    """Answers of another length on each rank, of the sharded model; then of copies of it, on the first rank alone."""
+    torch.manual_seed(5)
+    model = ARCHITECTURES["llama"].build().eval()
+    prompt = batch(ARCHITECTURES["llama"], 9, rank)["input_ids"]
+    options = {"max_new_tokens": 2 + 3 * rank, "do_sample": False}
+    plain = model.generate(prompt, **options).tolist()
+    with small_units(100):
+        model, _ = unbounded.shard(model, optimizer_of(model), {"stage": 3, "precision": "fp32"})
+    found = [model.generate(prompt, **options).tolist()]
+    copied = copy.deepcopy(model)
+    unbounded.unshard(model)
+    if rank == 0:
+        found += [network.generate(prompt, **options).tolist() for network in (copied, model)]
+    return [plain] * len(found), found
+
+
+def test_ranks_generate_answers_of_different_lengths(ranks: Any) -> None:
+    for plain, ours in ranks(2, generate_apart):
+        assert ours == plain

@@ -103,14 +103,7 @@ class ShardingTrainer:
             self._compile_blocks()
             _, placed = shard(self.model, made, self._plan())
             self.optimizer = PreparedOptimizer(placed)
-            self._generate_together()
         return self.optimizer
-
-    def _generate_together(self) -> None:
-        """Ranks gather weights together, so `generate` must run on each rank until all are done, as for FSDP."""
-        for part in self.model.modules() if self.args.world_size > 1 else ():
-            if hasattr(part, "generate"):
-                part._is_fsdp_managed_module = True
 
     def _plan(self) -> Plan:
         """The given plan, with the precision and the checkpointing that the training arguments ask for."""

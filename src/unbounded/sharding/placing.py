@@ -31,6 +31,7 @@ from unbounded.sharding import device_room, running
 from unbounded.sharding.block_compiling import compiled_blocks
 from unbounded.sharding.block_policies import checkpoint_activations, close_activations, lifted_policies
 from unbounded.sharding.device_room import balance, keep_promise, limit_reads, may_balance, promise_budget
+from unbounded.sharding.generation import generate_together
 from unbounded.sharding.running import enrol, is_sharded, pipeline, sharded
 from unbounded.weights.grafts import Grafts
 from unbounded.weights.pretrained import install_weights
@@ -109,6 +110,8 @@ def shard(
         state.add_detach(balance(model, state))
     if optimizer is not None and not hasattr(model, "peft_config"):
         state.add_detach(_refuse_late_adapters(model))
+    if blueprint.plan.stage == 3 and axes.data.size > 1:
+        state.add_detach(generate_together(model))
     return model, state.optimizer  # type: ignore[return-value]
 
 
