@@ -100,6 +100,7 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 enabled"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning, which is not available here"),
         ({"amp": {"enabled": True}}, "Use bf16.enabled or fp16.enabled"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast, which is not available here. Use bf16.enabled"),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "device is 'gpu'. It may be one of none, cpu"),
         ({"train_batch_size": 2.5}, "train_batch_size is 2.5"),
         ({"bf16": 7}, "bf16 is 7, but it must be an object with the keys enabled"),
@@ -303,6 +304,24 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
     state = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert torch.equal(state["0.weight"], torch.full((16, 6), 0.5))
     assert deepspeed.comm.get_world_size() == 1
+
+
+def average_two_models(rank: int, world_size: int) -> list[float]:
+    """The moving average of RLHF scripts, whose parameters belong to two engines and a plain model."""
+    models = [make_model() for _ in range(3)]
+    for model in models[:2]:
+        unbounded.shard(model, torch.optim.AdamW(model.parameters()), {"stage": 3})
+    for one, other, plain in zip(*(model.parameters() for model in models), strict=True):
+        with deepspeed.zero.GatheredParameters([one, other, plain], modifier_rank=1):
+            if rank == 1:
+                one.fill_(1.0)
+                other.copy_(one * 2)
+                plain.data.copy_(other + 1)
+    return [float(model.state_dict()["0.weight"].mean()) for model in models]
+
+
+def test_parameters_of_several_models_are_gathered_together(ranks: Any) -> None:
+    assert ranks(2, average_two_models) == [[1.0, 2.0, 3.0]] * 2
 
 
 def test_tiled_linear_and_checkpointing_compute_what_they_stand_for() -> None:

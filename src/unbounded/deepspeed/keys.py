@@ -142,6 +142,7 @@ KEYS: Table = {
 
 CHANGES_TRAINING: Mapping[str, str] = {
     "amp": "Use bf16.enabled or fp16.enabled.",
+    "torch_autocast": "Use bf16.enabled or fp16.enabled.",
     "sparse_gradients": "Make embeddings with sparse=False.",
     "sparse_attention": "Use the model's own attention.",
     "compression_training": "Train without compression.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,15 +31,12 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """All ranks must enter this. Inside, parameters hold their full values; what `modifier_rank` writes is kept."""
     given = [params] if isinstance(params, nn.Parameter) else list(params)
-    model = next((found for found in map(find_model, given) if found is not None), None)
-    if not enabled:
+    models = dict.fromkeys(map(find_model, given)) if enabled else {}
+    with ExitStack() as gathered:
+        for model in filter(None, models):  # None: not sharded yet, so all values are there
+            gathered.enter_context(full_params(model))
         yield
-    elif model is None:  # not sharded yet, so all values are there
-        yield
-        _broadcast(given, modifier_rank)
-    else:
-        with full_params(model):
-            yield
+        if enabled:
             _broadcast(given, modifier_rank)
 
 
