@@ -204,7 +204,8 @@ def build(case: Case, disk_path: str) -> tuple[Any, Any]:
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5)
-    return unbounded.shard(model, optimizer, {"disk_path": disk_path, **case.plan})
+    # Whether a step clips is not known beforehand, so what is predicted is a step whose updates follow the backward.
+    return unbounded.shard(model, optimizer, {"disk_path": disk_path, "early_units": 0, **case.plan})
 
 
 def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.solve import Shortage, solve
 from unbounded.planner.step.streaming import choose_streamed, streamed_part
 from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_patterns, read_placement
-from unbounded.zero.setup.blueprint import Means, draw
+from unbounded.zero.setup.blueprint import Blueprint, Means, draw
 from unbounded.zero.setup.sites import find_sites
-from unbounded.zero.setup.specs import find_specs
+from unbounded.zero.setup.specs import UnitSpec, find_specs
 
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.
@@ -186,12 +187,37 @@ def test_only_candidates_are_streamed() -> None:
     assert choose_streamed([False, False], 1.0) == [False, False]
 
 
-def test_a_blueprint_is_drawn_from_values_alone_for_a_gpu_that_is_not_here() -> None:
+def four_layers() -> list[UnitSpec]:
     model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
     groups = {id(parameter): 0 for parameter in model.parameters()}
-    book = RuleBook(optimizer, "exact")
-    specs = find_specs(find_sites(model), groups, 1, None, book=book)
+    return find_specs(find_sites(model), groups, 1, None, book=RuleBook(optimizer, "exact"))
+
+
+def test_beside_a_gpu_units_are_updated_early_in_most_of_the_hosts_spare_memory() -> None:
+    specs, unit, counts = four_layers(), 4096 * 4096, set()
+    machine = replace(UNMEASURED, host_threads=32)  # of which nothing is streamed
+
+    def drawn(device_type: str, host_bytes: int, **fields: Any) -> Blueprint:
+        on_host = dict.fromkeys(("weights", "gradients", "optimizer"), "host")
+        plan = Plan(precision="bf16", **{**on_host, **fields})
+        return draw(specs, plan, Means(2**30, host_bytes, 2**33, machine, 32), device_type)
+
+    for host_bytes in range(3 * 2**29, 2**32, 2**27):
+        without = drawn("cuda", host_bytes, early_units=0).host_bytes
+        spare = host_bytes - without - 4 * 2 * unit  # besides sums of gradients in fp32
+        early = drawn("cuda", host_bytes).early
+        count = min(4, int(3 / 4 * spare) // (12 * unit))
+        assert early == (False,) * (4 - count) + (True,) * count  # the last ones
+        assert drawn("cpu", host_bytes).early == (False,) * 4  # the host computes
+        counts.add(count)
+    assert counts == {1, 2, 3, 4}
+    assert drawn("cuda", 2**33, early_units=1).plan.early_units == 1
+    assert not any(drawn("cuda", 2**33, gradients="none").early)
+
+
+def test_a_blueprint_is_drawn_from_values_alone_for_a_gpu_that_is_not_here() -> None:
+    specs = four_layers()
     plan = Plan(precision="bf16", weights="device", gradients="host", optimizer="host")
     few_cores = replace(UNMEASURED, host_threads=3)
     drawn = draw(specs, plan, Means(2**30, 2**33, 2**33, few_cores, 3), "cuda")

@@ -145,7 +145,7 @@ class DevicePromise:
         largest = "activations and what is computed with them" if rest >= states else "states and gathered weights"
         needed = taken + num_bytes + self.budget_bytes - self.cap_bytes
         remedy = (
-            'activations="host", or '
+            'activations="host" if blocks keep more than their inputs, or '
             if rest >= states
             else 'weights or an optimizer on "host" for more units, optimizer_format="compact", or '
         )

@@ -50,8 +50,9 @@ class Plan:
 
     docs/reference/plan.md describes every field. With `disk_checksums`, everything that is read back from the disk tier
     is checked against the checksum of what was written, which takes a thousandth of the disk's bytes in host memory.
-    So many `early_units` are updated inside the backward, into a second set of arrays in host memory. `move_states`
-    lets states move between device and host once steps show what is left; left None, a plan with a `device_bytes` does.
+    So many `early_units` are updated inside the backward, into a second set of arrays in host memory; left None, on a
+    GPU as many as the host has memory to spare for. `move_states` lets other states move between device and host once
+    steps show what is left; left None, a plan with a `device_bytes` does.
     With `gradients="none"` every unit is updated inside the backward and no gradient is stored, for loops with one
     backward per step and no clipping.
     """
@@ -70,7 +71,7 @@ class Plan:
     disk_path: tuple[str, ...] | None = None
     disk_checksums: bool = True
     prefetch_units: int = 2
-    early_units: int = 0
+    early_units: int | None = None
     move_states: bool | None = None
     host_threads: int | None = None
     accumulate_dtype: str = "fp32"
@@ -118,11 +119,6 @@ class Plan:
         self._check_axes()
         self._check_weights()
         self._check_gradients()
-        if self.move_states and self.early_units:
-            raise PlanError(
-                f"move_states is True and early_units is {self.early_units}, but units that are updated inside the "
-                "backward have a second set of states on the host, so they cannot move. Leave one of the two out."
-            )
 
     def _check_axes(self) -> None:
         """The fields of the parallel axes, as far as they can be checked without a model."""
@@ -152,7 +148,7 @@ class Plan:
         for name, allowed, why in (
             ("precision", (None, "bf16", "fp32"), "an overflow is known only after the backward, and skips the step"),
             ("pipeline", (1,), "the micro-batches of a pipeline are several backwards"),
-            ("early_units", (0,), "all units are updated inside the backward already"),
+            ("early_units", (None, 0), "all units are updated inside the backward already"),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -170,7 +166,7 @@ class Plan:
     @property
     def lets_states_move(self) -> bool:
         """Whether states that the plan does not place may move while the model trains."""
-        if self.optimizer is not None or self.gradients is not None or self.early_units:
+        if self.optimizer is not None or self.gradients is not None:
             return False
         return self.device_bytes is not None if self.move_states is None else self.move_states
 

@@ -19,11 +19,11 @@ from unbounded.tiers.tiers import Tiers
 
 
 class Room(Protocol):
-    """Where host memory for activations comes from."""
+    """Where host memory for activations comes from. What only makes steps shorter gives way to what is `wanted`."""
 
     arena: HostArena
 
-    def spare_bytes(self) -> int: ...
+    def spare_bytes(self, wanted: int = 0) -> int: ...
 
     def count(self, num_bytes: int) -> None: ...
 
@@ -36,8 +36,8 @@ class TierRoom:
     def __init__(self, tiers: Tiers) -> None:
         self.arena, self._tiers = tiers.arena, tiers
 
-    def spare_bytes(self) -> int:
-        return self._tiers.spare_host_bytes()
+    def spare_bytes(self, wanted: int = 0) -> int:
+        return self._tiers.make_spare(wanted)
 
     def count(self, num_bytes: int) -> None:
         """Counts bytes as activations; the arena has already counted them for the host."""
@@ -61,7 +61,7 @@ class FreeRoom:
         self.arena = HostArena(pin=True, num_threads=max(1, (os.cpu_count() or 1) // 2))  # if the caller asks for it
         self.used_bytes = 0
 
-    def spare_bytes(self) -> int:
+    def spare_bytes(self, wanted: int = 0) -> int:
         return int(available_bytes() * FREE_PART)
 
     def count(self, num_bytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +50,8 @@ class Tiers:
         self._used = {"device": 0, "disk": 0}
         self.planned_host_bytes = 0  # for states and buffers, whether they are allocated yet or not
         self.activation_bytes = 0  # part of the host's, for activations
+        # Frees what the host holds only to make steps shorter. (Returns the function, or None once its owner is gone.)
+        self.give_up: Callable[[], Callable[[], None] | None] = lambda: None
         # If a GPU computes, the host's budget is for the process: what it had before is not ours.
         self._resident_before = resident_bytes() if device.type == "cuda" else None
         self._lock = threading.Lock()
@@ -138,6 +140,12 @@ class Tiers:
         budget, states = self.budgets["host"], self.held_host_bytes()
         return 2**62 if budget is None else budget - states - self.activation_bytes - self.other_host_bytes()
 
+    def make_spare(self, num_bytes: int) -> int:
+        """What is spare of the host's budget. If that is less than `num_bytes`, what only makes steps shorter goes."""
+        if self.spare_host_bytes() < num_bytes and (give_up := self.give_up()) is not None:
+            give_up()
+        return self.spare_host_bytes()
+
     def other_host_bytes(self) -> int:
         """What the process has come to take of the host besides states, buffers and activations."""
         if self._resident_before is None:
@@ -164,6 +172,7 @@ class Tiers:
     @contextmanager
     def planned_on_host(self, num_bytes: int) -> Iterator[None]:
         """States move to the host (or from it, if negative). If the block succeeds, their bytes are counted."""
+        self.make_spare(num_bytes)
         with self._lock:
             spare = self.spare_host_bytes()
             if num_bytes > spare:

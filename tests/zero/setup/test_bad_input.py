@@ -123,10 +123,6 @@ def bad_prefetch() -> None:
     plan_of({"prefetch_units": -1})
 
 
-def early_and_moving() -> None:
-    plan_of({"early_units": 2, "move_states": True})
-
-
 def plan_as_text() -> None:
     plan_of("fast")
 
@@ -159,7 +155,6 @@ SHARDING: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (tier_of_disks, PlanError, ["'nvme'", "Did you mean 'disk'?"]),
     (bad_bytes, PlanError, ["device_bytes", "24 apples"]),
     (bad_prefetch, PlanError, ["prefetch_units is -1"]),
-    (early_and_moving, PlanError, ["early_units is 2", "Leave one of the two out"]),
     (plan_as_text, PlanError, ["'fast'", '"auto"']),
 ]
 

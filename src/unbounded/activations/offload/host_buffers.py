@@ -109,7 +109,8 @@ class HostBuffers:
         with self._lock:
             self._collect()
             parts = (part.size for chunk in self._chunks for part in chunk.free)
-            return max(self.room.spare_bytes(), *parts, 0) >= num_bytes + PAGE_BYTES
+            size = num_bytes + PAGE_BYTES
+            return max(parts, default=0) >= size or self.room.spare_bytes(size) >= size
 
     def trim(self) -> None:
         """Frees the chunks that are not in use."""
@@ -125,7 +126,7 @@ class HostBuffers:
     def _allocate(self, size: int, *, pin: bool) -> tuple[_Chunk, _Part]:
         if self.room.spare_bytes() < size:
             self._free_unused()
-        if self.room.spare_bytes() < size:
+        if self.room.spare_bytes(size) < size:
             raise self.room.shortage(size)
         chunk = _Chunk(self.room.arena.allocate(torch.uint8, size, pin=pin), [_Part(0, size)])
         self.room.count(size)

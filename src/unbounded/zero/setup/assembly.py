@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -197,7 +198,9 @@ class Assembly:
         exchange = HomeExchange(self.ranks.lane("whole")) if needs_wholes else None
         drafts = self._drafts(engine.units, tiers, leased)
         updates = Updates(engine, lanes, self.threads, leased, buffers.depth, drafts, exchange)
-        return ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
+        sharded = ShardedOptimizer(optimizer, engine, updates, tiers, self.plan)
+        tiers.give_up = weakref.WeakMethod(sharded.give_up_drafts)
+        return sharded
 
     def _drafts(self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool) -> dict[Unit, Draft]:
         """Spare states for the units that are updated inside the backward."""

@@ -36,6 +36,8 @@ from unbounded.zero.setup.specs import UnitSpec
 # Device memory for each element of the largest parameter whose update sees it whole: itself, its gradient, its states,
 # those of its neighbours being moved in and out, and what the update computes with.
 WHOLE_BYTES = 48
+# The part of the host's spare memory that updates inside the backward take by themselves. Saves copy into the rest.
+EARLY_PART = 3 / 4
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) 
             f"{format_bytes(host_bytes - buffers.num_bytes)}. Raise host_bytes to {format_bytes(host_bytes)}."
         )
     streamed = _stream(specs, places, means.machine, carries=plan.lets_states_move and device_type == "cuda")
-    early = _choose_early(specs, sizes, places, streamed, plan.early_units, solved.room["host"])
+    early = _choose_early(specs, sizes, places, streamed, _early_limits(plan, device_type), solved.room["host"])
     host_bytes += sum(_drafted(unit_bytes) for unit_bytes, chosen in zip(sizes, early, strict=True) if chosen)
     closed = _close(plan, specs, places, means, early)
     return Blueprint(
@@ -144,7 +146,7 @@ def _close(
         host_bytes=means.host_bytes,
         disk_bytes=means.disk_bytes,
         host_threads=means.host_threads,
-        early_units=sum(early),
+        early_units=None if plan.early_units is None and not any(early) else sum(early),
         **named,  # type: ignore[arg-type]
     )
 
@@ -154,12 +156,20 @@ def _drafted(unit: UnitBytes) -> int:
     return unit.updated_weights + unit.optimizer + unit.remainder
 
 
+def _early_limits(plan: Plan, device_type: str) -> tuple[int, float]:
+    """How many units may be updated inside the backward, and which part of the host's spare memory they may take."""
+    if plan.early_units is not None:
+        return plan.early_units, 1.0
+    # Beside a GPU the host is idle in the backward; without one, it is the host that computes.
+    return (2**62, EARLY_PART) if device_type == "cuda" and plan.keeps_gradients else (0, 0.0)
+
+
 def _choose_early(
     specs: Sequence[UnitSpec],
     sizes: Sequence[UnitBytes],
     places: Sequence[UnitPlace],
     streamed: Sequence[bool],
-    wanted: int,
+    limits: tuple[int, float],
     host_room: int,
 ) -> tuple[bool, ...]:
     """Which units have room on the host for a second set of states: the last ones, whose gradients come first.
@@ -169,6 +179,7 @@ def _choose_early(
     rows = list(zip(sizes, places, strict=True))
     spare = host_room - sum_bytes(sizes, places, "host")
     spare -= sum(unit.summed_gradients - unit.gradients for unit, where in rows if where.gradients == "host")
+    wanted, spare = limits[0], int(spare * limits[1])
     chosen = [False] * len(specs)
     for index in reversed(range(len(specs))):
         unit, where = rows[index]

@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -350,6 +351,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _membership(self) -> list[list[int]]:
         """Which parameter is in which group."""
         return [list(map(id, group["params"])) for group in self.param_groups]
+
+    def give_up_drafts(self) -> None:
+        """From now on all units are updated after the backward, because the host's memory is needed."""
+        self.tiers.shrink(host_bytes=self.updates.drafts.give_up(self.tiers.free), store=None)
+        self.plan = replace(self.plan, early_units=0)
 
     def _total_norm(self, units: list[Unit]) -> float | torch.Tensor:
         axes = self.engine.axes

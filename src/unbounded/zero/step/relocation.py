@@ -7,6 +7,7 @@ weights.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import partial
 
 from unbounded.planner.step.streaming import carries_weights
@@ -19,14 +20,18 @@ from unbounded.zero.unit import Unit
 
 
 class Relocation:
-    """Moves the states of one model's units. `bounce` are buffers for arrays that the host cannot address."""
+    """Moves the states of one model's units, except `fixed` ones, which have a second set of states on the host.
 
-    def __init__(self, engine: Engine, tiers: Tiers, bounce: BufferPool) -> None:
-        self._engine, self._tiers, self._bounce = engine, tiers, bounce
+    `bounce` are buffers for arrays that the host cannot address.
+    """
+
+    def __init__(self, engine: Engine, tiers: Tiers, bounce: BufferPool, fixed: Container[Unit] = ()) -> None:
+        self._engine, self._tiers, self._bounce, self._fixed = engine, tiers, bounce, fixed
 
     def units_on(self, tier: str) -> list[Unit]:
         """The units whose states are all on `tier` and may move now, in the order of a forward."""
-        return [unit for unit in self._engine.forward_order() if _may_move(unit, tier)]
+        units = [unit for unit in self._engine.forward_order() if _may_move(unit, tier)]
+        return [unit for unit in units if unit not in self._fixed]
 
     def move(self, unit: Unit, tier: str) -> None:
         """Moves to "device" or "host". If there is no room, raises, and the unit stays where it was."""

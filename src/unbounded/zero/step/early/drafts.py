@@ -17,7 +17,7 @@ for a draft. The arrays count their changes, before and after each, so a draft t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -133,6 +133,14 @@ class Draft:
         self._reader = self.unit.hand_over_reader()
         return True
 
+    def free(self, free: Callable[[Array], None], pool: kernels.Pool) -> None:
+        """Gives the spare arrays back. Runs in the update lane."""
+        if self._reader is not None:
+            self._reader.make_way(pool)
+        for array in self._arrays.values():
+            free(array)
+        self._arrays, self._reader, self._basis = {}, None, None
+
     @property
     def is_written(self) -> bool:
         return self._basis is not None
@@ -202,3 +210,15 @@ class Drafts:
         """The step begins: units whose drafts have not begun are updated in its order."""
         for draft in self.of.values():
             draft.cancel()
+
+    def give_up(self, free: Callable[[Array], None]) -> int:
+        """From now on there are no drafts, because their memory is needed; returns how many bytes they had."""
+        num_bytes, drafts = self.num_bytes, [*self.of.values()]
+        self.cancel()
+        self.of = {}
+        self._lane.submit(self._free, drafts, free).wait()
+        return num_bytes
+
+    def _free(self, drafts: Sequence[Draft], free: Callable[[Array], None]) -> None:
+        for draft in drafts:
+            draft.free(free, self._pool)
