@@ -313,6 +313,20 @@ def test_transforms_of_torch_func_are_refused_and_work_on_a_copy(plan: str) -> N
     assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
 
 
+def gradients_with_a_graph(model: nn.Module, optimizer: Any) -> Any:
+    """A penalty on `p.grad` would be a constant, because units keep values."""
+    if hasattr(optimizer, "engine"):
+        with pytest.raises(StateError, match=r"torch\.autograd\.grad\(loss, parameters, create_graph=True\)"):
+            model(data()).square().mean().backward(create_graph=True)
+        optimizer.zero_grad()
+    return [step(model, optimizer, number) for number in range(3)], weights(model)
+
+
+@EVERYWHERE
+def test_a_backward_that_creates_a_graph_of_gradients_is_refused(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, gradients_with_a_graph)
+
+
 def old_graph(model: nn.Module, optimizer: Any) -> Any:
     late = model(data(1)).square().mean()
     outside = (model.last.weight * model.first.weight.sum()).square().sum()

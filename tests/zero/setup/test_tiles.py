@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import unbounded
 from unbounded.errors import BudgetError, PlanError, StateError
@@ -428,6 +429,75 @@ def test_gradient_hooks_expect_the_whole_and_are_refused() -> None:
     model, _ = tiled()
     with pytest.raises(StateError, match="a tiled weight has a gradient hook, but its gradient comes in parts"):
         model.embedding.weight.register_hook(lambda grad: grad)
+
+
+def ask_autograd(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """The gradients of all weights, those of a penalty on them, and weights trained by the gradients of a few."""
+    weights = list(model.parameters())
+    grads = torch.autograd.grad(model(tokens(0)), weights, create_graph=True)
+    penalty = sum(grad.square().sum() for grad in grads)
+    second = torch.autograd.grad(penalty + model.blocks[0].up.weight.norm(), weights, allow_unused=True)
+    chosen = [model.blocks[1].up.weight, model.head.weight, model.blocks[0].norm.bias]
+    for seed in range(2):
+        model(tokens(seed)).backward(inputs=chosen)
+        assert [weight.grad is None for weight in weights] == [all(w is not c for c in chosen) for w in weights]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(grad.detach() for grad in grads), *second, *model.state_dict().values()]
+
+
+def ask_on_ranks(rank: int, world_size: int, plan: dict[str, Any]) -> list[Tensor]:
+    return ask_autograd(*tiled(**plan))
+
+
+@pytest.mark.parametrize(("world_size", "plan"), [*((1, plan) for plan in PLANS), (2, {"stage": 2}), (2, {"stage": 3})])
+def test_autograd_is_asked_for_whole_weights(ranks: Any, world_size: int, plan: dict[str, Any]) -> None:
+    plain = build()
+    expected = ask_autograd(plain, adam(plain))
+    for found in ranks(world_size, ask_on_ranks, plan):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["tied", "pruned", "parametrized"])
+def test_a_tiled_weight_that_was_replaced_is_refused(change: str) -> None:
+    model, _ = tiled()
+    layer = model.blocks[0].up
+    if change == "tied":
+        layer.weight = model.blocks[1].up.weight
+    elif change == "pruned":
+        prune.l1_unstructured(layer, "weight", 0.5)
+    else:
+        layer._parameters.pop("weight")
+        layer.weight = torch.ones(INNER, WIDTH)
+    with pytest.raises(StateError, match=r"'blocks\.0\.up\.weight' was replaced or removed after `shard`"):
+        model(tokens(0))
+
+
+@pytest.mark.parametrize("weights", ["device", "disk"])
+def test_tiled_layers_are_initialised_again_by_their_own_methods(weights: str) -> None:
+    model, optimizer = tiled(weights=weights)
+    plain = build()
+    plain_optimizer = adam(plain)
+    for each, steps in ((model, optimizer), (plain, plain_optimizer)):
+        train(each, steps)
+        torch.manual_seed(5)
+        each.blocks[0].up.reset_parameters()
+        nn.init.normal_(each.blocks[1].up.weight, std=0.1)
+        nn.init.constant_(each.blocks[1].down.weight, 0.01)
+    assert_close(model.state_dict(), plain.state_dict())
+    assert train(model, optimizer) == pytest.approx(train(plain, plain_optimizer), rel=1e-5)
+
+
+def test_a_tiled_weight_refuses_what_other_sharded_weights_refuse() -> None:
+    model, _ = tiled()
+    weight = model.embedding.weight
+    with pytest.raises(StateError, match=r"register_multi_grad_hook was given .*'embedding\.weight'"):
+        torch.autograd.graph.register_multi_grad_hook([weight], lambda grads: None)
+    with pytest.raises(StateError, match=r"share_memory\(\) cannot be done to .*'embedding\.weight'"):
+        weight.share_memory_()
+    with pytest.raises(StateError, match="was expanded as itself"):
+        weight.expand_as(weight)
 
 
 def test_a_copy_of_a_sharded_model_is_whole_and_trains() -> None:

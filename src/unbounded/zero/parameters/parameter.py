@@ -54,16 +54,11 @@ class ManagedParameter(Placeholder, nn.Parameter):
         kwargs = kwargs or {}
         if (answer := describe(func, args, kwargs)) is not NotImplemented:
             return answer
-        if func in _AUTOGRAD:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if (answer := answer_as_leaf(cls, func, args, kwargs)) is not NotImplemented:
+            return answer
         name = getattr(func, "__name__", str(func))
         owner = args[0] if args and isinstance(args[0], ManagedParameter) else None
         if owner is not None:
-            if name == "requires_grad_" or func == _SET_REQUIRES_GRAD:
-                return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
-            if name in _REFUSED or (name == "__set__" and func != _SET_REQUIRES_GRAD):
-                raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
             if name == "detach" and called_from(nn.Module.state_dict):
                 return owner._unit.engine.lending.snapshot(owner._unit, owner._index)
             if name in _ADDRESSES and not owner._unit.engine.is_in_pass():
@@ -73,14 +68,6 @@ class ManagedParameter(Placeholder, nn.Parameter):
                 raise StateError(
                     f"nn.Parameter() was given the sharded parameter {owner.name!r}, whose memory it cannot share. "
                     "Give it a copy: nn.Parameter(parameter.detach().clone())."
-                )
-            if name == "view_as" and called_from(torch.autograd.graph._get_grad_fn_or_grad_acc):
-                return owner._leaf(args[1])
-            if name == "expand_as" and args[1] is owner and owner.requires_grad and torch.is_grad_enabled():
-                raise StateError(
-                    f"the sharded parameter {owner.name!r} was expanded as itself, which is done to find autograd's "
-                    "node. Its gradient goes to its unit, so hooks on that node would never be called. Use "
-                    "register_hook on the parameter; for its value, parameter.view_as(parameter)."
                 )
             if name == "copy_":
                 return owner._overwrite(args[1])
@@ -109,16 +96,6 @@ class ManagedParameter(Placeholder, nn.Parameter):
         unit.views.watch()
         return self
 
-    def _leaf(self, other: torch.Tensor) -> torch.Tensor:
-        """A view through which torch finds the parameter's node, which `torch.autograd.grad` takes for it."""
-        if called_from(torch.autograd.graph.register_multi_grad_hook):
-            raise StateError(
-                f"register_multi_grad_hook was given the sharded parameter {self.name!r}, whose gradient goes to its "
-                "unit and not through autograd's node, so the hook would never be called. Use register_hook on each."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.view_as(other)
-
     def _overwrite(self, source: Any) -> ManagedParameter:
         """Takes a new value without reading the old one. All ranks load a state dict."""
         if torch.is_grad_enabled() and self.requires_grad:
@@ -131,7 +108,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
     @property
     def name(self) -> str:  # type: ignore[override]
         """The full name in the model."""
-        return self._unit.layout.slots[self._index].name
+        return name_of(self)
 
     def turn(self) -> AbstractContextManager[None]:
         """Inside, no other thread uses the model."""
@@ -256,6 +233,14 @@ def refuse_accumulate_hook(name: str) -> None:
     )
 
 
+def refuse_replaced(name: str) -> None:
+    raise StateError(
+        f"the parameter {name!r} was replaced or removed after `shard`, so the engine would train one that the model "
+        "no longer has. Change the model before `shard`, write values inside `with unbounded.full_params(model):`, and "
+        "run torch.func.functional_call on copy.deepcopy(model)."
+    )
+
+
 def unmanage(parameter: ManagedParameter | ShownParameter, value: torch.Tensor) -> nn.Parameter:
     """Turns a managed parameter back into a plain one that holds `value`."""
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -273,6 +258,47 @@ def show(parameter: ManagedParameter, value: torch.Tensor) -> None:
 def hide(parameter: ManagedParameter | ShownParameter) -> None:
     """Puts the engine in between again."""
     parameter.__class__ = ManagedParameter
+
+
+def name_of(parameter: Any) -> str:
+    """The full name of a managed or shown parameter; of a tile, that of the whole."""
+    unit: Unit = ManagedParameter._unit.fget(parameter)  # type: ignore[attr-defined]
+    return unit.layout.slots[parameter._index].name
+
+
+def answer_as_leaf(cls: type[Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a parameter of class `cls` answers as a leaf of autograd, or refuses; NotImplemented for computations."""
+    if func in _AUTOGRAD:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    owner: Any = args[0] if args else None
+    if not isinstance(owner, cls):
+        return NotImplemented
+    name = getattr(func, "__name__", str(func))
+    if name == "requires_grad_" or func == _SET_REQUIRES_GRAD:
+        return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
+    if name in _REFUSED or name == "__set__":
+        raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
+    if name == "view_as" and called_from(torch.autograd.graph._get_grad_fn_or_grad_acc):
+        return _view_leaf(owner, args[1])
+    if name == "expand_as" and args[1] is owner and owner.requires_grad and torch.is_grad_enabled():
+        raise StateError(
+            f"the sharded parameter {owner.name!r} was expanded as itself, which is done to find autograd's node. Its "
+            "gradient goes to its unit, so hooks on that node would never be called. Use register_hook on the "
+            "parameter; for its value, parameter.view_as(parameter)."
+        )
+    return NotImplemented
+
+
+def _view_leaf(parameter: Any, other: torch.Tensor) -> torch.Tensor:
+    """A view through which torch finds the parameter's node, which `torch.autograd.grad` takes for it."""
+    if called_from(torch.autograd.graph.register_multi_grad_hook):
+        raise StateError(
+            f"register_multi_grad_hook was given the sharded parameter {parameter.name!r}, whose gradient goes to its "
+            "unit and not through autograd's node, so the hook would never be called. Use register_hook on each."
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.view_as(other)  # type: ignore[no-any-return]
 
 
 def set_requires_grad(parameter: nn.Parameter, is_trained: bool) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import _LISTS, ManagedGrad, _norm_order
 from unbounded.zero.parameters.followed_view import FollowedView, follow, version_of
-from unbounded.zero.parameters.parameter import _SET_REQUIRES_GRAD, ShownParameter, set_requires_grad
+from unbounded.zero.parameters.parameter import ShownParameter, answer_as_leaf, name_of, set_requires_grad
 from unbounded.zero.placeholder import Placeholder, describe
 
 
@@ -54,9 +54,9 @@ class TiledParameter(Placeholder, nn.Parameter):
         kwargs = kwargs or {}
         if (answer := describe(func, args, kwargs)) is not NotImplemented:
             return answer
+        if (answer := answer_as_leaf(cls, func, args, kwargs)) is not NotImplemented:
+            return answer
         owner = args[0] if args and isinstance(args[0], TiledParameter) else None
-        if owner is not None and (getattr(func, "__name__", "") == "requires_grad_" or func == _SET_REQUIRES_GRAD):
-            return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
         if owner is not None and getattr(func, "__name__", "") == "detach":
             values = [part.detach() for part in owner._parts()]
             whole = torch.cat(values)
@@ -64,22 +64,28 @@ class TiledParameter(Placeholder, nn.Parameter):
             is_followed = any(isinstance(value, FollowedView) for value in values)
             is_shown = any(isinstance(part, ShownParameter) for part in owner._parts())
             return follow(whole, [(owner, whole)]) if is_followed or is_shown else whole
-        lent: dict[TiledParameter, tuple[torch.Tensor, int]] = {}
+        lent: dict[TiledParameter, tuple[torch.Tensor, int, Any]] = {}
 
         def lend(parameter: TiledParameter) -> torch.Tensor:
             if parameter not in lent:
                 whole = parameter.current()
-                lent[parameter] = whole, whole._version
+                lent[parameter] = whole, whole._version, whole.grad_fn
             return lent[parameter][0]
 
         args, kwargs = pytree.tree_map_only(TiledParameter, lend, (args, kwargs))
         result = func(*args, **kwargs)
-        for parameter, (whole, version) in lent.items():
+        for parameter, (whole, version, node) in lent.items():
             if whole._version != version:
-                parameter.keep(whole, getattr(func, "__name__", "this"))
+                with torch.set_grad_enabled(whole.grad_fn is not node):  # not where it was written without gradients
+                    parameter.keep(whole, getattr(func, "__name__", "this"))
                 if result is whole:
                     return parameter
-        return follow(result, [(parameter, whole) for parameter, (whole, _) in lent.items()])
+        return follow(result, [(parameter, whole) for parameter, (whole, *_) in lent.items()])
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The full name in the model."""
+        return name_of(self._parts()[0])
 
     def _parts(self) -> list[nn.Parameter]:
         return [tile.weight for tile in self._tiled.tiles]

@@ -25,7 +25,7 @@ from torch.nn import functional
 from unbounded.errors import PlanError
 from unbounded.planner.sizes import format_bytes, parse_bytes
 from unbounded.zero.layout import ALIGN, round_up
-from unbounded.zero.parameters.parameter import ManagedParameter, ShownParameter
+from unbounded.zero.parameters.parameter import ManagedParameter, ShownParameter, name_of, refuse_replaced
 from unbounded.zero.parameters.tiled_parameter import TiledParameter, refuse_hooks
 
 _MARK = "_unbounded_tiled"
@@ -68,6 +68,8 @@ class Tiled:
         """`compute` of the rows that begin at `start`."""
         if not self.is_open:
             return compute(weight[start:stop])
+        if getattr(weight, "_tiled", None) is not self:
+            refuse_replaced(name_of(self.tiles[0].weight))
         tile = self.tiles[[low for low, _ in self.bounds].index(start)]
         return tile(compute)
 

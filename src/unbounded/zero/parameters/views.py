@@ -8,6 +8,7 @@ first parameter's accumulator says when the last use of the unit in a backward i
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections import deque
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -26,6 +28,7 @@ from unbounded.zero.parameters.parameter import (
     ManagedParameter,
     hide,
     manage,
+    refuse_replaced,
     set_data,
     set_requires_grad,
     show,
@@ -53,6 +56,8 @@ class ModuleViews:
         places = [(m._parameters, attribute, i) for i, member in enumerate(ordered) for m, attribute in member.holders]
         self.first_gradients = [member.parameter.grad for member in ordered]  # from before `shard`
         self.parameters = [manage(member.parameter, unit, i) for i, member in enumerate(ordered)]
+        wholes = [member.whole for member in ordered if member.whole is not None]  # one for each, if these are tiles
+        self.leaves = [*self.parameters, *wholes]  # what users may ask autograd for
         self._pins = [weakref.ref(parameter) for parameter in self.parameters]  # swap_tensors refuses what has one
         self._dicts = [place[0] for place in places]
         self._attributes = [place[1] for place in places]
@@ -84,7 +89,7 @@ class ModuleViews:
                     "torch.func's transforms (grad, vmap, jacrev) cannot follow the weights of a sharded model, which "
                     "come and go. Use torch.autograd.grad, or give the transform a plain copy: copy.deepcopy(model)."
                 )
-            views = _GraphViews.apply(self.unit, *self.parameters)
+            views = _GraphViews.apply(self.unit, *self.leaves)
             if views[0].requires_grad:
                 return views  # type: ignore[no-any-return]
         return self.unit.lasting_views()
@@ -203,11 +208,7 @@ class ModuleViews:
     def _report_replaced(self) -> None:
         for held, parameter in zip(self._standing(), self._placeholders, strict=True):
             if held is not parameter:
-                raise StateError(
-                    f"the parameter {parameter.name!r} was replaced or removed after `shard`, so the engine would "
-                    "train one that the model no longer has. Change the model before `shard`, write values inside "
-                    "`with unbounded.full_params(model):`, and run torch.func.functional_call on copy.deepcopy(model)."
-                )
+                refuse_replaced(parameter.name)
 
 
 def takes_gradients(units: Iterable[Unit]) -> bool:
@@ -220,7 +221,7 @@ def gets_gradients(unit: Unit) -> bool:
     if takes_gradients([unit]):
         return True
     # `backward(inputs=...)` may leave out the first one.
-    return _will_any_execute(_accumulator(p) for p in unit.views.parameters if p.requires_grad)
+    return _will_any_execute(_accumulator(p) for p in unit.views.leaves if p.requires_grad)
 
 
 def _will_any_execute(nodes: Iterable[Any]) -> bool:
@@ -258,10 +259,37 @@ class _GraphViews(torch.autograd.Function):
         found = list(map(gradients.__getitem__, unit.picks))
         taken = _taken_by_leaves(ctx, found)
         if taken is None:
-            return (None, *found)
+            return (None, *found, *_of_wholes(unit, found))
         if any(map(_is_there, taken)):
+            if torch.is_grad_enabled():  # only if the backward creates a graph
+                _refuse_graph(unit, taken)
             unit.engine.gradients_ready(unit, taken)
-        return (None,) * (1 + len(found))
+        return (None,) * (1 + len(unit.views.leaves))
+
+
+def _of_wholes(unit: Unit, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """What each tile's gradient adds to that of the whole, which `torch.autograd.grad` may be asked for."""
+    return [
+        None if gradient is None else _in_whole(gradient, slot.first, slot.whole)
+        for gradient, slot in zip(gradients, unit.layout.slots, strict=True)
+        if slot.whole is not None
+    ]
+
+
+def _in_whole(gradient: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
+    rest = math.prod(shape) - first - gradient.numel()
+    return functional.pad(gradient.reshape(-1), (first, rest)).view(shape)
+
+
+def _refuse_graph(unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+    """The engine keeps the values of gradients. A loss of them would be a constant, without a word."""
+    for slot, gradient in zip(unit.layout.slots, gradients, strict=True):
+        if gradient is not None and gradient.requires_grad:
+            raise StateError(
+                f"backward(create_graph=True) would give the sharded parameter {slot.name!r} a gradient that can be "
+                "differentiated, but its unit keeps only values. Use torch.autograd.grad(loss, parameters, "
+                "create_graph=True), whose results have a graph."
+            )
 
 
 def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
@@ -276,6 +304,8 @@ def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.T
         executed = [node is not None and _will_execute(node) for node in nodes]
     except RuntimeError:  # raised for leaves inside `torch.autograd.grad`, and only there
         return None
+    if len(nodes) > len(found):  # a tile, of which users know only the whole
+        executed = list(map(operator.or_, executed[: len(found)], executed[len(found) :]))
     return [part if is_taken else None for part, is_taken in zip(found, executed, strict=True)]
 
 
