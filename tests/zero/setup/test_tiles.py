@@ -431,6 +431,47 @@ def test_gradient_hooks_expect_the_whole_and_are_refused() -> None:
         model.embedding.weight.register_hook(lambda grad: grad)
 
 
+class Layers(nn.Module):
+    """Tiled layers in odd places: in a module that is never called, in the first layer of an encoder, with a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = nn.Module()
+        self.held.up = nn.Linear(8, WIDTH)
+        self.held.across = nn.Linear(WIDTH, 2 * INNER)
+        self.held.across.extra = nn.Linear(4, 4)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * INNER, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.held.up(x)
+        return self.encoder(x + self.held.across(x)[..., :WIDTH])
+
+
+def build_linear() -> nn.Module:
+    return nn.Linear(8, 8 * INNER)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("build_model", [Layers, build_linear])
+def test_tiled_layers_are_found_wherever_they_are(build_model: Any, plan: dict[str, Any]) -> None:
+    found = []
+    for is_tiled in (False, True):
+        torch.manual_seed(3)
+        model: nn.Module = build_model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_tiled:
+            unbounded.tile(model, 3 * WIDTH * WIDTH * 4)  # what the projection of attention takes
+            model, optimizer = shard(model, optimizer, **plan)
+        for seed in range(2):
+            x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.state_dict())
+    assert_close(found[1], found[0])
+
+
 def ask_autograd(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """The gradients of all weights, those of a penalty on them, and weights trained by the gradients of a few."""
     weights = list(model.parameters())

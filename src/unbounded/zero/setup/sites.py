@@ -46,11 +46,12 @@ def find_sites(model: nn.Module, *, with_tiles: bool = False) -> list[Site]:
     members = find_members(model)
     tile_sites = {id(member.parameter): _tile_sites(member) for member in members} if with_tiles else {}
     names = _site_names(model, with_tiles=with_tiles)
-    modules = dict(model.named_modules(remove_duplicate=False))
     sites: dict[str, Site] = {}
-    for name in names:
-        tiles = tile_sites.pop(id(modules[name]._parameters.get("weight")), None) if name else None
-        sites |= {site.name: site for site in tiles} if tiles else {name: Site(name, modules[name])}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in names:
+            sites[name] = Site(name, module)
+        for tile in tile_sites.pop(id(module._parameters.get("weight")), ()):  # wherever a tiled layer is
+            sites[tile.name] = tile
     is_tiled = {id(site.members[0].whole) for site in sites.values() if site.members}
     for member in members:
         if id(member.parameter) not in is_tiled:
@@ -93,15 +94,15 @@ def split_members(
         yield dtype, trainable, optimizer, members
 
 
-def _site_names(model: nn.Module, *, with_tiles: bool) -> list[str]:
-    """The names of sites, including tiled layers, which their tiles replace."""
+def _site_names(model: nn.Module, *, with_tiles: bool) -> set[str]:
+    """The names of the modules that are sites. Tiled layers are none: their tiles are."""
     total = max(1, sum(parameter.numel() for parameter in model.parameters()))
-    found, seen = [""], {id(model)}
+    found, seen = {""}, {id(model)}
     _walk("", model, total, found, seen, with_tiles)
     return found
 
 
-def _walk(prefix: str, module: nn.Module, total: int, found: list[str], seen: set[int], with_tiles: bool) -> None:
+def _walk(prefix: str, module: nn.Module, total: int, found: set[str], seen: set[int], with_tiles: bool) -> None:
     repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and _is_repeated(module)
     if isinstance(module, nn.TransformerEncoder) and _is_repeated(module.layers):
         seen.add(id(module.layers[0]))  # the encoder itself looks at its first layer's parameters
@@ -115,17 +116,13 @@ def _walk(prefix: str, module: nn.Module, total: int, found: list[str], seen: se
             continue  # a list of parameters is never called, so they belong to the site above
         is_leaf = next(child.children(), None) is None
         if with_tiles and has_tiles(child):
-            if is_leaf:
-                found.append(path)
-            else:
-                _walk(path, child, total, found, seen, with_tiles)
-            continue
-        if repeated and numel and (is_leaf or not (numel > LARGE_PART * total and _has_blocks(child))):
+            _walk(path, child, total, found, seen, with_tiles)
+        elif repeated and numel and (is_leaf or not (numel > LARGE_PART * total and _has_blocks(child))):
             if not is_leaf or numel >= SMALL_NUMEL:
-                found.append(path)
+                found.add(path)
         elif is_leaf:
             if numel >= SMALL_NUMEL:
-                found.append(path)
+                found.add(path)
         else:
             _walk(path, child, total, found, seen, with_tiles)
 
