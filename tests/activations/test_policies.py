@@ -211,8 +211,8 @@ def test_copies_and_pickles_of_a_model_are_plain(policy: str) -> None:
     unbounded.checkpoint_activations(model, policy, blocks="blocks.*")
     for other in (copy.deepcopy(model.blocks), pickle.loads(pickle.dumps(model.blocks))):
         assert all("_compiled_call_impl" not in block.__dict__ for block in other)
-    clone = copy.deepcopy(model)
-    assert_same(gradients(clone, tokens()), expected)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(gradients(other, tokens()), expected)
 
 
 def test_named_blocks_may_be_any_submodules() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -248,6 +249,21 @@ def average(model: nn.Module, optimizer: Any) -> Any:
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_deep_copy_is_a_plain_model_with_the_values(ranks: Any, world: tuple[int, str, int]) -> None:
     compare(ranks, world, average)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_deep_copy_can_be_pickled_and_takes_adapters(plan: str, activations: str) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), {**PLANS[plan], "activations": activations})
+    step(model, optimizer)
+    twin = copy.deepcopy(model)
+    read = pickle.loads(pickle.dumps(twin))
+    assert_same(weights(read), weights(model))
+    for plain in (twin, read):
+        plain.peft_config = {}  # as `get_peft_model` leaves it
+        assert_same(plain(data()), model(data()))
+        assert all(type(parameter) is nn.Parameter for parameter in plain.parameters())
 
 
 def test_moves_that_change_nothing_are_nothing_and_others_are_refused() -> None:

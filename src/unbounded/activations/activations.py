@@ -14,6 +14,7 @@ from unbounded.activations.headroom import Headroom
 from unbounded.activations.offload.shelf import Shelf
 from unbounded.activations.tiled.feedforward import FeedForward, Sizes
 from unbounded.errors import PlanError
+from unbounded.own_hook import OwnHook
 
 
 class Activations:
@@ -31,7 +32,7 @@ class Activations:
                 for headroom in {block.headroom for block in blocks if block.headroom is not None}:
                     headroom.begin()
 
-        self._handle = model.register_forward_pre_hook(renew) if blocks else None
+        self._handle = model.register_forward_pre_hook(OwnHook(renew)) if blocks else None
 
     def remove(self) -> None:
         """Leaves the model as it was. Backwards still to come are not affected."""

@@ -22,6 +22,7 @@ from torch import nn
 
 from unbounded.activations.structure import take_tensors
 from unbounded.errors import BudgetError
+from unbounded.own_hook import OwnHook
 from unbounded.planner.sizes import format_bytes
 from unbounded.tiers.budget import KERNEL_BYTES
 from unbounded.tiers.driver import DriverCount, allocator_fraction, count_device
@@ -108,7 +109,7 @@ class DevicePromise:
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.begin(args, kwargs)
 
-        handle = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        handle = model.register_forward_pre_hook(OwnHook(begin), with_kwargs=True, prepend=True)
 
         def end() -> None:
             handle.remove()

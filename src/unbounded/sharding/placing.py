@@ -24,6 +24,7 @@ from unbounded.optim.book import RuleBook
 from unbounded.optim.formats import DTYPES
 from unbounded.optim.joined import JoinedOptimizer
 from unbounded.optim.recognition import unwrap
+from unbounded.own_hook import OwnHook
 from unbounded.parallel.applied import Applied, take_parts
 from unbounded.planner.plan import Plan
 from unbounded.ranks.cut import Cut
@@ -143,7 +144,7 @@ def _refuse_late_adapters(model: nn.Module) -> Callable[[], None]:
                 "get_peft_model first, then make the optimizer and call `shard` with both."
             )
 
-    return model.register_forward_pre_hook(check).remove
+    return model.register_forward_pre_hook(OwnHook(check)).remove
 
 
 def expect_weights(model: nn.Module, folder: os.PathLike[str]) -> None:

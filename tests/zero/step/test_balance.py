@@ -4,6 +4,7 @@ placed so, and moves that stop when steps get longer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,19 @@ def test_states_go_back_before_inputs_that_were_seen_only_before_the_last_move()
             assert not mover.units_on("device")
 
     train(0, HOST, 15, follow)
+
+
+def test_a_copy_of_a_model_whose_states_move_is_plain() -> None:
+    def follow(step: int, model: nn.Module, optimizer: Any) -> None:
+        if step == 0:
+            balancer = Balancer(optimizer, relocation(model), free_bytes=int, kept_bytes=int, forget=leave, clock=float)
+            balancer.attach(model)
+            twin = copy.deepcopy(model)
+            assert {type(parameter) for parameter in twin.parameters()} == {nn.Parameter}
+            inputs = torch.zeros(3, 8, dtype=torch.long)
+            assert torch.equal(twin(inputs), model(inputs))
+
+    train(0, HOST, 1, follow)
 
 
 def decide(best: int, *, free: int, kept: int) -> tuple[int, int]:

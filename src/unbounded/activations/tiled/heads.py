@@ -33,6 +33,7 @@ from unbounded.activations.tiled.logits_recipe import (
     read_head,
 )
 from unbounded.activations.tiled.loss import LinearProjection, choose_tile_rows, sum_of_losses, values_of
+from unbounded.own_hook import OwnHook
 from unbounded.planner.step.logits import tile_bytes
 
 
@@ -84,8 +85,8 @@ class DeferredHeads:
                 layer.depth -= layer.answers.pop() if layer.answers else 0
 
         handles = [
-            owner.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
-            owner.register_forward_hook(end, always_call=True),
+            owner.register_forward_pre_hook(OwnHook(begin), with_kwargs=True, prepend=True),
+            owner.register_forward_hook(OwnHook(end), always_call=True),
         ]
         self._handles += [handle.remove for handle in handles]
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
+from unbounded.own_hook import OwnHook
 from unbounded.zero.passes.inputs import Inputs
 
 _MAX_ANNOUNCED = 8
@@ -39,14 +40,11 @@ class Visitor(Protocol):
     def after_forward(self, index: int, outputs: Any) -> None: ...
 
 
-class _Hook:
-    """A hook of ours. A deep copy of the module has a plain one that does nothing."""
+class _Hook(OwnHook):
+    """A hook of the engine. It is not for the compiler."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = torch._dynamo.disable(call)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
+        super().__init__(torch._dynamo.disable(call))
 
     @property
     def __name__(self) -> str:
@@ -57,18 +55,11 @@ class _Hook:
             )
         return "hook"
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _do_nothing
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
             "this model is sharded and cannot be pickled whole. Use `unbounded.save`, `unbounded.export` or "
             "`torch.save(model.state_dict(), path)`."
         )
-
-
-def _do_nothing(*_: Any) -> None:
-    """Replaces a hook in a copy of a sharded module."""
 
 
 def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import BudgetError
+from unbounded.own_hook import OwnHook
 from unbounded.planner.balance import Balance
 from unbounded.planner.plan import Plan
 from unbounded.zero.step.optimizer import ShardedOptimizer
@@ -57,7 +58,7 @@ class Balancer:
         """Follows steps and forwards; the returned function ends it."""
         hooks = [
             self._optimizer.register_step_post_hook(lambda *_: self._note_step()),
-            model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
+            model.register_forward_pre_hook(OwnHook(self._begin), prepend=True, with_kwargs=True),
         ]
 
         def end() -> None:
