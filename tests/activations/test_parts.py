@@ -124,7 +124,7 @@ class Small:
     def __init__(self, total: int) -> None:
         self.arena, self.total, self.used = HostArena(pin=False, num_threads=1), total, 0
 
-    def spare_bytes(self) -> int:
+    def spare_bytes(self, wanted: int = 0) -> int:
         return self.total - self.used
 
     def count(self, num_bytes: int) -> None:
