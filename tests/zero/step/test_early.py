@@ -325,3 +325,19 @@ def test_drafts_give_way_to_activations_and_to_states_that_move() -> None:
         assert state.tiers.held_host_bytes() == held - drafts
         assert training.optimizer.memory()["host"].used_bytes == used - drafts
         assert training.optimizer.plan.early_units == 0
+
+
+def test_drafts_give_way_to_the_states_of_a_unit_that_was_frozen() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    model[0].requires_grad_(False)
+    plan = {**HOST, "host_bytes": "64MiB", "early_units": 99}
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
+    tiers = sharded(model).tiers
+    tiers.budgets["host"] = tiers.held_host_bytes()  # nothing is left, but for what drafts have
+    model[0].requires_grad_(True)
+    for _ in range(3):
+        model(torch.randn(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {tier for _, tier in optimizer.plan.optimizer} == {"host"}
+    assert optimizer.plan.early_units == 0

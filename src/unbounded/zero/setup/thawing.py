@@ -114,6 +114,7 @@ class Thawing:
 
     def _place(self, unit: Unit, sizes: UnitBytes, units: Sequence[Unit]) -> UnitPlace:
         """The places that the plan says; what it leaves open goes where there is room."""
+        self.tiers.make_spare(use_of(sizes, dict.fromkeys(KINDS, "host"))["host"])
         spare, planned = self.tiers.spare_bytes(), self._blueprint.budget
         held = sum(other.gradient.device_bytes for other in units if other.trainable)
         budget = Budget(
