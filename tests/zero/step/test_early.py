@@ -16,6 +16,7 @@ from tests.ranks import HANG_SECONDS
 from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
 from unbounded.sharding.running import sharded
 from unbounded.tiers.room import TierRoom
+from unbounded.zero.step.early import drafts
 from unbounded.zero.step.early.drafts import Draft
 from unbounded.zero.step.relocation import Relocation
 
@@ -304,26 +305,35 @@ def test_drafts_stay_within_the_budget_and_the_plan_says_how_many_there_are() ->
     assert 0 < counts["36MiB"] < counts["128MiB"] == 4
 
 
+def test_drafts_leave_half_of_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(0, {"early_units": 99}, Path())
+    sizes = [draft.num_bytes for draft in training.optimizer.updates.drafts.of.values()]
+    monkeypatch.setattr(drafts, "available_bytes", lambda: 2 * min(sizes))
+    training.run()
+    taken = training.optimizer.updates.drafts.outlook.num_taken
+    assert 0 < taken <= STEPS * sizes.count(min(sizes)) < STEPS * len(sizes)
+
+
 def test_drafts_give_way_to_activations_and_to_states_that_move() -> None:
     for need in ("activations", "states"):
         training = Training(0, {"early_units": 99, "host_bytes": "64MiB"}, Path())
         training.run()
         state = sharded(training.model)
-        drafts, held = training.optimizer.updates.drafts.num_bytes, state.tiers.held_host_bytes()
+        drafted, held = training.optimizer.updates.drafts.num_bytes, state.tiers.held_host_bytes()
         used, spare = training.optimizer.memory()["host"].used_bytes, state.tiers.spare_host_bytes()
-        assert drafts > 0
+        assert drafted > 0
         assert TierRoom(state.tiers).spare_bytes(spare) == spare  # there is enough, so nothing goes
         assert not Relocation(state.engine, state.tiers, state.bounce, training.optimizer.updates.drafts.of).units_on(
             "host"
         )
         if need == "activations":
-            assert TierRoom(state.tiers).spare_bytes(spare + drafts) == spare + drafts
+            assert TierRoom(state.tiers).spare_bytes(spare + drafted) == spare + drafted
         else:
-            with state.tiers.planned_on_host(spare + drafts):
+            with state.tiers.planned_on_host(spare + drafted):
                 pass
-            state.tiers.shrink(host_bytes=spare + drafts, store=None)
-        assert state.tiers.held_host_bytes() == held - drafts
-        assert training.optimizer.memory()["host"].used_bytes == used - drafts
+            state.tiers.shrink(host_bytes=spare + drafted, store=None)
+        assert state.tiers.held_host_bytes() == held - drafted
+        assert training.optimizer.memory()["host"].used_bytes == used - drafted
         assert training.optimizer.plan.early_units == 0
 
 

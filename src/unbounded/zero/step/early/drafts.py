@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from unbounded.native import kernels
+from unbounded.native.host_memory import available_bytes
 from unbounded.observe import trace
 from unbounded.optim.rules import NativeRule
 from unbounded.tiers.array import Array
@@ -87,6 +88,8 @@ class Draft:
         gradient = self.unit.gradient.store.array
         old = self.unit.arrays()
         if not self._arrays:
+            if self.num_bytes > available_bytes() // 2:  # whatever the budget says, other programs need memory too
+                return False
             self._arrays = {  # weights go to the device from their place
                 name: self._allocate(array, pin=name == "weight") for name, array in old.items()
             }
