@@ -53,10 +53,10 @@ class FirstRun:
     """What `block` is like before it runs. `end` comes after that run, and `again` is around later ones."""
 
     def __init__(self, name: str, block: nn.Module, still: StillBuffers) -> None:
-        self._name, self._block = name, block
+        self._name = name
         self._modules = modules = list(block.modules())
         self._plain = [_plain_attributes(module) for module in modules]
-        self._trained = [parameter.requires_grad for parameter in block.parameters()]
+        self._trained = _read_trained(modules)
         self._still = still.known([module.training for module in modules])
         copies: dict[Any, torch.Tensor] = {}  # by memory: a buffer that two modules hold is copied once
         self._seen = [
@@ -78,13 +78,12 @@ class FirstRun:
     @contextmanager
     def again(self) -> Iterator[None]:
         """What runs inside finds the block as it was, and leaves it as it is."""
-        parameters = list(self._block.parameters())
-        trained = [parameter.requires_grad for parameter in parameters]
+        trained = _read_trained(self._modules)
         attributes = [dict(vars(module)) for module in self._modules]
         buffers = [seen.module._buffers.get(seen.key) for seen in self._seen]
         for module, plain in zip(self._modules, self._plain, strict=True):
             vars(module).update(plain)
-        _set_trained(parameters, self._trained)
+        _set_trained(self._trained)
         copies = {id(seen.copy): seen.copy.clone() for seen in self._seen if seen.copy is not None}
         for seen in self._seen:
             seen.module._buffers[seen.key] = copies.get(id(seen.copy), seen.held)
@@ -93,7 +92,7 @@ class FirstRun:
         finally:
             for seen, buffer in zip(self._seen, buffers, strict=True):
                 seen.module._buffers[seen.key] = buffer
-            _set_trained(parameters, trained)
+            _set_trained(trained)
             for module, held in zip(self._modules, attributes, strict=True):
                 _put_back(vars(module), held)
 
@@ -140,9 +139,21 @@ def _put_back(attributes: dict[str, Any], held: dict[str, Any]) -> None:
     attributes.update(held)
 
 
-def _set_trained(parameters: list[nn.Parameter], flags: list[bool]) -> None:
+def _read_trained(modules: list[nn.Module]) -> list[tuple[dict[str, nn.Parameter | None], str, bool]]:
+    """Whether each parameter is trained, with its place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            (module._parameters, key, parameter.requires_grad)
+            for module in modules
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+
+def _set_trained(flags: list[tuple[dict[str, nn.Parameter | None], str, bool]]) -> None:
     """Sets whether parameters are trained, past what watches over it: for autograd only, while the block runs again."""
-    for parameter, is_trained in zip(parameters, flags, strict=False):
-        if parameter.requires_grad != is_trained and parameter.is_leaf:
-            with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
+        for held, key, is_trained in flags:
+            parameter = held.get(key)
+            if parameter is not None and parameter.requires_grad != is_trained and parameter.is_leaf:
                 parameter.requires_grad = is_trained
