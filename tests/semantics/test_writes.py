@@ -12,7 +12,20 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
+from tests.semantics.programs import (
+    ALONE,
+    PLANS,
+    WORLDS,
+    Block,
+    Net,
+    adamw,
+    assert_same,
+    compare,
+    data,
+    make,
+    step,
+    weights,
+)
 from unbounded.errors import PeerError, StateError
 
 
@@ -249,6 +262,43 @@ def average(model: nn.Module, optimizer: Any) -> Any:
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_deep_copy_is_a_plain_model_with_the_values(ranks: Any, world: tuple[int, str, int]) -> None:
     compare(ranks, world, average)
+
+
+class KeepingBlock(Block):
+    """Keeps its weights from the last forward, and returns one, as models do with codebooks and temperatures."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.up.weight, self.norm.bias, self.down.weight.t()]
+        return super().forward(x)
+
+
+class Keeping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepingBlock(7) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.last.weight
+
+
+def keep_from_forwards(model: nn.Module, optimizer: Any) -> Any:
+    output, weight = model(data())
+    (output.square().mean() + weight.norm()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seen = []
+    for mode in (torch.no_grad(), torch.inference_mode(), contextlib.nullcontext()):
+        with mode:
+            _, weight = model(data(1))
+            kept = [weight, *(held for block in model.blocks for held in block.kept)]  # type: ignore[union-attr, operator]
+            model(data(2))  # takes and frees the memory again
+            seen += [held.detach().clone() for held in kept]
+    return seen
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_weights_that_a_forward_keeps_or_returns_can_be_read_after_it(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, keep_from_forwards, build=Keeping)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

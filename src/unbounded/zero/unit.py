@@ -13,6 +13,7 @@ is never RELEASED. Every change of the weights raises `generation`, so that a gr
 from __future__ import annotations
 
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,14 @@ from unbounded.zero.layout import Layout, clip_range, find_runs
 _data = operator.attrgetter("data")
 _owners = torch._C._storage_Use_Count
 _unflatten = torch._C._nn.unflatten_dense_tensors  # one call makes the views of a whole unit
+
+
+def _most_held(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """The most references to one of these: of Python, and of torch, which holds what it saves for a backward."""
+    return max(map(sys.getrefcount, tensors)), max(map(torch.Tensor._use_count, tensors))  # type: ignore[attr-defined]
+
+
+_ONLY_IN_A_LIST = _most_held([torch.empty(0, device="cpu")])
 
 
 class WeightState(Enum):
@@ -282,13 +291,17 @@ class Unit:
 
     def deallocate(self) -> None:
         """Frees the bytes, or leaves them to whoever else still holds a tensor over them."""
-        if _owners(self.storage._cdata) <= self._num_owners:
+        if _owners(self.storage._cdata) <= self._num_owners and not self._lends_lasting():
             self.backing.give_back()
         else:
             if self.device.type == "cuda":  # the fetch lane's memory, which others use on this stream and free
                 self.buffer.record_stream(torch.cuda.current_stream(self.device))
             saved.move_out(self)
             self._take_storage()
+
+    def _lends_lasting(self) -> bool:
+        """Whether anybody else holds one of the lasting views themselves, which the storage's count does not show."""
+        return bool(self._lasting) and any(map(operator.gt, _most_held(self._lasting), _ONLY_IN_A_LIST))  # type: ignore[arg-type]
 
     def __del__(self, move_out: Callable[[Unit], None] = saved.move_out) -> None:
         move_out(self)  # bound early: when the interpreter ends, modules may be gone before their objects
