@@ -47,7 +47,7 @@ def _most_held(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
     return max(map(sys.getrefcount, tensors)), max(map(torch.Tensor._use_count, tensors))  # type: ignore[attr-defined]
 
 
-_ONLY_IN_A_LIST = _most_held([torch.empty(0, device="cpu")])
+_ONLY_IN_A_LIST = _most_held([torch.empty(0, dtype=torch.uint8, device="cpu")])
 
 
 class WeightState(Enum):
