@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import unbounded
 from tests.parallel import models
-from tests.parallel.comparing import check, compare, optimizer_of
+from tests.parallel.comparing import check, compare, optimizer_of, without_dropout, worst_error
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 
@@ -127,3 +129,60 @@ def test_the_loss_of_a_cut_vocabulary_goes_over_tiles(ranks: Any) -> None:
     found = ranks(2, compare_in_tiles, "llama", [{"tensor": 2}, {"tensor": 2, "sequence": True}])
     check([results for results, _ in found])
     assert all(num_tiles == 2 * 2 * -(-4 * 8 // 3) for _, num_tiles in found)  # plans, steps, rows
+
+
+def change_gradients(model: nn.Module, *, holds: bool = False) -> list[float]:
+    """What a script may do to whole gradients; returns what it saw. If it `holds` them, one rank has them longer."""
+    seen = []
+    for name, parameter in model.named_parameters():
+        largest = parameter.grad.abs().max()
+        held = parameter.grad.data if holds else None
+        seen += [float(largest), float(parameter.grad.norm()), float(parameter.grad.sum())]
+        del held
+        if "up_proj" in name:
+            parameter.grad = parameter.grad + parameter.detach() * 0.01
+        elif "q_proj.weight" in name:
+            parameter.grad[0].mul_(3.0)
+        elif "v_proj" in name:
+            parameter.grad.zero_()
+            parameter.grad.add_(parameter.detach())
+        elif "embed" in name:
+            parameter.grad = None
+        else:
+            parameter.grad.div_(largest)
+    return seen
+
+
+def train_with_changes(rank: int, size: int, plans: list[dict[str, Any]]) -> list[Any]:
+    found = []
+    for plan in plans:
+        model = without_dropout(models.build("llama", num_hidden_layers=2))
+        plain = copy.deepcopy(model)
+        model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+        plain_optimizer = optimizer_of(plain)
+        batch = models.batch("llama", 0)
+        plain(**batch).loss.backward()
+        wanted = change_gradients(plain)
+        model(**batch).loss.backward()
+        part = model.model.layers[0].mlp.up_proj.weight.grad
+        with unbounded.full_params(model):
+            found.append((change_gradients(model, holds=rank == 0), wanted))
+            whole = model.model.layers[0].mlp.up_proj.weight.grad
+            with pytest.raises(unbounded.StateError, match=r"take p\.grad again"):
+                part.sum()
+        with pytest.raises(unbounded.StateError, match=r"take p\.grad again"):
+            whole.sum()
+        norms = optimizer.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        found.append(([float(norms[0])], [float(norms[1])]))
+        for one in (optimizer, plain_optimizer):
+            one.step()
+            one.zero_grad()
+        assert worst_error(model.state_dict(), plain.state_dict())[0] < 1e-4
+    return found
+
+
+def test_inside_full_params_gradients_are_whole(ranks: Any) -> None:
+    """The plan with four parts also has key heads that two ranks hold."""
+    for per_rank in ranks(4, train_with_changes, [{"tensor": 2}, {"tensor": 4, "gradients": "host"}]):
+        for seen, wanted in per_rank:
+            assert seen == pytest.approx(wanted, rel=1e-3, abs=1e-5)

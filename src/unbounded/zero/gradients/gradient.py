@@ -207,9 +207,18 @@ class Gradient(GradientValue):
         if self.is_lent:
             self._apply_notes()
 
-    def is_open(self, index: int) -> bool:
-        """Whether `open_slot` can be called: this rank holds all of it, or it was lent."""
-        return self.local is None and self.state is not GradientState.SPENT and (self.is_whole or index in self._lent)
+    def is_open(self, index: int, joined: bool = False) -> bool:
+        """Whether `open_slot` can be called: this rank holds all of it, or it was lent.
+
+        With `joined`, all of it is also what other ranks of the tensor axis have.
+        """
+        if self.local is not None or self.state is GradientState.SPENT or (joined and not self.is_joined(index)):
+            return False
+        return self.is_whole or index in self._lent
+
+    def open_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of what `open_slot` gives."""
+        return tuple(self._lent.get(index).shape) if index in self._lent else self.layout.slots[index].shape
 
     def open_slot(self, index: int) -> torch.Tensor:
         """A parameter's gradient to read and to change, if that is possible.
@@ -249,7 +258,8 @@ class Gradient(GradientValue):
         self._apply_notes()
         self.apply_factor()
         self.used[index] = True
-        self._lent.put(index, value.to(self.store.dtype))
+        is_ours = self.is_whole and tuple(value.shape) == self.layout.slots[index].shape
+        self._lent.put(index, value.to(self.store.dtype), stays=not is_ours)
 
     # -- who waits, and who is refused -------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from enum import Enum
 import torch
 
 from unbounded.native.bulk import new_tensor
+from unbounded.ranks.axis import Axis
+from unbounded.ranks.cut import join_cut
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradients import spent
 from unbounded.zero.gradients.gradient_array import GradientArray
@@ -128,17 +130,35 @@ class GradientValue:
             for _, value in self._lent:
                 scale_tensor(value, factor)
 
-    def lend_whole(self, flat: torch.Tensor) -> None:
-        """Lends every parameter's gradient out of `flat`, of which this rank keeps a part, until `end_lending`."""
+    def lend_whole(self, flat: torch.Tensor, tensor: Axis) -> None:
+        """All ranks of `tensor` must call this. Lends every parameter's whole gradient until `end_lending`.
+
+        `flat` has what the ranks of the data axis keep; of a parameter that `tensor` cuts, that is a part. It stays
+        lent even if nobody here holds it: ranks that held others would not meet in the next call.
+        """
         for index, slot in enumerate(self.layout.slots):
-            if self.used[index] and index not in self._lent:
-                self._lent.put(index, flat[slot.start : slot.stop].view(slot.shape))
+            if not self.used[index]:
+                continue
+            value = flat[slot.start : slot.stop].view(slot.shape)
+            if slot.cut is not None:
+                whole = join_cut(slot.cut, value, tensor)  # also if this rank has it: others may not
+                if not self.is_joined(index):
+                    self._lent.leave(index)
+                    self._lent.put(index, whole, stays=True)
+            elif not self.is_whole and index not in self._lent:
+                self._lent.put(index, value, stays=True)
+
+    def is_joined(self, index: int) -> bool:
+        """Whether a parameter's gradient is lent as a whole, or the tensor axis does not cut it."""
+        cut = self.layout.slots[index].cut
+        return cut is None or (index in self._lent and tuple(self._lent.get(index).shape) == cut.shape)
 
     def end_lending(self) -> None:
         """Takes over what was written to it; from now on, what users still hold of a part that others own is a copy."""
         self.apply_changes()
-        if not self.is_whole:
-            self._lent.clear()
+        for index, _ in self._lent:
+            if not self.is_whole or self.layout.slots[index].cut is not None:
+                self._lent.pop(index)
 
     def _apply_notes(self) -> None:
         """Clears and scales single slots. Those that a user works on have no notes."""
@@ -152,8 +172,11 @@ class GradientValue:
             self.store.multiply(*self._range(index), factor)
 
     def _write_back(self, index: int, value: torch.Tensor) -> None:
+        slot = self.layout.slots[index]
+        if slot.cut is not None and self.is_joined(index):
+            value = slot.cut.take(value)
         start, stop = self._range(index)
-        first = self.layout.slots[index].start - self.owned[0]
+        first = slot.start - self.owned[0]
         part = value.reshape(-1)[start - first : stop - first] if start < stop else value.new_empty(0)
         self._lent.write_back(start, part)
 

@@ -24,6 +24,7 @@ class Lent:
     def __init__(self, store: GradientArray) -> None:
         self._store = store
         self._values: dict[int, torch.Tensor] = {}
+        self._staying: set[int] = set()
         self._is_array_lent = False
 
     def __bool__(self) -> bool:
@@ -36,8 +37,10 @@ class Lent:
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         return iter(list(self._values.items()))
 
-    def put(self, index: int, value: torch.Tensor) -> None:
-        """Makes the memory of `value` that of a slot."""
+    def put(self, index: int, value: torch.Tensor, *, stays: bool = False) -> None:
+        """Makes the memory of `value` that of a slot; if it `stays`, until it is taken away, whoever holds it."""
+        if stays:
+            self._staying.add(index)
         # With no owner but itself: a view would keep its base alive.
         alone = torch.empty(0, dtype=value.dtype, device=value.device)
         self._values[index] = alone.set_(
@@ -54,14 +57,16 @@ class Lent:
     def pop(self, index: int) -> None:
         """From now on the memory belongs only to the user."""
         self._values.pop(index, None)
+        self._staying.discard(index)
 
     def clear(self) -> None:
         """From now on all of it belongs only to users."""
         self._values.clear()
+        self._staying.clear()
         self._is_array_lent = False
 
     def drop_unheld(self) -> None:
-        self._values = {index: value for index, value in self._values.items() if _is_held(value)}
+        self._values = {i: value for i, value in self._values.items() if i in self._staying or _is_held(value)}
 
     def write_back(self, start: int, part: torch.Tensor) -> None:
         """Writes a slot's values to the array, from `start` on."""

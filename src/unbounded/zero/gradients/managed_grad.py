@@ -85,7 +85,13 @@ class ManagedGrad(Placeholder, torch.Tensor):
         if self._is_kept:
             gradient.refuse_spent()
         gradient.order_stream()
-        if self._is_kept and not gradient.is_open(self._index) and self._unit.engine.is_shown:
+        if self._is_kept and tuple(self.shape) != shown_shape(self._unit, self._index):
+            raise StateError(
+                f"the gradient of {gradient.layout.slots[self._index].name!r} is a part of the whole one outside "
+                "unbounded.full_params() and the whole one inside, because the tensor axis cuts it. This one was taken "
+                "on the other side of its beginning or end: take p.grad again."
+            )
+        if self._is_kept and self._unit.engine.is_shown and not gradient.is_open(self._index, joined=True):
             self._unit.engine.gradients.lend(self._unit)
         if not self._is_kept or not gradient.is_open(self._index):
             raise StateError(
@@ -100,7 +106,8 @@ class ManagedGrad(Placeholder, torch.Tensor):
         """The engine drops the gradient: this keeps its last values, if this rank has them."""
         gradient = self._unit.gradient
         gradient.order_stream()
-        self._own = gradient.take_slot(self._index) if gradient.is_open(self._index) else None
+        is_open = gradient.is_open(self._index) and gradient.open_shape(self._index) == tuple(self.shape)
+        self._own = gradient.take_slot(self._index) if is_open else None
         self._is_kept = False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -125,6 +132,12 @@ def turn_of(unit: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
 
+def shown_shape(unit: Any, index: int) -> tuple[int, ...]:
+    """The shape of a parameter's gradient: that of this rank's part, or of the whole inside full_params."""
+    slot = unit.gradient.layout.slots[index]
+    return slot.cut.shape if slot.cut is not None and unit.engine.is_shown else slot.shape  # type: ignore[no-any-return]
+
+
 def grad_of(unit: Any, index: int) -> ManagedGrad | None:
     """`.grad` of the parameter at `index`, the same object while anybody holds it."""
     with turn_of(unit):
@@ -139,7 +152,7 @@ def _grad_of(unit: Any, index: int) -> ManagedGrad | None:
     reference = alive.get(index)
     grad = reference() if reference is not None else None
     dtype = gradient.dtype
-    if grad is None or not grad._is_kept or grad.dtype != dtype:
+    if grad is None or not grad._is_kept or grad.dtype != dtype or tuple(grad.shape) != shown_shape(unit, index):
         grad = torch.Tensor._make_subclass(ManagedGrad, _blank(unit, index, dtype))
         grad._unit, grad._index = unit, index
         alive[index] = weakref.ref(grad)
@@ -150,8 +163,8 @@ def _blank(unit: Any, index: int, dtype: torch.dtype) -> torch.Tensor:
     """What a handle holds in place of values. It is kept, because frameworks ask for every gradient in every step."""
     blanks = _blanks.setdefault(unit.gradient, {})
     blank = blanks.get(index)
-    if blank is None or blank.dtype != dtype:
-        shape = unit.gradient.layout.slots[index].shape
+    shape = shown_shape(unit, index)
+    if blank is None or blank.dtype != dtype or tuple(blank.shape) != shape:
         blank = blanks[index] = torch.zeros((), dtype=dtype, device=unit.device).expand(shape)
     return blank
 

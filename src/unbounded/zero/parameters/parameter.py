@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
-from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive, turn_of
+from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive, shown_shape, turn_of
 from unbounded.zero.parameters.followed_view import follow, in_turns, version_of
 from unbounded.zero.passes.hooks import called_from
 from unbounded.zero.placeholder import Placeholder, describe
@@ -351,8 +351,9 @@ def _put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:
             "so it cannot be replaced here. Do it inside `with unbounded.full_params(model):` on every rank, or "
             "register a hook on the parameter."
         )
-    if tuple(value.shape) != slot.shape:
-        raise RuntimeError(f"the gradient of {slot.name!r} must be {slot.shape}, but has shape {tuple(value.shape)}.")
+    shape = shown_shape(unit, index)
+    if tuple(value.shape) != shape:
+        raise RuntimeError(f"the gradient of {slot.name!r} must be {shape}, but has shape {tuple(value.shape)}.")
     gradient.order_stream()
     gradient.put_slot(index, value.detach())
 

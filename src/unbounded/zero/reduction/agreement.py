@@ -105,13 +105,15 @@ class GradientAgreement:
         gradient, text = unit.gradient, f"the gradient of unit {unit.name!r}, used inside unbounded.full_params()"
         with self._phases.together(text):
             self.finish()
-            if gradient.is_whole or not gradient.is_present:
+            is_cut = any(slot.cut is not None for slot in unit.layout.slots)
+            if not gradient.is_present or (gradient.is_whole and not is_cut):
                 return
             gradient.write_out()
-            own = gradient.store.copy(0, gradient.store.numel).to(self._device)
-            whole = new_tensor(unit.layout.numel, own.dtype, self._device)
-            self._ranks.gather(whole, own, unit.name)
-            gradient.lend_whole(whole)
+            whole = own = gradient.store.copy(0, gradient.store.numel).to(self._device)
+            if not gradient.is_whole:
+                whole = new_tensor(unit.layout.numel, own.dtype, self._device)
+                self._ranks.gather(whole, own, unit.name)
+            gradient.lend_whole(whole, self._axes.tensor)
 
     def _agree(self, units: Sequence[Unit]) -> list[int]:
         """What any rank still has to reduce of each unit: 0 is nothing, 1 a gradient, 2 a sum of several."""
