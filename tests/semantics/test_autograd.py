@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import unbounded
 from tests.semantics.programs import PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
@@ -311,6 +312,26 @@ def test_transforms_of_torch_func_are_refused_and_work_on_a_copy(plan: str) -> N
     found = torch.func.grad(lambda weights: loss(again, weights, data()))(values)
     assert_same(found, torch.func.grad(lambda weights: loss(plain, weights, data()))(values))
     assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
+
+
+def through_tangents(model: nn.Module, optimizer: Any) -> Any:
+    """A loss of the directional derivative, which forward-mode autograd gives, with the backward inside its level."""
+    losses = []
+    for number in range(3):
+        with forward_ad.dual_level():
+            dual = model(forward_ad.make_dual(data(number), torch.ones(4, 5)))
+            output, slope = forward_ad.unpack_dual(dual)
+            loss = output.square().mean() + slope.square().mean()
+            loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, weights(model)
+
+
+@EVERYWHERE
+def test_a_backward_inside_forward_mode_autograd(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, through_tangents)
 
 
 def gradients_with_a_graph(model: nn.Module, optimizer: Any) -> Any:

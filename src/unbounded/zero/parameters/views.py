@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
@@ -263,6 +264,8 @@ class _GraphViews(torch.autograd.Function):
         if any(map(_is_there, taken)):
             if torch.is_grad_enabled():  # only if the backward creates a graph
                 _refuse_graph(unit, taken)
+            if forward_ad._current_level >= 0:  # gradients may have tangents, which units do not keep
+                taken = [part if part is None else forward_ad.unpack_dual(part).primal for part in taken]
             unit.engine.gradients_ready(unit, taken)
         return (None,) * (1 + len(unit.views.leaves))
 
