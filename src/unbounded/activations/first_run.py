@@ -56,7 +56,7 @@ class FirstRun:
         self._name = name
         self._modules = modules = list(block.modules())
         self._plain = [_plain_attributes(module) for module in modules]
-        self._trained = _read_trained(modules)
+        self._trained = _read_trained(_parameters(modules))
         self._still = still.known([module.training for module in modules])
         copies: dict[Any, torch.Tensor] = {}  # by memory: a buffer that two modules hold is copied once
         self._seen = [
@@ -78,12 +78,13 @@ class FirstRun:
     @contextmanager
     def again(self) -> Iterator[None]:
         """What runs inside finds the block as it was, and leaves it as it is."""
-        trained = _read_trained(self._modules)
+        parameters = _parameters(self._modules)
+        trained = _read_trained(parameters)
         attributes = [dict(vars(module)) for module in self._modules]
         buffers = [seen.module._buffers.get(seen.key) for seen in self._seen]
         for module, plain in zip(self._modules, self._plain, strict=True):
             vars(module).update(plain)
-        _set_trained(self._trained)
+        _set_trained(parameters, self._trained)
         copies = {id(seen.copy): seen.copy.clone() for seen in self._seen if seen.copy is not None}
         for seen in self._seen:
             seen.module._buffers[seen.key] = copies.get(id(seen.copy), seen.held)
@@ -92,7 +93,7 @@ class FirstRun:
         finally:
             for seen, buffer in zip(self._seen, buffers, strict=True):
                 seen.module._buffers[seen.key] = buffer
-            _set_trained(trained)
+            _set_trained(parameters, trained)
             for module, held in zip(self._modules, attributes, strict=True):
                 _put_back(vars(module), held)
 
@@ -139,21 +140,18 @@ def _put_back(attributes: dict[str, Any], held: dict[str, Any]) -> None:
     attributes.update(held)
 
 
-def _read_trained(modules: list[nn.Module]) -> list[tuple[dict[str, nn.Parameter | None], str, bool]]:
-    """Whether each parameter is trained, with its place."""
+def _parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
+
+
+def _read_trained(parameters: list[nn.Parameter]) -> list[bool]:
     with torch._C.DisableTorchFunctionSubclass():
-        return [
-            (module._parameters, key, parameter.requires_grad)
-            for module in modules
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        ]
+        return [parameter.requires_grad for parameter in parameters]
 
 
-def _set_trained(flags: list[tuple[dict[str, nn.Parameter | None], str, bool]]) -> None:
+def _set_trained(parameters: list[nn.Parameter], flags: list[bool]) -> None:
     """Sets whether parameters are trained, past what watches over it: for autograd only, while the block runs again."""
     with torch._C.DisableTorchFunctionSubclass():
-        for held, key, is_trained in flags:
-            parameter = held.get(key)
-            if parameter is not None and parameter.requires_grad != is_trained and parameter.is_leaf:
+        for parameter, is_trained in zip(parameters, flags, strict=False):
+            if parameter.requires_grad != is_trained and parameter.is_leaf:
                 parameter.requires_grad = is_trained

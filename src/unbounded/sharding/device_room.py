@@ -146,7 +146,7 @@ def balance(model: nn.Module, state: Sharded) -> Callable[[], None]:
 
     balancer = Balancer(
         state.optimizer,
-        Relocation(state.engine, state.tiers, state.bounce, fixed=frozenset(state.optimizer.updates.drafts.of)),
+        Relocation(state.engine, state.tiers, state.bounce, fixed=state.optimizer.updates.drafts.of),
         free_bytes=free_bytes,
         kept_bytes=lambda: 0 if headroom is None else headroom.kept_bytes,
         forget=forget,

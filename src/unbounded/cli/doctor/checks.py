@@ -13,6 +13,7 @@ from unbounded.errors import DiskError, UnboundedError
 
 GIB = 1 << 30
 OLDEST_TORCH = (2, 10)
+_NEWER = f"Install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer."
 
 
 def python_and_torch() -> Finding:
@@ -20,11 +21,11 @@ def python_and_torch() -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding("python", BROKEN, f"{value}, no torch ({error})", "Install torch 2.10 or newer.")
+        return Finding("python", BROKEN, f"{value}, no torch ({error})", _NEWER)
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     value += f", torch {torch.__version__}"
     if release < OLDEST_TORCH:
-        return Finding("python", BROKEN, value, "Install torch 2.10 or newer.")
+        return Finding("python", BROKEN, value, _NEWER)
     return Finding("python", OK, value)
 
 

@@ -189,7 +189,7 @@ class Drafts:
     """The drafts of a model's units, written in the update lane."""
 
     def __init__(self, drafts: Mapping[Unit, Draft], lane: Lane, pool: kernels.Pool) -> None:
-        self.of, self.outlook = drafts, Outlook()
+        self.of, self.outlook = dict(drafts), Outlook()
         self._lane, self._pool = lane, pool
 
     def ask(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> None:
@@ -218,7 +218,7 @@ class Drafts:
         """From now on there are no drafts, because their memory is needed; returns how many bytes they had."""
         num_bytes, drafts = self.num_bytes, [*self.of.values()]
         self.cancel()
-        self.of = {}
+        self.of.clear()
         self._lane.submit(self._free, drafts, free).wait()
         return num_bytes
 
