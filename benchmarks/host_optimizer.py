@@ -111,7 +111,7 @@ def checksum_cases(parameters: int, pool: Pool) -> Cases:
 
 
 def draft_cases(format: str, parameters: int, pool: Pool) -> Cases:
-    """An update in place, and one that leaves the old states as they are."""
+    """An update in place, one that leaves the old states as they are, and one that gives new weights alone."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     specs = kernels.state_arrays(RULE.name, format, dtype)
     grad = zeros(torch.bfloat16, parameters).fill_(1e-3)
@@ -120,13 +120,19 @@ def draft_cases(format: str, parameters: int, pool: Pool) -> Cases:
         states = {name: zeros(spec.dtype, spec.numel(parameters)) for name, spec in specs.items()}
         return {"weight": zeros(dtype, parameters).fill_(0.02), **states}
 
-    def update(to: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor] | None) -> None:
-        states = {name: to[name] for name in specs}
+    def update(
+        to: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor] | None, *, has_states: bool = True
+    ) -> None:
+        states = {name: to[name] for name in specs} if has_states else None
         rule = replace(RULE, step=2)
         kernels.update(rule, format, weight=to["weight"], grad=grad, states=states, source=source, pool=pool)
 
     old, new = arrays(), arrays()
-    return {"in place": lambda: update(old, None), "draft": lambda: update(new, old)}
+    return {
+        "in place": lambda: update(old, None),
+        "draft": lambda: update(new, old),
+        "weights": lambda: update(new, old, has_states=False),
+    }
 
 
 def sum_cases(parameters: int, pool: Pool) -> Cases:

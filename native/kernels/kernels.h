@@ -20,7 +20,7 @@ struct States {
 };
 
 // One fused update of whole buffers. It writes to the states that it is, and reads `old`: the same arrays, or others that
-// have nothing in common with them and stay as they are.
+// have nothing in common with them and stay as they are. Of the latter the new states may be null, which drops them.
 struct Update : States {
   States old;
   Step step;
@@ -30,6 +30,7 @@ struct Update : States {
   alignas(64) int32_t salt[BLOCK];  // of the stochastic rounding: random bits for every place in a block at this step
   const void* grad;
   void* out;          // null, or receives the weights of the fp32 format in out_type: bf16 or f16
+  bool is_weights_only;  // only new weights are written, to `out` if there is one: all other states are null
   bool is_in_place() const { return weight == old.weight; }
 };
 

@@ -3,7 +3,8 @@
 // New arrays are written past the caches: a cache would read a line before it is written, 12 bytes more per parameter in
 // the exact format. Whole lines only go that way, so a few elements are stepped into memory that stays in the first
 // cache, and leave it line by line. More of them at a time are slower: loads then wait while stores leave. Where there is no
-// such way, or the processor takes it by itself, new arrays are written as old ones are.
+// such way, or the processor takes it by itself, new arrays are written as old ones are. New states that nobody wants
+// (null) end in that first cache.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -26,20 +27,24 @@ struct Outgoing {
   States states() { return {weight, remainder, first, nullptr, second, nullptr}; }
 };
 
-// Where a group does not begin with a line, its lines are copied.
-template <class V> [[gnu::always_inline]] inline void send(void* array, const char* from, size_t i, size_t width) {
+// Writes `num` elements to their place, or nowhere. Where they are not whole lines, they are copied.
+template <class V>
+[[gnu::always_inline]] inline void send(void* array, const char* from, size_t i, size_t num, size_t width) {
+  if (!array) return;
   char* to = static_cast<char*>(array) + i * width;
-  if (uintptr_t(to) % LINE_BYTES) {
-    __builtin_memcpy(to, from, GROUP * width);
-    return;
+  if constexpr (V::streams) {
+    if (num == GROUP && uintptr_t(to) % LINE_BYTES == 0) {
+      for (size_t k = 0; k < GROUP * width; k += LINE_BYTES) V::stream_line(to + k, from + k);
+      return;
+    }
   }
-  for (size_t k = 0; k < GROUP * width; k += LINE_BYTES) V::stream_line(to + k, from + k);
+  __builtin_memcpy(to, from, num * width);
 }
 
 // Runs `body<W>(i, to, k)` over [begin, end): it steps the old states at i and writes the new ones to place k of `to`.
 // A line of elements at a time, with `ahead(i)` before it.
 template <class V, class Ahead, class Body>
-[[gnu::always_inline]] inline void sweep_states(const Update& u, [[maybe_unused]] const Widths& widths, size_t begin,
+[[gnu::always_inline]] inline void sweep_states(const Update& u, const Widths& widths, size_t begin,
                                                 size_t end, Ahead ahead, Body body) {
   const auto line = [&](size_t i, const States& to, size_t place) __attribute__((always_inline)) {
     ahead(i);
@@ -47,17 +52,16 @@ template <class V, class Ahead, class Body>
     for (size_t k = 0; k < LINE; k += V::width) body.template operator()<V>(i + k, to, place + k);
   };
   size_t i = begin;
-  if constexpr (V::streams) {
-    if (!u.is_in_place()) {
-      Outgoing out;
-      const States to = out.states();
-      for (; i + GROUP <= end; i += GROUP) {
-        line(i, to, 0), line(i + LINE, to, LINE);
-        send<V>(u.weight, out.weight, i, widths.weight), send<V>(u.remainder, out.remainder, i, widths.remainder);
-        send<V>(u.first, out.first, i, widths.first), send<V>(u.second, out.second, i, widths.second);
-      }
-      V::finish_streams();
-    }
+  if (V::streams ? !u.is_in_place() : u.is_weights_only) {
+    Outgoing out;
+    const States to = out.states();
+    const auto leave = [&](size_t num) __attribute__((always_inline)) {
+      send<V>(u.weight, out.weight, i, num, widths.weight), send<V>(u.remainder, out.remainder, i, num, widths.remainder);
+      send<V>(u.first, out.first, i, num, widths.first), send<V>(u.second, out.second, i, num, widths.second);
+    };
+    for (; i + GROUP <= end; i += GROUP) line(i, to, 0), line(i + LINE, to, LINE), leave(GROUP);
+    for (; u.is_weights_only && i < end; ++i) body.template operator()<Scalar>(i, to, 0), leave(1);
+    if constexpr (V::streams) V::finish_streams();
   }
   for (; i + LINE <= end; i += LINE) line(i, u, i);
   for (; i < end; ++i) body.template operator()<Scalar>(i, u, i);

@@ -81,20 +81,38 @@ inline void update_exact(const Update& given, const Grad& grad, size_t begin, si
   sweep_states<V>(u, widths, begin, end, ahead, body);
 }
 
-// The compact format is updated in place. Old states that are to stay as they are, are copied to their new place first,
-// so many at a time that they are still in a core's own cache.
+// The compact format is updated in place. Old states that are to stay as they are, are copied first, so many at a time
+// that they are still in a core's own cache: to their new place or, if only the weights are wanted, to one that is used
+// again and again.
 template <class V, class R, class T> inline void update_compact_beside(const Update& u, size_t begin, size_t end) {
   constexpr size_t NUM = 32 * BLOCK;
+  struct Dropped {
+    alignas(64) int8_t remainder[NUM], first[NUM], second[NUM];
+    float first_scale[NUM / BLOCK], second_scale[NUM / BLOCK];
+  } dropped;
+  Update part = u;
   for (size_t i = begin; i < end; i += NUM) {
-    const size_t stop = i + NUM < end ? i + NUM : end, first_block = i / BLOCK, last_block = (stop + BLOCK - 1) / BLOCK;
-    const auto copy = [](const void* from, void* to, size_t first, size_t last, size_t bytes) {
-      __builtin_memcpy(at<char>(to, first * bytes), at<char>(from, first * bytes), (last - first) * bytes);
+    const size_t n = i + NUM < end ? NUM : end - i, first_block = i / BLOCK, num_blocks = (n + BLOCK - 1) / BLOCK;
+    const auto bring = [](const void* from, void* to, size_t first, size_t num, size_t bytes, void* otherwise) {
+      void* place = to ? at<char>(to, first * bytes) : otherwise;
+      __builtin_memcpy(place, at<char>(from, first * bytes), num * bytes);
+      return place;
     };
-    copy(u.old.weight, u.weight, i, stop, sizeof(T)), copy(u.old.remainder, u.remainder, i, stop, 1);
-    if (R::first) copy(u.old.first, u.first, i, stop, 1), copy(u.old.first_scale, u.first_scale, first_block, last_block, 4);
-    if (R::second)
-      copy(u.old.second, u.second, i, stop, 1), copy(u.old.second_scale, u.second_scale, first_block, last_block, 4);
-    update_compact<V, R, T>(u, i, stop);
+    const auto bring_scales = [&](const float* from, float* to, float* otherwise) {
+      return static_cast<float*>(bring(from, to, first_block, num_blocks, sizeof(float), otherwise));
+    };
+    part.grad = at<char>(u.grad, i * (u.grad_type == DType::f32 ? 4 : 2));
+    part.weight = bring(u.old.weight, u.weight, i, n, sizeof(T), nullptr);
+    part.remainder = bring(u.old.remainder, u.remainder, i, n, 1, dropped.remainder);
+    if (R::first) {
+      part.first = bring(u.old.first, u.first, i, n, 1, dropped.first);
+      part.first_scale = bring_scales(u.old.first_scale, u.first_scale, dropped.first_scale);
+    }
+    if (R::second) {
+      part.second = bring(u.old.second, u.second, i, n, 1, dropped.second);
+      part.second_scale = bring_scales(u.old.second_scale, u.second_scale, dropped.second_scale);
+    }
+    update_compact<V, R, T>(part, 0, n);
   }
 }
 

@@ -108,6 +108,22 @@ class Beside {
   std::unique_ptr<char[], Free> memory_;
 };
 
+// Only the new weights, where the format has them: with the bits of a whole update, and nothing else written.
+void check_weights_only(const Kernels& kernels, const Case& c, const Step& step, const Buffer& grad, Held& before,
+                        Held& expected, size_t n, size_t shift) {
+  Beside written(c, n, shift), right(c, n, shift);
+  Update u = update_of(c, step, grad, 2, before.states(), written.states());
+  const bool has_out = c.out != DType::f32;
+  Buffer out(n * 2);
+  static_cast<States&>(u) = {has_out ? nullptr : u.weight, nullptr, nullptr, nullptr, nullptr, nullptr};
+  u.is_weights_only = true;
+  if (has_out) u.out = out.data();
+  kernels.update(u, 0, n);
+  if (!has_out) right.fill({expected.states().weight, nullptr, nullptr, nullptr, nullptr, nullptr});
+  CHECK(written == right);
+  if (has_out) CHECK(!std::memcmp(out.data(), expected.out.data(), n * 2));
+}
+
 // From old states to new ones elsewhere: the bits of an update in place, the old ones unchanged, nothing else written.
 void check_beside(const Kernels& kernels, const Case& c, size_t n, size_t shift) {
   for (Rule rule : {Rule::adamw, Rule::adam, Rule::sgd, Rule::lion, Rule::adagrad})
@@ -128,6 +144,8 @@ void check_beside(const Kernels& kernels, const Case& c, size_t n, size_t shift)
       right.fill(kept(step, expected.states()));
       CHECK(before == unchanged);
       CHECK(written == right);
+      check_weights_only(kernels, c, step, grad, before, expected, n, shift);
+      CHECK(before == unchanged);
     }
 }
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests.zero.drafting import drafting
 from unbounded.sharding.running import sharded
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import MemoryArray
@@ -188,20 +189,23 @@ def test_states_streamed_through_the_gpu_train_as_on_the_host() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_updates_that_begin_in_the_backward_by_themselves_end_in_the_same_bits(accumulate: int) -> None:
-    found = {}
-    for early_units in (None, 0):
+    found = []
+    for early_units, states in ((0, True), (None, True), (None, False)):
         torch.manual_seed(0)
         model = Model()
         plan = {"precision": "bf16", "weights": "host", "optimizer": "host", "host_threads": 64}  # none is streamed
-        model, optimizer = unbounded.shard(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-3), {**plan, "early_units": early_units}
-        )
-        losses = train(model, optimizer, clip=False, accumulate=accumulate, lag=20_000_000)
-        taken = optimizer.updates.drafts.outlook.num_taken
-        found[early_units] = (losses, model.state_dict())
-        assert (taken > 0) == (early_units is None)
-    assert found[None][0] == found[0][0]
-    assert all(torch.equal(value, found[0][1][name]) for name, value in found[None][1].items())
+        with drafting(states=states):
+            model, optimizer = unbounded.shard(
+                model, torch.optim.AdamW(model.parameters(), lr=1e-3), {**plan, "early_units": early_units}
+            )
+            losses = train(model, optimizer, clip=False, accumulate=accumulate, lag=20_000_000)
+        drafts = optimizer.updates.drafts
+        found.append((losses, model.state_dict()))
+        assert (drafts.outlook.num_taken > 0) == (early_units is None)
+        assert all(draft.has_states is states for draft in drafts.of.values())
+    for losses, values in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(value, found[0][1][name]) for name, value in values.items())
 
 
 def test_compiled_and_checkpointed_blocks_train_with_offloaded_weights() -> None:

@@ -19,6 +19,7 @@ from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_pat
 from unbounded.zero.setup.blueprint import Blueprint, Means, draw
 from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import UnitSpec, find_specs
+from unbounded.zero.step.early.drafts import Drafted
 
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.
@@ -195,7 +196,7 @@ def four_layers() -> list[UnitSpec]:
 
 
 def test_beside_a_gpu_units_are_updated_early_in_most_of_the_hosts_spare_memory() -> None:
-    specs, unit, counts = four_layers(), 4096 * 4096, set()
+    specs, unit, seen = four_layers(), 4096 * 4096, set()
     machine = replace(UNMEASURED, host_threads=32)  # of which nothing is streamed
 
     def drawn(device_type: str, host_bytes: int, **fields: Any) -> Blueprint:
@@ -203,17 +204,20 @@ def test_beside_a_gpu_units_are_updated_early_in_most_of_the_hosts_spare_memory(
         plan = Plan(precision="bf16", **{**on_host, **fields})
         return draw(specs, plan, Means(2**30, host_bytes, 2**33, machine, 32), device_type)
 
-    for host_bytes in range(3 * 2**29, 2**32, 2**27):
+    for host_bytes in range(5 * 2**28, 2**32, 2**25):
         without = drawn("cuda", host_bytes, early_units=0).host_bytes
         spare = host_bytes - without - 4 * 2 * unit  # besides sums of gradients in fp32
         early = drawn("cuda", host_bytes).early
-        count = min(4, int(3 / 4 * spare) // (12 * unit))
-        assert early == (False,) * (4 - count) + (True,) * count  # the last ones
-        assert drawn("cpu", host_bytes).early == (False,) * 4  # the host computes
-        counts.add(count)
-    assert counts == {1, 2, 3, 4}
+        early_bytes = int(3 / 4 * spare)
+        rows = [(4, 0), (3, 1), (2, 2), (1, 2), (0, 3), (0, 2), (0, 1), (0, 0)]  # weights of two thirds of the others
+        num_all, num_weights = next(row for row in rows if (12 * row[0] + 2 * row[1]) * unit <= early_bytes)
+        nothing, weights = [Drafted.NOTHING] * (4 - num_all - num_weights), [Drafted.WEIGHTS] * num_weights
+        assert early == (*nothing, *weights, *[Drafted.ALL] * num_all)  # the last ones
+        assert drawn("cpu", host_bytes).early == (Drafted.NOTHING,) * 4  # the host computes
+        seen.add((num_all, num_weights))
+    assert seen - {(0, 0)} == {(0, 1), (0, 2), (0, 3), (1, 2), (2, 2), (3, 1), (4, 0)}
     assert drawn("cuda", 2**33, early_units=1).plan.early_units == 1
-    assert not any(drawn("cuda", 2**33, gradients="none").early)
+    assert set(drawn("cuda", 2**33, gradients="none").early) == {Drafted.NOTHING}
 
 
 def test_a_blueprint_is_drawn_from_values_alone_for_a_gpu_that_is_not_here() -> None:

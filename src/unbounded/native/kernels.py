@@ -51,7 +51,7 @@ class UpdateArguments(ctypes.Structure):
 
     _fields_ = (
         [(name, c_int32) for name in ("rule", "format", "weight_type", "grad_type", "out_type")]
-        + [(name, c_int32) for name in ("nesterov", "maximize", "reserved")]
+        + [(name, c_int32) for name in ("nesterov", "maximize", "weights_only")]
         + [(name, c_int64) for name in ("numel", "step")]
         + [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")]
         + [(name, c_double) for name in ("momentum", "dampening", "lr_decay", "grad_scale")]
@@ -104,7 +104,7 @@ def update(
     *,
     weight: Tensor,
     grad: Tensor,
-    states: dict[str, Tensor],
+    states: Mapping[str, Tensor] | None,
     grad_scale: float = 1.0,
     out: Tensor | None = None,
     source: Mapping[str, Tensor] | None = None,
@@ -115,22 +115,29 @@ def update(
     `states` holds the arrays of `state_arrays`, zero before step 1, and is changed in place like `weight`. `out`
     (fp32 format only) receives the new weights in bf16 or fp16. A compact slice begins at a multiple of BLOCK. With
     `source` ("weight" and the states by name), old values are read from there and stay unchanged: `weight` and `states`
-    are written without being read. They must not overlap.
+    are written without being read. They must not overlap. Without `states` only the new weights are written, to
+    `out` if it is given.
     """
     specs = state_arrays(rule.name, format, weight.dtype, momentum=rule.momentum != 0)
     numel = weight.numel()
     _check("weight", weight, (weight.dtype,))
     _check("grad", grad, tuple(FLOATS), numel)
-    for name, spec in specs.items():
-        if name not in states:
-            raise PlanError(f'the state "{name}" is missing. {rule.name} in format {format} needs {", ".join(specs)}.')
-        _check(f'state "{name}"', states[name], (spec.dtype,), spec.numel(numel))
+    if states is None and source is None:
+        raise PlanError("neither states nor a source were given. Pass the states, or where to read the old ones.")
     if out is not None and format != "fp32":
         raise PlanError(f'out was given in format "{format}", where weight is already the compute copy. Leave it out.')
     if out is not None:
         _check("out", out, HALVES, numel)
     arguments = _arguments(rule, format, weight, grad, grad_scale, out)
-    _point(arguments, specs, rule, states)
+    arguments.weights_only = states is None
+    if states is not None:
+        for name, spec in specs.items():
+            if name not in states:
+                raise PlanError(
+                    f'the state "{name}" is missing. {rule.name} in format {format} needs {", ".join(specs)}.'
+                )
+            _check(f'state "{name}"', states[name], (spec.dtype,), spec.numel(numel))
+        _point(arguments, specs, rule, states)
     if source is None:
         _call("update", pool, ctypes.addressof(arguments))
         return

@@ -125,13 +125,20 @@ class NativeRule:
         *,
         weight: torch.Tensor,
         grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
+        states: Mapping[str, torch.Tensor] | None,
         grad_scale: float | torch.Tensor,
         pool: kernels.Pool | None,
         whole: Whole | None = None,
         source: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, float]:
-        """With `source`, the old values ("weight" and the states) are read there, on the host, and stay unchanged."""
+        """With `source`, the old values ("weight" and the states) are read there, on the host, and stay unchanged.
+
+        Then `states` may be None: only the new weights are written.
+        """
+        if source is not None:
+            self._write_beside(numbers, source, weight, grad, states, float(grad_scale), pool)
+            return {}
+        assert states is not None
         moments = {name: state for name, state in states.items() if name != "master"}
         target, out = (states["master"], weight) if self.has_master else (weight, None)
         if weight.device.type == "cuda":
@@ -147,26 +154,41 @@ class NativeRule:
                 states=moments,
                 grad_scale=float(grad_scale),
                 out=out,
-                source=None if source is None else self._bring_along(numbers, source, moments, pool),
                 pool=pool,
             )
         return {}
 
-    def _bring_along(
+    def _write_beside(
         self,
         numbers: kernels.Rule,
         source: Mapping[str, torch.Tensor],
-        moments: Mapping[str, torch.Tensor],
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        states: Mapping[str, torch.Tensor] | None,
+        factor: float,
         pool: kernels.Pool | None,
-    ) -> dict[str, torch.Tensor]:
-        """The source as the kernel takes it. A moment that this step does not use is copied unchanged."""
+    ) -> None:
+        """An update from `source` to other arrays. A moment that this step does not use is copied unchanged."""
+        master = "master" if self.has_master else "weight"
+        before = {**source, "weight": source[master]}
+        target = {"weight": weight, **(states or {})}
+        moments = None if states is None else {name: state for name, state in states.items() if name != "master"}
         stepped = kernels.state_arrays(
-            numbers.name, self.format, source["master" if self.has_master else "weight"].dtype,
-            momentum=numbers.momentum != 0,
-        )  # fmt: skip
-        for name in moments.keys() - stepped.keys():
-            kernels.copy(source[name], moments[name], pool)
-        return {**source, "weight": source["master"]} if self.has_master else dict(source)
+            numbers.name, self.format, before["weight"].dtype, momentum=numbers.momentum != 0
+        )
+        for name in (moments or {}).keys() - stepped.keys():
+            kernels.copy(source[name], target[name], pool)
+        kernels.update(
+            numbers,
+            self.format,
+            weight=target.get(master, before["weight"]),
+            grad=grad,
+            states=moments,
+            grad_scale=factor,
+            out=weight if self.has_master else None,
+            source=before,
+            pool=pool,
+        )
 
     def _refuse_new_states(self, group: Mapping[str, Any]) -> None:
         """Refuses options that need an array that was not there when the states were placed."""

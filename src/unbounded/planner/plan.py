@@ -50,9 +50,9 @@ class Plan:
 
     docs/reference/plan.md describes every field. With `disk_checksums`, everything that is read back from the disk tier
     is checked against the checksum of what was written, which takes a thousandth of the disk's bytes in host memory.
-    So many `early_units` are updated inside the backward, into a second set of arrays in host memory; left None, on a
-    GPU as many as the host has memory to spare for. `move_states` lets other states move between device and host once
-    steps show what is left; left None, a plan with a `device_bytes` does.
+    So many `early_units` are updated inside the backward, their new weights at least, into other arrays in host memory;
+    left None, on a GPU as many as the host has memory to spare for. `move_states` lets other states move between device
+    and host once steps show what is left; left None, a plan with a `device_bytes` does.
     With `gradients="none"` every unit is updated inside the backward and no gradient is stored, for loops with one
     backward per step and no clipping.
     """

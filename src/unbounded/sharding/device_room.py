@@ -71,15 +71,15 @@ def device_limit(model: nn.Module) -> int:
 def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
     """Within the device's budget; a model that is not sharded has the whole device."""
     state, device = find_sharded(model), compute_device(find_members(model))
-    promise = _promises.get(model)
+    promise, limit = _promises.get(model), allocation_limit(model)
     headroom = Headroom(
         DeviceMeter(device),
-        allocatable_bytes(device_limit(model)),
+        limit(),
         num_blocks,
         has_host_room=shelf_of(model).buffers.has_room,
         trim_host=shelf_of(model).buffers.trim,
         growth_bytes=state.engine.gradients.growth_bytes if state is not None else lambda: 0,
-        renew_limit=partial(_limit, promise) if promise is not None else None,
+        renew_limit=limit,
     )
     if promise is not None:
         promise.on_shortage = headroom.note_shortage
@@ -88,17 +88,24 @@ def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
 
 def limit_reads(model: nn.Module, state: Sharded) -> None:
     """Weights on disk are read ahead only where the GPU has room for them."""
-    gathering, promise = state.engine.gathering, _promises.get(model)
+    gathering = state.engine.gathering
     if gathering.device.type == "cuda":
-        whole = allocatable_bytes(device_limit(model))
         gathering.room = ReadRoom(
             DeviceMeter(gathering.device),
-            limit=partial(_limit, promise) if promise is not None else lambda: whole,
+            limit=allocation_limit(model),
             gathered=lambda: gathering.gathered_bytes,
         )
 
 
-def _limit(promise: DevicePromise) -> int:
+def allocation_limit(model: nn.Module) -> Callable[[], int]:
+    """Reads what torch's allocator may give out now. A promised budget also holds what is outside the allocator."""
+    if (promise := _promises.get(model)) is not None:
+        return partial(_promised, promise)
+    whole = allocatable_bytes(device_limit(model))
+    return lambda: whole
+
+
+def _promised(promise: DevicePromise) -> int:
     return allocatable_bytes(promise.cap_bytes)
 
 
@@ -132,12 +139,11 @@ def balance(model: nn.Module, state: Sharded) -> Callable[[], None]:
     """Lets states and activations share the device, once steps have been seen; the returned function ends it."""
     assert state.optimizer is not None
     headroom = next((block.headroom for block in attached_to(model) if block.headroom is not None), None)
-    meter, limit = DeviceMeter(state.engine.device), allocatable_bytes(device_limit(model))
+    meter, limit = DeviceMeter(state.engine.device), allocation_limit(model)
 
     def free_bytes() -> int:
-        if headroom is None:
-            return limit - meter.peak_bytes()
-        return headroom.limit_bytes - max(meter.peak_bytes(), headroom.peak_bytes)  # the user may reset the meter's
+        seen = 0 if headroom is None else headroom.peak_bytes  # the user may reset the meter's
+        return limit() - max(meter.peak_bytes(), seen)
 
     def forget() -> None:
         meter.forget_peak()
@@ -146,11 +152,13 @@ def balance(model: nn.Module, state: Sharded) -> Callable[[], None]:
 
     balancer = Balancer(
         state.optimizer,
-        Relocation(state.engine, state.tiers, state.bounce, fixed=state.optimizer.updates.drafts.of),
+        Relocation(state.engine, state.tiers, state.bounce, is_fixed=state.optimizer.updates.drafts.hold),
         free_bytes=free_bytes,
         kept_bytes=lambda: 0 if headroom is None else headroom.kept_bytes,
         forget=forget,
     )
     if headroom is not None:
         headroom.make_room = balancer.make_room
+    elif model in _promises:
+        _promises[model].on_shortage = balancer.note_shortage
     return balancer.attach(model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ import unbounded
 from tests.zero.training import TinyGPT
 from unbounded.errors import BudgetError
 from unbounded.planner.balance import SETTLE_STEPS, TIMED_STEPS, WARM_STEPS, Balance
+from unbounded.planner.sizes import allocatable_bytes
+from unbounded.sharding import device_room
 from unbounded.sharding.running import sharded
 from unbounded.zero.step.balancer import Balancer
-from unbounded.zero.step.relocation import Relocation, states_bytes
+from unbounded.zero.step.relocation import Relocation, device_bytes, planned_bytes
 
 HOST = {"weights": "host", "gradients": "host", "optimizer": "host"}
 
@@ -99,7 +102,7 @@ def test_a_unit_stays_where_the_host_has_no_room() -> None:
     model, optimizer = build({"host_bytes": "64MiB", "device_bytes": "64MiB", "optimizer": "device"})
     state, mover = sharded(model), relocation(model)
     unit = mover.units_on("device")[0]
-    state.tiers.budgets["host"] = state.tiers.held_host_bytes() + states_bytes(unit) - 1
+    state.tiers.budgets["host"] = state.tiers.held_host_bytes() + planned_bytes(unit) - 1
     before, arrays = optimizer.memory(), dict(unit.states)
     with pytest.raises(BudgetError, match="Raise host_bytes"):
         mover.move(unit, "host")
@@ -140,7 +143,7 @@ def balance(seconds: Callable[[int], float], *, free: int, kept: int, steps: int
     def follow(step: int, model: nn.Module, optimizer: Any) -> None:
         mover = relocation(model)
         if step == 0:
-            sizes = [states_bytes(unit) for unit in mover.units_on("host")]
+            sizes = [device_bytes(unit) for unit in mover.units_on("host")]
             follow.largest = max(sizes)  # type: ignore[attr-defined]
             Balancer(
                 optimizer,
@@ -206,7 +209,7 @@ def test_states_go_back_before_inputs_that_were_seen_only_before_the_last_move()
     def follow(step: int, model: nn.Module, optimizer: Any) -> None:
         mover = relocation(model)
         if step == 0:
-            largest = max(states_bytes(unit) for unit in mover.units_on("host"))
+            largest = max(device_bytes(unit) for unit in mover.units_on("host"))
             free = lambda: int(1.1 * largest)  # noqa: E731
             Balancer(optimizer, mover, free_bytes=free, kept_bytes=int, forget=leave, clock=float).attach(model)
         if step in (1, 14):
@@ -215,6 +218,47 @@ def test_states_go_back_before_inputs_that_were_seen_only_before_the_last_move()
             assert not mover.units_on("device")
 
     train(0, HOST, 15, follow)
+
+
+def test_states_go_back_after_a_batch_that_did_not_fit() -> None:
+    def follow(step: int, model: nn.Module, optimizer: Any) -> None:
+        mover = relocation(model)
+        if step == 0:
+            clock, free = Clock(float), lambda: 2**40
+            follow.balancer = Balancer(  # type: ignore[attr-defined]
+                optimizer, mover, free_bytes=free, kept_bytes=int, forget=leave, clock=clock
+            )
+            follow.balancer.attach(model)  # type: ignore[attr-defined]
+        if step == 12:
+            assert not mover.units_on("host")
+            follow.balancer.note_shortage()  # type: ignore[attr-defined]
+        if step == 13:
+            assert not mover.units_on("device")
+
+    losses, _, plan = train(0, HOST, 14, follow)
+    assert {tier for _, tier in plan.optimizer} == {"host"}
+    assert losses == train(0, HOST, 14, leave)[0]
+
+
+def test_a_gradient_that_several_backwards_add_up_counts_as_wide_as_it_is() -> None:
+    def follow(step: int, model: nn.Module, _: Any) -> None:
+        unit = relocation(model).units_on("host")[0]
+        wide = 4 if step else 2  # two backwards per step
+        assert device_bytes(unit) - planned_bytes(unit) == (wide - 2) * unit.gradient.store.numel
+
+    train(0, {**HOST, "precision": "bf16"}, 2, follow)
+
+
+def test_what_may_be_allocated_leaves_out_what_a_promised_budget_has_outside_the_allocator() -> None:
+    model, _ = build({**HOST, "device_bytes": "64MiB"})
+    assert device_room.allocation_limit(model)() == allocatable_bytes(64 * 2**20)
+    promise = SimpleNamespace(cap_bytes=40 * 2**20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(device_room._promises, model, promise)
+        limit = device_room.allocation_limit(model)
+        assert limit() == allocatable_bytes(40 * 2**20)
+        promise.cap_bytes = 30 * 2**20  # more kernels were loaded
+        assert limit() == allocatable_bytes(30 * 2**20)
 
 
 def test_a_copy_of_a_model_whose_states_move_is_plain() -> None:
@@ -256,7 +300,7 @@ def test_a_batch_that_needs_room_gets_what_states_take() -> None:
         if step == 2:
             balancer = Balancer(optimizer, mover, free_bytes=int, kept_bytes=int, forget=leave)
             last = mover.units_on("device")[-1]
-            balancer.make_room(states_bytes(last))
+            balancer.make_room(device_bytes(last))
             assert mover.units_on("host") == [last]
             assert dict(optimizer.plan.optimizer)[last.name] == "host"
             balancer.make_room(2**60)

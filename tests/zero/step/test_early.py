@@ -13,11 +13,13 @@ from torch import nn
 
 import unbounded
 from tests.ranks import HANG_SECONDS
+from tests.zero.drafting import drafting
 from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
 from unbounded.sharding.running import sharded
 from unbounded.tiers.room import TierRoom
 from unbounded.zero.step.early import drafts
 from unbounded.zero.step.early.drafts import Draft
+from unbounded.zero.step.early.pace import Pace
 from unbounded.zero.step.relocation import Relocation
 
 STEPS = 6
@@ -199,12 +201,15 @@ def run_programs(rank: int, world_size: int, cases: Cases, folder: str) -> list[
     found = []
     for program, precision in cases:
         late = program(rank, {**precision, "early_units": 0}, Path(folder)).run()
-        training = program(rank, {**precision, "early_units": 99}, Path(folder))
-        early = training.run()
-        outlook = training.optimizer.updates.drafts.outlook
-        same = all(torch.equal(value, late[name]) for name, value in early.items())
-        early_units = training.optimizer.plan.early_units
-        found.append((program.__name__, same, outlook.num_taken, outlook.num_refused, early_units))
+        for states in (True, False):
+            with drafting(states=states):
+                training = program(rank, {**precision, "early_units": 99}, Path(folder))
+                drafts = training.optimizer.updates.drafts
+                assert {draft.has_states for draft in drafts.of.values()} == {states}
+                early = training.run()
+            same = all(torch.equal(value, late[name]) for name, value in early.items())
+            early_units = training.optimizer.plan.early_units
+            found.append((program.__name__, same, drafts.outlook.num_taken, drafts.outlook.num_refused, early_units))
     return found
 
 
@@ -236,30 +241,36 @@ def test_training_with_drafts_is_that_of_torch(ranks: Any) -> None:
         assert_parity(ranks(world_size, train_both, Clipped(), {**HOST, "early_units": 99}))
 
 
+def train_one_scaled(rank: int, early_units: int) -> tuple[Any, ...]:
+    torch.manual_seed(3)
+    model = TinyGPT()
+    plan = {**HOST, "precision": "fp16", "loss_scale": 8.0, "early_units": early_units}
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan)
+    for step in range(8):
+        loss = model.loss(Batch(step, 0, rank).tokens())
+        optimizer.scale(loss * (1e9 if step == 4 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    outlook = optimizer.updates.drafts.outlook
+    return model.state_dict(), optimizer.skipped_steps, outlook.num_taken, outlook.num_refused
+
+
 def train_scaled(rank: int, world_size: int) -> list[Any]:
     """fp16 with a loss scale that overflows in its fourth step, with drafts and without."""
     found: list[Any] = []
-    for early_units in (99, 0):
-        torch.manual_seed(3)
-        model = TinyGPT()
-        plan = {**HOST, "precision": "fp16", "loss_scale": 8.0, "early_units": early_units}
-        model, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan)
-        for step in range(8):
-            loss = model.loss(Batch(step, 0, rank).tokens())
-            optimizer.scale(loss * (1e9 if step == 4 else 1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        outlook = optimizer.updates.drafts.outlook
-        found.append((model.state_dict(), optimizer.skipped_steps, outlook.num_taken, outlook.num_refused))
+    for early_units, states in ((99, True), (99, False), (0, True)):
+        with drafting(states=states):
+            found.append(train_one_scaled(rank, early_units))
     return found
 
 
 def test_an_overflow_takes_no_draft(ranks: Any) -> None:
     for world_size in (1, 2):
-        for (early, skipped, num_taken, _), (late, *_) in ranks(world_size, train_scaled):
-            assert skipped == 1
-            assert num_taken > 0
-            assert all(torch.equal(value, late[name]) for name, value in early.items())
+        for *drafted, (late, *_) in ranks(world_size, train_scaled):
+            for early, skipped, num_taken, _ in drafted:
+                assert skipped == 1
+                assert num_taken > 0
+                assert all(torch.equal(value, late[name]) for name, value in early.items())
 
 
 def test_a_unit_is_updated_while_the_backward_of_others_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +298,40 @@ def test_a_unit_is_updated_while_the_backward_of_others_still_runs(monkeypatch: 
     assert waited == [True]
 
 
+def drafts_of_weights(forward: float, backward: float, *, num_units: int = 30, pause: float = 0.0) -> list[int]:
+    """How many drafts of weights each of 60 steps asks for if an update takes 35 ms, and a draft as long.
+
+    A forward waits for the units without a draft; a step is as long as that and the backward, or as the lane's work.
+    """
+    pace, now, counts = Pace(num_drafts=2 * num_units // 3), 0.0, []
+    for step in range(60):
+        pace.begin_step(now, num_units)
+        counts.append(pace.most)
+        lane = 0.035 * (num_units + pace.most)
+        waiting = 0.035 * (num_units - pace.most) + forward * pace.most / num_units
+        pace.work(lane)
+        now += max(max(forward, waiting) + backward, lane + 0.01) + pause * (step == 30)
+    return counts
+
+
+def test_new_weights_alone_are_drafted_while_the_lane_has_time() -> None:
+    long = drafts_of_weights(0.35, 1.1)
+    assert set(long[20:]) <= {14, 15, 16, 17}  # 30 + 15 units: the lane is busy for 1.58 s of 1.63
+    short = drafts_of_weights(0.1, 0.3)
+    assert set(short[20:]) <= {2, 3, 4}  # 30 + 3: 1.16 s of 1.25
+    assert set(drafts_of_weights(0.02, 0.02)) == {0}
+    assert set(drafts_of_weights(0.35, 5.0)[20:]) == {20}  # all of them
+
+
+def test_a_pause_of_the_loop_is_soon_forgotten() -> None:
+    counts = drafts_of_weights(0.1, 0.3, pause=100.0)
+    assert max(counts[31:34]) <= max(counts[20:31]) + 4
+    assert set(counts[45:]) <= set(counts[20:31])
+
+
 def test_drafts_stay_within_the_budget_and_the_plan_says_how_many_there_are() -> None:
     counts = {}
-    for budget in ("36MiB", "128MiB"):
+    for budget in ("34MiB", "128MiB"):
         model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
         plan = {**HOST, "host_bytes": budget, "early_units": 99}
         model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), plan)
@@ -302,7 +344,7 @@ def test_drafts_stay_within_the_budget_and_the_plan_says_how_many_there_are() ->
         assert use.used_bytes <= use.budget_bytes
         counts[budget] = optimizer.plan.early_units
         assert (optimizer.updates.drafts.outlook.num_taken > 0) == (counts[budget] > 0)
-    assert 0 < counts["36MiB"] < counts["128MiB"] == 4
+    assert 0 < counts["34MiB"] < counts["128MiB"] == 4
 
 
 def test_drafts_leave_half_of_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +365,7 @@ def test_drafts_give_way_to_activations_and_to_states_that_move() -> None:
         used, spare = training.optimizer.memory()["host"].used_bytes, state.tiers.spare_host_bytes()
         assert drafted > 0
         assert TierRoom(state.tiers).spare_bytes(spare) == spare  # there is enough, so nothing goes
-        assert not Relocation(state.engine, state.tiers, state.bounce, training.optimizer.updates.drafts.of).units_on(
+        assert not Relocation(state.engine, state.tiers, state.bounce, training.optimizer.updates.drafts.hold).units_on(
             "host"
         )
         if need == "activations":

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from unbounded.train.options.defaults import LORA_LR, show
+
 OBJECTIVES = ("next", "masked")
 OPTIMIZERS = (
     *("adamw", "adam", "sgd", "lion", "adagrad", "nadam", "radam", "adamax", "rmsprop", "adadelta"),
@@ -46,9 +48,9 @@ class Config:
         choices=OBJECTIVES,
     )
     mask_fraction: float = _setting(_MODEL, "share of the tokens that are masked and predicted", 0.15, above=0, below=1)
-    layers: int | None = _setting(_MODEL, f"blocks {_MODELS}", shown="6; on a GPU, 16", least=1, most=10_000)
-    width: int | None = _setting(_MODEL, f"width {_MODELS}", shown="192; on a GPU, 1024", least=1, most=1 << 20)
-    heads: int | None = _setting(_MODEL, f"attention heads {_MODELS}", shown="6; on a GPU, 16", least=1, most=1 << 20)
+    layers: int | None = _setting(_MODEL, f"blocks {_MODELS}", shown=show("layers"), least=1, most=10_000)
+    width: int | None = _setting(_MODEL, f"width {_MODELS}", shown=show("width"), least=1, most=1 << 20)
+    heads: int | None = _setting(_MODEL, f"attention heads {_MODELS}", shown=show("heads"), least=1, most=1 << 20)
     lora_rank: int | None = _setting(
         _MODEL, "train only low-rank peft adapters of this rank", shown="none", least=1, most=1 << 16
     )
@@ -91,7 +93,7 @@ class Config:
     )
 
     sequence_length: int | None = _setting(
-        _BATCH, "tokens per sequence", shown="128; on a GPU or for a given model, 1024", least=1, most=1 << 24
+        _BATCH, "tokens per sequence", shown=show("sequence_length"), least=1, most=1 << 24
     )
     sequence_start: int | None = _setting(
         _BATCH,
@@ -113,18 +115,18 @@ class Config:
     batch_tokens: int | None = _setting(
         _BATCH,
         "tokens per step, over all ranks",
-        shown="1024; on a GPU, 8192; for a given model, 16384",
+        shown=show("batch_tokens"),
         least=1,
         most=1 << 36,
     )
     micro_batch: int | None = _setting(
         _BATCH,
         "sequences a rank runs at once; gradients are accumulated over the rest",
-        shown="about 8192 tokens",
+        shown=f"about so many tokens: {show('micro_tokens')}",
         least=1,
     )
     steps: int | None = _setting(
-        _BATCH, "optimizer steps", shown="320; on a GPU, 240; for a given model, one epoch", least=1, most=10**12
+        _BATCH, "optimizer steps", shown=show("steps", "for a given model, one epoch"), least=1, most=10**12
     )
     epochs: float | None = _setting(_BATCH, "passes over the data, instead of steps", shown="none", above=0, most=10**6)
 
@@ -132,7 +134,7 @@ class Config:
     lr: float | None = _setting(
         _OPTIMIZER,
         "peak learning rate",
-        shown="1e-3; on a GPU, 6e-4; for a given model, 2e-5; for adapters, 2e-4",
+        shown=show("lr", f"for adapters, {LORA_LR:g}"),
         above=0,
     )
     warmup: int | None = _setting(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,11 @@ from unbounded.native.host_memory import available_bytes
 from unbounded.planner.sizes import format_bytes
 from unbounded.train.options.config import Config
 from unbounded.train.options.contradictions import plan_fields
+from unbounded.train.options.defaults import LORA_LR, size_for
 
 DEFAULT_OUTPUT = "runs/default"
-_SMALL = {"layers": 6, "width": 192, "heads": 6, "sequence_length": 128, "batch_tokens": 1024, "steps": 320, "lr": 1e-3}
-_LARGE = {"layers": 16, "width": 1024, "heads": 16, "sequence_length": 1024, "batch_tokens": 65_536, "lr": 6e-4}
-_HF = {"layers": 0, "width": 0, "heads": 0, "sequence_length": 1024, "batch_tokens": 16_384, "lr": 2e-5}
-_LARGE_STEPS = 75
-_LORA_LR = 2e-4
 _PATHS = ("model", "from_config", "tokenizer", "data", "eval_data", "disk_path", "output", "export", "trace")
 _HOST_BYTES_PER_TOKEN = 17 * 6  # inputs, targets and document marks of the batch in use and of those made ahead
-_MICRO_TOKENS = 8192  # a rank runs about this many tokens at once by default
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,10 @@ class Settings(Config):
 def close_settings(config: Config, *, kind: str, num_ranks: int) -> Settings:
     """`config` for a device of `kind` and this many ranks to share the batch. Only the length of the run stays open."""
     ours = config.model is None and config.from_config is None
-    defaults: dict[str, Any] = dict((_SMALL if kind == "cpu" else _LARGE) if ours else _HF)
-    if ours and kind != "cpu":
-        defaults["steps"] = _LARGE_STEPS
+    size = size_for(kind, is_given=not ours)
+    defaults = asdict(size)
     if config.lora_rank is not None:
-        defaults["lr"] = _LORA_LR
+        defaults["lr"] = LORA_LR
     if config.epochs is not None:
         defaults["steps"] = 0
     elif config.steps is None and not ours:
@@ -97,7 +91,7 @@ def close_settings(config: Config, *, kind: str, num_ranks: int) -> Settings:
     closed: dict[str, Any] = {key: defaults.get(key) if value is None else value for key, value in given.items()}
     settings = Settings(**{key: _expand(value) if key in _PATHS else value for key, value in closed.items()})
     _check_lengths(settings)
-    settings = replace(settings, micro_batch=_micro_batch(settings, config.micro_batch, num_ranks))
+    settings = replace(settings, micro_batch=_micro_batch(settings, config.micro_batch, size.micro_tokens, num_ranks))
     return _close_microbatches(settings, settings.rows // num_ranks)
 
 
@@ -165,7 +159,7 @@ def _close_microbatches(settings: Settings, rows: int) -> Settings:
     return replace(settings, plan=tuple({**plan, "microbatches": rows // settings.micro_batch}.items()))
 
 
-def _micro_batch(settings: Settings, given: int | None, num_ranks: int) -> int:
+def _micro_batch(settings: Settings, given: int | None, micro_tokens: int, num_ranks: int) -> int:
     length, tokens = settings.sequence_length, settings.batch_tokens
     if tokens % length:
         raise InputError(
@@ -189,7 +183,7 @@ def _micro_batch(settings: Settings, given: int | None, num_ranks: int) -> int:
     if parts is not None:
         return mine // parts
     if given is None:
-        most = min(max(_MICRO_TOKENS // length, 1), mine)
+        most = min(max(micro_tokens // length, 1), mine)
         if stages > 1:  # enough parts to fill the pipeline
             most = max(min(most, mine // (2 * stages)), 1)
         return next(count for count in range(most, 0, -1) if mine % count == 0)

@@ -26,7 +26,7 @@ from unbounded.train.world import World
 
 _SHOWN_SHARES = {
     "cpu": {"device_bytes": 0.35, "host_bytes": 0.7, "disk_bytes": 1.0},
-    "cuda": {"device_bytes": 0.7, "host_bytes": 0.95, "disk_bytes": 1.0},
+    "cuda": {"device_bytes": 0.85, "host_bytes": 0.95, "disk_bytes": 1.0},
 }
 """Budgets of the demonstration job, as parts of its states: neither device nor host can hold all of them. Of a GPU's
 part half is for activations, and what is outside the allocator comes on top of it."""

@@ -35,7 +35,7 @@ from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Entries, Installer
 from unbounded.zero.setup.sites import Site
 from unbounded.zero.setup.thawing import Thawing, make_gradient
-from unbounded.zero.step.early.drafts import Draft
+from unbounded.zero.step.early.drafts import Draft, Drafted
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
@@ -203,15 +203,15 @@ class Assembly:
         return sharded
 
     def _drafts(self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool) -> dict[Unit, Draft]:
-        """Spare states for the units that are updated inside the backward."""
+        """Spare arrays for the units that are updated inside the backward."""
 
         def allocate(array: Array, *, pin: bool) -> Array:
             return tiers.allocate(array.tier, array.dtype, array.numel, bounce, pin=pin)
 
         drafts = {}
-        for unit, is_early in zip(units, self.blueprint.early, strict=True):
-            if is_early and isinstance(unit.rule, NativeRule):
-                drafts[unit] = Draft(unit, unit.rule, allocate)
+        for unit, drafted in zip(units, self.blueprint.early, strict=True):
+            if drafted is not Drafted.NOTHING and isinstance(unit.rule, NativeRule):
+                drafts[unit] = Draft(unit, unit.rule, allocate, has_states=drafted is Drafted.ALL)
         return drafts
 
     def _attach(self, engine: Engine) -> Callable[[], None]:

@@ -31,7 +31,9 @@ from unbounded.planner.unit_bytes import (
 )
 from unbounded.ranks.axis import Axis
 from unbounded.tiers import budget as budgets
+from unbounded.zero.setup.draft_choice import choose_drafts, drafted_bytes
 from unbounded.zero.setup.specs import UnitSpec
+from unbounded.zero.step.early.drafts import Drafted
 
 # Device memory for each element of the largest parameter whose update sees it whole: itself, its gradient, its states,
 # those of its neighbours being moved in and out, and what the update computes with.
@@ -47,7 +49,7 @@ class Blueprint:
     specs: tuple[UnitSpec, ...]
     places: tuple[UnitPlace, ...]
     streamed: tuple[bool, ...]  # which host states the GPU updates
-    early: tuple[bool, ...]  # which host states are updated inside the backward, into a second set of arrays
+    early: tuple[Drafted, ...]  # what of the units on the host is written to other arrays inside the backward
     plan: Plan
     disk_bytes: int
     host_bytes: int
@@ -107,7 +109,7 @@ def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) 
         )
     streamed = _stream(specs, places, means.machine, carries=plan.lets_states_move and device_type == "cuda")
     early = _choose_early(specs, sizes, places, streamed, _early_limits(plan, device_type), solved.room["host"])
-    host_bytes += sum(_drafted(unit_bytes) for unit_bytes, chosen in zip(sizes, early, strict=True) if chosen)
+    host_bytes += sum(drafted_bytes(unit_bytes, drafted) for unit_bytes, drafted in zip(sizes, early, strict=True))
     closed = _close(plan, specs, places, means, early)
     return Blueprint(
         tuple(specs), places, streamed, early, closed, disk_bytes, host_bytes, buffers, plan, budget, means.machine
@@ -133,27 +135,23 @@ def _set_aside(
 
 
 def _close(
-    plan: Plan, specs: Sequence[UnitSpec], places: Sequence[UnitPlace], means: Means, early: Sequence[bool]
+    plan: Plan, specs: Sequence[UnitSpec], places: Sequence[UnitPlace], means: Means, early: Sequence[Drafted]
 ) -> Plan:
     """The plan with its open fields filled by what was decided."""
     named = {
         kind: tuple((spec.name, getattr(where, kind)) for spec, where in zip(specs, places, strict=True))
         for kind in ("weights", "gradients", "optimizer")
     }
+    num_early = sum(drafted is not Drafted.NOTHING for drafted in early)
     return replace(
         plan,
         device_bytes=plan.device_bytes if plan.device_bytes is not None else means.device_bytes,
         host_bytes=means.host_bytes,
         disk_bytes=means.disk_bytes,
         host_threads=means.host_threads,
-        early_units=None if plan.early_units is None and not any(early) else sum(early),
+        early_units=None if plan.early_units is None and not num_early else num_early,
         **named,  # type: ignore[arg-type]
     )
-
-
-def _drafted(unit: UnitBytes) -> int:
-    """What a second set of a unit's weights and states takes."""
-    return unit.updated_weights + unit.optimizer + unit.remainder
 
 
 def _early_limits(plan: Plan, device_type: str) -> tuple[int, float]:
@@ -171,25 +169,19 @@ def _choose_early(
     streamed: Sequence[bool],
     limits: tuple[int, float],
     host_room: int,
-) -> tuple[bool, ...]:
-    """Which units have room on the host for a second set of states: the last ones, whose gradients come first.
-
-    Leaves room to add up the gradients of several backwards.
-    """
+) -> tuple[Drafted, ...]:
+    """What of which units is written inside the backward. Leaves room to add up the gradients of several backwards."""
     rows = list(zip(sizes, places, strict=True))
     spare = host_room - sum_bytes(sizes, places, "host")
     spare -= sum(unit.summed_gradients - unit.gradients for unit, where in rows if where.gradients == "host")
-    wanted, spare = limits[0], int(spare * limits[1])
-    chosen = [False] * len(specs)
-    for index in reversed(range(len(specs))):
-        unit, where = rows[index]
-        is_on_host = (where.weights, where.gradients, where.optimizer) == ("host",) * 3
-        if not is_on_host or streamed[index] or not isinstance(specs[index].rule, NativeRule):
-            continue
-        if sum(chosen) < wanted and _drafted(unit) <= spare:
-            chosen[index] = True
-            spare -= _drafted(unit)
-    return tuple(chosen)
+    most, part = limits
+    able = [
+        (where.weights, where.gradients, where.optimizer) == ("host",) * 3
+        and not is_streamed
+        and isinstance(spec.rule, NativeRule)
+        for spec, where, is_streamed in zip(specs, places, streamed, strict=True)
+    ]
+    return choose_drafts(sizes, able, most, int(spare * part))
 
 
 def _stream(

@@ -25,7 +25,7 @@ from unbounded.own_hook import OwnHook
 from unbounded.planner.balance import Balance
 from unbounded.planner.plan import Plan
 from unbounded.zero.step.optimizer import ShardedOptimizer
-from unbounded.zero.step.relocation import Relocation, states_bytes
+from unbounded.zero.step.relocation import Relocation, device_bytes
 
 
 class Balancer:
@@ -52,7 +52,7 @@ class Balancer:
         self._placed: dict[str, None] = {}  # units that are on the device because they moved there
         # The shapes of inputs while the peak was read that the last move relied on, and of those since that move.
         self._seen, self._recent = _Shapes(), _Shapes()
-        self._is_exceeded = False  # a forward had larger inputs
+        self._is_exceeded = False  # a forward had larger inputs, or did not fit
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Follows steps and forwards; the returned function ends it."""
@@ -74,9 +74,13 @@ class Balancer:
             for unit in reversed(self._relocation.units_on("device")):
                 if num_bytes <= 0:
                     break
-                num_bytes -= states_bytes(unit)
+                num_bytes -= device_bytes(unit)
                 self._relocation.move(unit, "host")
                 self._note_place(unit.name, "host")
+
+    def note_shortage(self) -> None:
+        """A batch did not fit: before the next forward, states that had moved to the device go back."""
+        self._is_exceeded = True
 
     def _note_step(self) -> None:
         now = self._clock()
@@ -96,7 +100,7 @@ class Balancer:
             seconds,
             free_bytes=self._free_bytes(),
             kept_bytes=self._kept_bytes(),
-            waiting=[states_bytes(unit) for unit in waiting],
+            waiting=[device_bytes(unit) for unit in waiting],
         )
         if count > 0:
             self._moved = [unit.name for unit in waiting[:count]]

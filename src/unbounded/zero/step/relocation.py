@@ -7,7 +7,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable
 from functools import partial
 
 from unbounded.planner.step.streaming import carries_weights
@@ -19,19 +19,24 @@ from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.unit import Unit
 
 
-class Relocation:
-    """Moves the states of one model's units, except `fixed` ones, which have a second set of states on the host.
+def _never(unit: Unit) -> bool:
+    return False
 
-    `bounce` are buffers for arrays that the host cannot address.
+
+class Relocation:
+    """Moves the states of one model's units. Those that `is_fixed` says must stay: they have a second set on the host,
+    or are being read. `bounce` are buffers for arrays that the host cannot address.
     """
 
-    def __init__(self, engine: Engine, tiers: Tiers, bounce: BufferPool, fixed: Container[Unit] = ()) -> None:
-        self._engine, self._tiers, self._bounce, self._fixed = engine, tiers, bounce, fixed
+    def __init__(
+        self, engine: Engine, tiers: Tiers, bounce: BufferPool, is_fixed: Callable[[Unit], bool] = _never
+    ) -> None:
+        self._engine, self._tiers, self._bounce, self._is_fixed = engine, tiers, bounce, is_fixed
 
     def units_on(self, tier: str) -> list[Unit]:
         """The units whose states are all on `tier` and may move now, in the order of a forward."""
         units = [unit for unit in self._engine.forward_order() if _may_move(unit, tier)]
-        return [unit for unit in units if unit not in self._fixed]
+        return [unit for unit in units if not self._is_fixed(unit)]
 
     def move(self, unit: Unit, tier: str) -> None:
         """Moves to "device" or "host". If there is no room, raises, and the unit stays where it was."""
@@ -39,7 +44,7 @@ class Relocation:
             if handle is not None:
                 handle.wait()
         unit.make_way()
-        with self._tiers.planned_on_host(states_bytes(unit) * (1 if tier == "host" else -1)):
+        with self._tiers.planned_on_host(planned_bytes(unit) * (1 if tier == "host" else -1)):
             states = self._copy(unit, tier)
         is_carried = carries_weights(states=tier, weights=unit.weights.tier)
         for array in unit.move_states(states, streamed=unit.device.type == "cuda" and is_carried).values():
@@ -55,10 +60,19 @@ class Relocation:
         return states
 
 
-def states_bytes(unit: Unit) -> int:
-    """What a move of the unit moves, with room for its gradient."""
-    states = sum(array.numel * array.dtype.itemsize for array in unit.states.values())
-    return states + unit.gradient.store.numel * unit.gradient.store.wire.itemsize
+def device_bytes(unit: Unit) -> int:
+    """What the unit's states take on the device, with its gradient, which is wide if backwards add up."""
+    store = unit.gradient.store
+    return _states_bytes(unit) + store.numel * (store.sum_dtype if store.is_wide else store.wire).itemsize
+
+
+def planned_bytes(unit: Unit) -> int:
+    """What a plan counts for them on the host, where room for wide gradients is found when they come."""
+    return _states_bytes(unit) + unit.gradient.store.numel * unit.gradient.store.wire.itemsize
+
+
+def _states_bytes(unit: Unit) -> int:
+    return sum(array.numel * array.dtype.itemsize for array in unit.states.values())
 
 
 def _may_move(unit: Unit, tier: str) -> bool:

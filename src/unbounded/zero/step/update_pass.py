@@ -49,6 +49,7 @@ class Piece:
     stop: int
     jobs: Sequence[Job]
     is_last: bool = False
+    old_weights: Array | None = None  # updated with the states, if the unit has its new weights already
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     borrowed: list[str] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
@@ -120,7 +121,7 @@ class UpdatePass:
 
     def _arrays(self, piece: Piece) -> dict[str, tuple[Array, int, int]]:
         unit = piece.unit
-        arrays = {"weight": (unit.weights, piece.start, piece.stop)}
+        arrays = {"weight": (piece.old_weights or unit.weights, piece.start, piece.stop)}
         arrays["grad"] = (piece.gradient, piece.start, piece.stop)
         for name, array in unit.states.items():
             every = self._every[name]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +62,11 @@ class UnitUpdate:
     @property
     def factor(self) -> ScaleFactor:
         return self.pieces[0].factor
+
+    def be_home(self, lane: Lane) -> None:
+        """The new weights are in their place, if they were not there before."""
+        if not self.home.launched():
+            self.home.complete(event=lane.mark())
 
     def fail(self, error: BaseException) -> None:
         for handle in (self.home, self.written):
@@ -227,37 +233,52 @@ class Updates:
         kind = "whole" if lane is self.lanes.whole else kind
         try:
             _read_factors(work)
+            begin = time.perf_counter()
             if lane is self.lanes.direct:
+                self.drafts.pace.begin_step(begin, len(work))
                 work = self._take_drafts(lane, work)
             for rule in dict.fromkeys(part.unit.rule for part in work):
                 assert rule is not None
                 self._passes[kind, rule].run(
                     _pieces(part for part in work if part.unit.rule is rule),
-                    on_home=lambda unit: by_unit[id(unit)].home.complete(event=lane.mark()),
+                    on_home=lambda unit: by_unit[id(unit)].be_home(lane),
                     on_written=lambda unit: by_unit[id(unit)].written.complete(event=lane.mark()),
                 )
+            if lane is self.lanes.direct:
+                self.drafts.pace.work(time.perf_counter() - begin)
         except BaseException as error:
             for part in work:
                 part.fail(error)
             raise
 
     def _take_drafts(self, lane: Lane, work: list[UnitUpdate]) -> list[UnitUpdate]:
-        """Exchanges old states for finished drafts; returns what is left to update."""
-        left, num_written = [], 0
+        """Exchanges old arrays for finished drafts; returns what is left to update.
+
+        States whose new weights are taken come last: no forward waits for them. Of those the last unit comes first,
+        because the next backward brings its gradient first.
+        """
+        left: list[UnitUpdate] = []
+        later: list[UnitUpdate] = []
+        num_written = num_taken = 0
         for part in work:
             draft = self.drafts.of.get(part.unit)
             num_written += draft is not None and draft.is_written
             if part.before is not None:
                 part.before.order_stream()
-            if draft is not None and draft.take(replace(part.basis, factor=float(part.factor))):
-                part.home.complete(event=lane.mark())
-                part.written.complete(event=lane.mark())
-            else:
+            if draft is None or not draft.take(replace(part.basis, factor=float(part.factor))):
                 left.append(part)
-        num_taken = len(work) - len(left)
+                continue
+            num_taken += 1
+            part.be_home(lane)
+            if draft.has_states:
+                part.written.complete(event=lane.mark())
+                continue
+            for piece in part.pieces:
+                piece.old_weights = draft.old_weights
+            later.insert(0, part)
         factors = {float(part.factor) for part in work}
         self.drafts.outlook.note(factors, num_taken=num_taken, num_refused=num_written - num_taken)
-        return left
+        return left + later
 
 
 def _read_factors(work: Iterable[UnitUpdate]) -> None:

@@ -1,9 +1,12 @@
-"""Updates inside the backward that can be discarded: a unit's new states are written to a second set of arrays.
+"""Updates inside the backward that can be discarded: a unit's new weights and states are written to other arrays.
 
     backward   | u3 |    | u2 |    | u1 |
     gradient        | u3 |    | u2 |    | u1 |
     draft                | u3 |    | u2 |                u1 is cancelled: its update begins with the step
     step                                      | take u2, u3 | update u1 ... |
+
+Where there is no memory for a second set of states, a draft has only the new weights. Then the next forward does not
+wait for the unit; its states are updated in their place when the units that it does wait for are done.
 
 Clipping needs a norm that is known only when the backward ends, so an update before that is a guess: that the step will
 use the gradient as it landed, and a factor and hyper-parameters that are already known. A draft notes what it was made
@@ -17,8 +20,10 @@ for a draft. The arrays count their changes, before and after each, so a draft t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -30,11 +35,20 @@ from unbounded.optim.rules import NativeRule
 from unbounded.tiers.array import Array
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.reader import Reader
+from unbounded.zero.step.early.pace import Pace
 from unbounded.zero.step.update_pass import Job, plan_jobs
 from unbounded.zero.unit import Unit
 
 # Steps without drafts after some were of no use, twice as many each time, up to so many.
 MOST_PAUSED = 64
+
+
+class Drafted(Enum):
+    """What of a unit is written inside the backward."""
+
+    NOTHING = "nothing"
+    WEIGHTS = "weights"
+    ALL = "weights and states"
 
 
 class AllocateLike(Protocol):
@@ -61,17 +75,19 @@ def basis_of(unit: Unit, jobs: Sequence[Job], factor: float) -> Basis:
 class Draft:
     """The spare arrays of one unit whose states, weights and gradient are in host memory; allocated when first used."""
 
-    def __init__(self, unit: Unit, rule: NativeRule, allocate: AllocateLike) -> None:
-        self.unit, self._rule, self._allocate = unit, rule, allocate
+    def __init__(self, unit: Unit, rule: NativeRule, allocate: AllocateLike, *, has_states: bool) -> None:
+        self.unit, self._rule, self._allocate, self.has_states = unit, rule, allocate, has_states
         self._arrays: dict[str, Array] = {}
         self._reader: Reader | None = None  # a save that still reads the arrays that are spare now
         self._asked: tuple[Job, ...] | None = None  # not begun yet
+        self._is_writing = False
         self._basis: Basis | None = None  # of what is written
 
     def ask(self, groups: Sequence[dict[str, Any]]) -> tuple[Job, ...] | None:
         """What to write, from the present hyper-parameters; None if the update would leave something out."""
         self._basis = self._asked = None
-        if 0 not in self.unit.gradient.used and 0 not in self.unit.is_grouped:
+        is_on_host = all(array.tier == "host" for array in self.unit.states.values())  # without a draft, they may move
+        if is_on_host and 0 not in self.unit.gradient.used and 0 not in self.unit.is_grouped:
             self._asked = tuple(plan_jobs(self.unit, groups))
         return self._asked
 
@@ -81,8 +97,13 @@ class Draft:
 
     def write(self, jobs: tuple[Job, ...], factor: float, pool: kernels.Pool) -> bool:
         """Runs in the update lane, after the gradient has landed. Returns whether it was still wanted."""
-        if self._asked is not jobs:
-            return False
+        self._is_writing = True  # before the look at what is asked: see `holds_states`
+        try:
+            return self._asked is jobs and self._write(jobs, factor, pool)
+        finally:
+            self._is_writing = False
+
+    def _write(self, jobs: tuple[Job, ...], factor: float, pool: kernels.Pool) -> bool:
         self._asked = None
         basis = basis_of(self.unit, jobs, factor)
         gradient = self.unit.gradient.store.array
@@ -91,7 +112,7 @@ class Draft:
             if self.num_bytes > available_bytes() // 2:  # whatever the budget says, other programs need memory too
                 return False
             self._arrays = {  # weights go to the device from their place
-                name: self._allocate(array, pin=name == "weight") for name, array in old.items()
+                name: self._allocate(old[name], pin=name == "weight") for name in self._names()
             }
         if self._reader is not None:
             self._reader.make_way(pool)
@@ -116,25 +137,33 @@ class Draft:
             }
 
         states = stretch(self._arrays)
+        weight = states.pop("weight")
         self._rule.apply(
             job.numbers,
             {},
-            weight=states.pop("weight"),
+            weight=weight,
             grad=gradient[job.start : job.stop],
-            states=states,
+            states=states if self.has_states else None,
             grad_scale=factor,
             pool=pool,
             source=stretch(old),
         )
 
     def take(self, basis: Basis) -> bool:
-        """Exchanges old and new states if an update from `basis` gives the new ones. Runs in the update lane."""
+        """Exchanges old and new arrays if an update from `basis` gives the new ones. Runs in the update lane."""
         written, self._basis = self._basis, None
         if written != basis:
             return False
-        self._arrays = self.unit.swap_arrays(self._arrays)
-        self._reader = self.unit.hand_over_reader()
+        before = self.unit.swap_arrays(self._arrays)
+        self._arrays = {name: before[name] for name in self._names()}
+        if self.has_states:
+            self._reader = self.unit.hand_over_reader()
         return True
+
+    @property
+    def old_weights(self) -> Array:
+        """What the weights were before they were taken: states without a draft are updated together with them."""
+        return self._arrays["weight"]
 
     def free(self, free: Callable[[Array], None], pool: kernels.Pool) -> None:
         """Gives the spare arrays back. Runs in the update lane."""
@@ -149,8 +178,18 @@ class Draft:
         return self._basis is not None
 
     @property
+    def holds_states(self) -> bool:
+        """Whether the unit's states must stay where they are: they have a second set, or a draft reads them."""
+        # In this order: a draft that is being written was asked for before, and is marked before that is forgotten.
+        return self.has_states or self._asked is not None or self._is_writing
+
+    @property
     def num_bytes(self) -> int:
-        return sum(array.numel * array.dtype.itemsize for array in self.unit.arrays().values())
+        arrays = self.unit.arrays()
+        return sum(arrays[name].numel * arrays[name].dtype.itemsize for name in self._names())
+
+    def _names(self) -> list[str]:
+        return ["weight", *self.unit.states] if self.has_states else ["weight"]
 
 
 class Outlook:
@@ -190,27 +229,39 @@ class Drafts:
 
     def __init__(self, drafts: Mapping[Unit, Draft], lane: Lane, pool: kernels.Pool) -> None:
         self.of, self.outlook = dict(drafts), Outlook()
+        self.pace = Pace(sum(not draft.has_states for draft in drafts.values()))
         self._lane, self._pool = lane, pool
+        self._num_asked = 0  # of new weights alone, since the last step
 
     def ask(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> None:
         """The gradient of `unit` is being brought to its tier, probably for the last time before the step."""
         draft, factor = self.of.get(unit), self.outlook.factor
-        if draft is None or factor is None or (jobs := draft.ask(groups)) is None:
+        if draft is None or factor is None or not (draft.has_states or self._num_asked < self.pace.most):
             return
+        if (jobs := draft.ask(groups)) is None:
+            return
+        self._num_asked += not draft.has_states
         self._lane.submit(self._write, draft, jobs, factor, unit.gradient.adding)
 
     def _write(self, draft: Draft, jobs: tuple[Job, ...], factor: float, adding: Any) -> None:
         if adding is not None:
             adding.wait()
+        begin = time.perf_counter()
         draft.write(jobs, factor, self._pool)
+        self.pace.work(time.perf_counter() - begin)
 
     @property
     def num_bytes(self) -> int:
         """What the spare arrays take once all were used."""
         return sum(draft.num_bytes for draft in self.of.values())
 
+    def hold(self, unit: Unit) -> bool:
+        """Whether states of `unit` must stay where they are because of its draft."""
+        return unit in self.of and self.of[unit].holds_states
+
     def cancel(self) -> None:
         """The step begins: units whose drafts have not begun are updated in its order."""
+        self._num_asked = 0
         for draft in self.of.values():
             draft.cancel()
 
