@@ -123,3 +123,17 @@ def test_a_leading_tilde_is_the_users_home_in_every_path(monkeypatch: pytest.Mon
     closed = close_settings(config, kind="cpu", num_ranks=1)
     assert (closed.output, closed.data) == ("/home/me/runs/a", ("/home/me/a.txt", "b.txt"))
     assert closed.trace == str(Path.cwd() / "~nobody-here" / "t.json")
+
+
+def test_the_job_of_a_gpu_fits_its_memory_and_help_says_so() -> None:
+    sizes = {}
+    for kind, device_bytes in (("cpu", 0), ("cuda", 4 << 30), ("cuda", 8 << 30)):
+        closed = close_settings(Config(), kind=kind, num_ranks=1, device_bytes=device_bytes)
+        sizes[device_bytes] = closed.layers, closed.width, closed.micro_batch * closed.sequence_length, closed.steps
+    shown = {one.name: one.metadata["shown"] for one in fields(Config)}
+    for place, name in enumerate(("layers", "width", "micro_batch", "steps")):
+        small, narrow, large = (size[place] for size in sizes.values())
+        words = f"; on a GPU, {large}; if that has less than 7 GiB, {narrow}"
+        assert words in shown[name], name
+        assert name == "micro_batch" or shown[name].startswith(f"{small};")
+    assert sizes[8 << 30][1] > sizes[4 << 30][1]

@@ -55,7 +55,9 @@ class TrainingJob:
 
     def __init__(self, config: Config, world: World) -> None:
         self.world = world
-        settings = close_settings(config, kind=world.device.type, num_ranks=world.data.size)
+        settings = close_settings(
+            config, kind=world.device.type, num_ranks=world.data.size, device_bytes=world.device_bytes()
+        )
         check_outputs(settings)
         self.subject = build(settings)
         self.train_data, self.eval_data = open_data(settings, self.subject.tokenizer)

@@ -62,6 +62,12 @@ class World:
         """All ranks must call this. Gives every rank the values of all ranks."""
         return self.axes.world.objects(value)
 
+    def device_bytes(self) -> int:
+        """All ranks must call this. The memory of the smallest GPU; 0 without one."""
+        if self.device.type != "cuda":
+            return 0
+        return min(self.collect(torch.cuda.get_device_properties(self.device).total_memory))
+
     def barrier(self) -> None:
         """All ranks must call this. Waits until every rank has come this far."""
         self.collect(None)

@@ -67,10 +67,12 @@ class Settings(Config):
         return plan_fields(self)
 
 
-def close_settings(config: Config, *, kind: str, num_ranks: int) -> Settings:
-    """`config` for a device of `kind` and this many ranks to share the batch. Only the length of the run stays open."""
+def close_settings(config: Config, *, kind: str, num_ranks: int, device_bytes: int = 0) -> Settings:
+    """`config` for a device of `kind`, with this memory, and so many ranks to share the batch. Only the length of the
+    run stays open.
+    """
     ours = config.model is None and config.from_config is None
-    size = size_for(kind, is_given=not ours)
+    size = size_for(kind, is_given=not ours, device_bytes=device_bytes)
     defaults = asdict(size)
     if config.lora_rank is not None:
         defaults["lr"] = LORA_LR
