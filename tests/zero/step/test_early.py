@@ -16,11 +16,14 @@ from tests.ranks import HANG_SECONDS
 from tests.zero.drafting import drafting
 from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
 from unbounded.sharding.running import sharded
+from unbounded.tiers.lane import Handle
 from unbounded.tiers.room import TierRoom
+from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.step.early import drafts
 from unbounded.zero.step.early.drafts import Draft
 from unbounded.zero.step.early.pace import Pace
 from unbounded.zero.step.relocation import Relocation
+from unbounded.zero.step.update_pass import Piece, UpdatePass
 
 STEPS = 6
 HOST = {"weights": "host", "gradients": "host", "optimizer": "host"}
@@ -296,6 +299,54 @@ def test_a_unit_is_updated_while_the_backward_of_others_still_runs(monkeypatch: 
         training.optimizer.zero_grad()
     training.optimizer.wait()
     assert waited == [True]
+
+
+class WritesInForward(Training):
+    """A module scales its own weight in each forward; updates of states alone are held back until then."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.may_update = threading.Event()
+        self.model.blocks[1].up.register_forward_pre_hook(self._write)
+
+    @torch.no_grad()
+    def _write(self, module: nn.Module, _: Any) -> None:
+        module.weight.mul_(0.99)  # type: ignore[operator]
+
+    def between(self, step: int) -> None:
+        self.may_update.clear()
+
+    def hold_updates(self, patch: pytest.MonkeyPatch) -> None:
+        update, wait, store = UpdatePass._update, Handle.wait, Writes._store
+
+        def late_update(steps: UpdatePass, piece: Piece) -> None:
+            if piece.old_weights is not None:
+                assert self.may_update.wait(HANG_SECONDS)
+            update(steps, piece)
+
+        def ending_wait(handle: Handle) -> Any:
+            if not handle.launched():
+                self.may_update.set()
+            return wait(handle)
+
+        def ending_store(*arguments: Any) -> None:
+            store(*arguments)
+            self.may_update.set()
+
+        patch.setattr(UpdatePass, "_update", late_update)
+        patch.setattr(Handle, "wait", ending_wait)
+        patch.setattr(Writes, "_store", ending_store)
+
+
+def test_a_write_inside_a_forward_follows_the_update_of_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = WritesInForward(0, {**BF16, "early_units": 0}, Path()).run()
+    with drafting(states=False):
+        training = WritesInForward(0, {**BF16, "early_units": 99}, Path())
+        training.hold_updates(monkeypatch)
+        early = training.run()
+    training.optimizer.wait()
+    assert training.optimizer.updates.drafts.outlook.num_taken > 0
+    assert all(torch.equal(value, late[name]) for name, value in early.items())
 
 
 def drafts_of_weights(forward: float, backward: float, *, num_units: int = 30, pause: float = 0.0) -> list[int]:

@@ -87,9 +87,8 @@ class Writes:
 
     def keep(self, unit: Unit, index: int, value: torch.Tensor) -> None:
         """Keeps a new value of one parameter outside a forward: this rank's part goes to its tier."""
-        for handle in (unit.weights_ready, unit.states_written):
-            if handle is not None:
-                handle.wait()
+        if unit.weights_ready is not None:
+            unit.weights_ready.wait()
         slot, (low, high) = unit.layout.slots[index], unit.owned
         start, stop = max(slot.start, low), min(slot.stop, high)
         if start < stop:
@@ -109,6 +108,8 @@ class Writes:
         changed = (_bits(now) != _bits(before)).view(now.numel(), -1).any(dim=1)
         if not bool(changed.any()):
             return
+        if unit.states_written is not None:
+            unit.states_written.wait()  # an update may still be changing what completes the weights
         unit.make_way()
         unit.num_writes += 1
         try:
