@@ -250,9 +250,13 @@ class Unit:
             self._reader.make_way(pool)
             self._reader = None
 
-    def hand_over_reader(self) -> Reader | None:
-        """Passes the save that reads the arrays, if there is one, to whoever has these arrays from now on."""
-        reader, self._reader = self._reader, None
+    def hand_over_reader(self, *, keeps_states: bool) -> Reader | None:
+        """Passes the save that reads the arrays, if there is one, to whoever has them from now on.
+
+        If that is only the weights, the save still reads the unit's states too.
+        """
+        reader = self._reader
+        self._reader = reader if keeps_states else None
         return reader
 
     def regroup(self, groups: Mapping[int, int]) -> None:

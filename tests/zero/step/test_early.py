@@ -15,6 +15,7 @@ import unbounded
 from tests.ranks import HANG_SECONDS
 from tests.zero.drafting import drafting
 from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
+from unbounded.checkpoint.save.readers import Readers
 from unbounded.sharding.running import sharded
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.room import TierRoom
@@ -347,6 +348,40 @@ def test_a_write_inside_a_forward_follows_the_update_of_the_states(monkeypatch: 
     training.optimizer.wait()
     assert training.optimizer.updates.drafts.outlook.num_taken > 0
     assert all(torch.equal(value, late[name]) for name, value in early.items())
+
+
+def test_a_save_outlives_an_update_of_states_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    may_read, begin, update = threading.Event(), Readers.begin, UpdatePass._update
+
+    def late_begin(readers: Readers, chunk: Any) -> None:
+        assert may_read.wait(HANG_SECONDS)
+        begin(readers, chunk)
+
+    def failing_update(steps: UpdatePass, piece: Piece) -> None:
+        if piece.old_weights is not None:
+            raise ZeroDivisionError
+        update(steps, piece)
+
+    with drafting(states=False):
+        training = Training(0, {**BF16, "early_units": 99}, tmp_path)
+        training.run()
+        before = {name: value.clone() for name, value in training.model.state_dict().items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(Readers, "begin", late_begin)
+            patch.setattr(UpdatePass, "_update", failing_update)
+            saving = unbounded.save(tmp_path / "saved", training.model, training.optimizer, wait=False)
+            training.model.loss(Batch(7, 0, 0).tokens()).backward()
+            training.optimizer.updates.lanes.direct.drain()  # all drafts are written
+            training.optimizer.step()
+            with pytest.raises(ZeroDivisionError):
+                training.optimizer.wait()
+            training.optimizer.zero_grad()
+            training.model.loss(Batch(8, 0, 0).tokens()).backward()  # drafts that no step will use
+            training.optimizer.updates.lanes.direct.drain()
+            may_read.set()
+            saving.wait()
+    unbounded.load(tmp_path / "saved", training.model, training.optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
 
 
 def drafts_of_weights(forward: float, backward: float, *, num_units: int = 30, pause: float = 0.0) -> list[int]:

@@ -156,8 +156,7 @@ class Draft:
             return False
         before = self.unit.swap_arrays(self._arrays)
         self._arrays = {name: before[name] for name in self._names()}
-        if self.has_states:
-            self._reader = self.unit.hand_over_reader()
+        self._reader = self.unit.hand_over_reader(keeps_states=not self.has_states)
         return True
 
     @property
