@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.differential.models import ModelSpec
@@ -50,8 +50,11 @@ def draw_case(seed: int) -> Case:
     optimizer = draw.choice(OPTIMIZERS)
     plan = _draw_plan(draw, optimizer)
     steps = [_draw_step(draw, plan, number, world_size) for number in range(draw.choice((3, 4, 5)))]
+    model = _draw_model(draw)
+    if plan["gradients"] != "none" and draw.random() < 0.4:
+        steps = _steady(draw, steps)
     _save_clean(steps)
-    return Case(seed, world_size, _draw_model(draw), plan, optimizer, steps)
+    return Case(seed, world_size, model, plan, optimizer, steps)
 
 
 def _draw_model(draw: random.Random) -> ModelSpec:
@@ -127,6 +130,20 @@ def _draw_step(draw: random.Random, plan: dict[str, Any], number: int, world_siz
         step.num_backwards = 1
         step.zero = draw.choice(("optimizer", "model"))
     return step
+
+
+def _steady(draw: random.Random, steps: list[Step]) -> list[Step]:
+    """A loop whose steps are alike, as most are, so that the engine's guesses about the next one are good: only what
+    happens between them differs, and one step.
+    """
+    num_backwards = steps[0].num_backwards
+    alike = [
+        replace(step, num_backwards=num_backwards, hint=False, fault=None, edit=None, action="step", zero="optimizer")
+        for step in (*steps, *steps)
+    ]
+    alike = [replace(step, clip=draw.choice((None, ("own", 100.0))), between=[*step.between]) for step in alike]
+    alike[draw.randrange(len(alike))] = replace(draw.choice(steps), saved_before_step=False)
+    return alike
 
 
 def _save_clean(steps: list[Step]) -> None:
