@@ -22,9 +22,7 @@ STOCK: tuple[type[torch.optim.Optimizer], ...] = tuple(
     getattr(torch.optim, name)
     for name in ("AdamW", "Adam", "SGD", "Adagrad", "NAdam", "RMSprop", "Adamax", "RAdam", "Adadelta")
 )
-WHOLE: tuple[type[torch.optim.Optimizer], ...] = tuple(
-    getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)
-)
+WHOLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.Muon, torch.optim.Adafactor)
 """Optimizers whose update of an element depends on its whole tensor."""
 _ADAFACTOR = "transformers.optimization.Adafactor"
 DECLARED = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}

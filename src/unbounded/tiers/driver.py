@@ -58,8 +58,7 @@ def unclaimed_bytes(device: torch.device) -> int:
 
 def allocator_fraction(device: torch.device) -> float:
     """The part of a GPU that torch's allocator may take."""
-    read = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)  # an older torch has none
-    return float(read(device))
+    return float(torch.cuda.get_per_process_memory_fraction(device))
 
 
 def left_over(free_bytes: int, limit_bytes: int, reserved_bytes: int, most_bytes: int) -> int:

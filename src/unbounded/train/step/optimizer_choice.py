@@ -62,8 +62,6 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     groups = weight_decay_groups(model, settings.weight_decay)
     if settings.optimizer != "muon":
         return _make(settings.optimizer, groups, settings)
-    if not hasattr(torch.optim, "Muon"):
-        raise InputError(f"torch {torch.__version__} has no Muon. Install torch 2.9 or newer.")
     hidden, rest = _split(model, groups)
     if not hidden:
         raise InputError("the model has no matrix that Muon could train. Choose another --optimizer.")
