@@ -133,6 +133,11 @@ def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:
         unbounded.shard(nn.Sequential(nn.LazyLinear(3)), None)
     with pytest.raises(PlanError, match=r"torch\.jit\.script"):
         unbounded.shard(torch.jit.script(nn.Linear(3, 3)), None)
+    for made in (torch.jit.script(nn.Tanh()), torch.jit.trace(make().blocks[0], torch.zeros(2, 7))):
+        model = make()
+        model.blocks[1] = made
+        with pytest.raises(PlanError, match=r"blocks\.1.*torch\.jit\.script"):
+            unbounded.shard(model, adamw(model))
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

@@ -118,8 +118,12 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
     """The parameters of a model; raises if it cannot be sharded, or is already sharded (`is_known`)."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"shard was given a {type(model).__name__} as the model. Give an nn.Module.")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise PlanError("the model was made by torch.jit.script, which runs no hooks. Shard the module it came from.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"{_called(name, 'module')} was made by torch.jit.script or torch.jit.trace, and takes no hooks. "
+                "Shard a model that has the module it was made from; scripted functions may stay."
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PlanError(
@@ -141,7 +145,7 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise PlanError(
-                f"the embedding {name!r} has sparse gradients, which cannot be reduced over flat buffers. "
+                f"{_called(name, 'embedding')} has sparse gradients, which cannot be reduced over flat buffers. "
                 "Make it with sparse=False."
             )
     for member in members:
@@ -157,6 +161,10 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
             f"the model's parameters are on different devices: {places}. Move the whole model to one of them first."
         )
     return members
+
+
+def _called(name: str, kind: str) -> str:
+    return f"the {kind} {name!r}" if name else "the model"
 
 
 def _check_memory(members: list[Member]) -> None:
