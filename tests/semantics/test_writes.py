@@ -29,6 +29,14 @@ from tests.semantics.programs import (
 from unbounded.errors import PeerError, StateError
 
 
+def tiled() -> nn.Module:
+    model = Net(8)
+    for block in model.blocks:
+        block.up, block.down = nn.Linear(8, 128), nn.Linear(128, 8)
+    assert "blocks.0.up.weight" in unbounded.tile(model, 2048)
+    return model
+
+
 def write(how: str, model: nn.Module) -> None:
     weight, other = model.blocks[1].up.weight, model.blocks[2].down.weight
     with torch.no_grad():
@@ -129,6 +137,78 @@ def held_values(model: nn.Module, optimizer: Any) -> Any:
 @pytest.mark.parametrize("world", [*ALONE, (2, "host", 0)], ids=str)
 def test_values_that_are_held_are_those_of_the_weights(ranks: Any, world: tuple[int, str, int]) -> None:
     compare(ranks, world, held_values)
+
+
+class OtherData:
+    """Averages take the weights' place for an evaluation, as `p.data = average`, and the weights are put back."""
+
+    def __init__(self, *, inside: bool) -> None:
+        self.inside = inside
+
+    def __call__(self, model: nn.Module, optimizer: Any) -> Any:
+        is_sharded = hasattr(optimizer, "engine")
+        seen: list[Any] = []
+        averages: dict[str, Tensor] = {}
+
+        def opened() -> Any:
+            return unbounded.full_params(model) if is_sharded and self.inside else torch.no_grad()
+
+        for number in range(2):
+            step(model, optimizer, number)
+            with opened():
+                backup = {name: parameter.data for name, parameter in model.named_parameters()}
+                rows = [parameter.data[:2] for parameter in model.parameters()]
+                for name, parameter in model.named_parameters():
+                    averages[name] = (averages.get(name, 0.0) + parameter.data) / 2
+                    parameter.data = averages[name]
+                seen += [value.clone() for value in [*backup.values(), *([] if self.inside else rows)]]
+            with torch.no_grad():
+                seen.append(model(data(5)))
+            with opened():
+                for name, parameter in model.named_parameters():
+                    parameter.data = backup[name]
+                one, other = model.blocks[2].up.weight, model.blocks[0].up.weight
+                one.data, other.data = other.data, one.data
+                model.first.weight.data = model.first.weight.data.mul_(0.9)
+                parameter = model.last.weight
+                kept, parameter.data = parameter.data, parameter.data * 2
+                kept.mul_(3)
+            seen.append(weights(model))
+        return seen, step(model, optimizer, 2)
+
+
+@pytest.mark.parametrize(
+    ("world", "inside", "build"),
+    [
+        *((world, False, Net) for world in ALONE),
+        *((world, True, Net) for world in WORLDS),
+        (ALONE[1], False, tiled),
+        (WORLDS[-1], True, tiled),
+    ],
+)
+def test_values_that_were_held_before_the_weight_got_other_data_stay(
+    ranks: Any, world: tuple[int, str, int], inside: bool, build: Any
+) -> None:
+    compare(ranks, world, OtherData(inside=inside), build)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_values_that_are_held_can_be_used_inside_full_params_and_after_unshard(plan: str) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    step(model, optimizer)
+    held, row = model.last.weight.data, model.last.weight.data[1]
+    with unbounded.full_params(model):
+        model.last.weight.mul_(2)
+        assert_same(held + 0, model.last.weight + 0)
+        row.zero_()
+        assert_same(model.last.weight[1], torch.zeros(7))
+    step(model, optimizer)
+    assert_same(held + 0, model.state_dict()["last.weight"])
+    unbounded.unshard(model)
+    held.mul_(2)
+    assert_same(model.last.weight, held)
+    assert_same(model.last.weight[1], row)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

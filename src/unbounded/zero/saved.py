@@ -92,6 +92,11 @@ def _unpack(saved: SavedWeight | SavedTensor) -> torch.Tensor:
     return saved.read()
 
 
+def is_of_unit(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is over the gathered buffer of a unit."""
+    return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in _homes
+
+
 def settle_in(unit: Weights) -> None:
     """`unit` has a new storage: what is saved from it is saved by name."""
     _homes[unit.storage._cdata] = weakref.ref(unit)

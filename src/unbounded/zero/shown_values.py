@@ -12,6 +12,7 @@ from torch import nn
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut, join_cut
 from unbounded.zero.engine import Engine
+from unbounded.zero.parameters.parameter import set_data
 from unbounded.zero.parameters.writes import line_sums
 from unbounded.zero.unit import Unit
 
@@ -80,7 +81,7 @@ def _open(unit: Unit, tensor: Axis, before: dict[Unit, _Shown]) -> None:
     unit.views.show()
     before[unit] = shown
     for parameter, cut, view in _cut_parameters(unit):
-        parameter.data = join_cut(cut, view, tensor)
+        set_data(parameter, join_cut(cut, view, tensor))
 
 
 def _cut_parameters(unit: Unit) -> Iterator[tuple[nn.Parameter, Cut, torch.Tensor]]:
@@ -96,7 +97,7 @@ def _close(engine: Engine, unit: Unit, before: _Shown) -> None:
         for parameter, cut, view in _cut_parameters(unit):
             if parameter.data_ptr() != view.data_ptr():  # it was joined, and may have been written to
                 view.copy_(cut.take(parameter.data))
-                parameter.data = view
+                set_data(parameter, view)
         unit.views.hide()
         unit.gradient.end_lending()
         engine.writes.store(unit, unit.owned_part(), before.owned)

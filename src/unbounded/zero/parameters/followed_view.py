@@ -2,7 +2,8 @@
 
 The memory is that of the value itself or, if the value is kept elsewhere, of a copy. After a change of the weights, a
 copy is brought up to date before it is used, and writes to it go to where the value is kept. The version counter shows
-whether an operation has written, whatever the operation is called.
+whether an operation has written, whatever the operation is called. Views end where the value gets other memory
+(`p.data = x`): they keep what they show.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unbounded.zero.placeholder import METADATA, Placeholder, meets_placeholder
 
@@ -110,6 +112,7 @@ def follow(result: Any, lent: list[tuple[Source, torch.Tensor]]) -> Any:
                 with torch._C.DisableTorchFunctionSubclass():
                     view = tensor.as_subclass(FollowedView)
                 view._source, view._memory = source, memory
+                hold(source, view)
                 if not hasattr(memory, "_changes"):
                     _mark(memory, source)
                 return view
@@ -118,6 +121,42 @@ def follow(result: Any, lent: list[tuple[Source, torch.Tensor]]) -> Any:
     if isinstance(result, torch.Tensor):
         return wrap(result)
     return pytree.tree_map_only(torch.Tensor, wrap, result) if isinstance(result, (list, tuple)) else result
+
+
+def hold(source: Any, tensor: torch.Tensor) -> None:
+    """Remembers, as long as it lives, that a user has `tensor` over the value of `source`."""
+    vars(source).setdefault("_held", WeakTensorKeyDictionary())[tensor] = None
+
+
+def end_views(source: Any, value: Callable[[], torch.Tensor]) -> None:
+    """What users hold over the value of `source` is over the memory of `value()` from now on, and plain tensors."""
+    held = list(_take_held(source))
+    if not held:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        memory = value().detach().contiguous()
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in held:
+            part = memory
+            if isinstance(tensor, FollowedView):
+                start = int(tensor.storage_offset()) - int(tensor._memory.storage_offset())
+                part = memory.as_strided(tensor.shape, tensor.stride(), int(memory.storage_offset()) + start)
+                del tensor._source, tensor._memory
+            tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+            torch.Tensor.data.__set__(tensor, part)  # type: ignore[attr-defined]
+
+
+def _take_held(source: Any) -> Iterator[torch.Tensor]:
+    for tensor in vars(source).pop("_held", ()):
+        yield tensor
+        yield from _take_held(tensor)
+
+
+def forget_plain(source: Any) -> None:
+    """Views that do not follow are copies from now on."""
+    held = vars(source).get("_held", {})
+    for tensor in [tensor for tensor in held if not isinstance(tensor, FollowedView)]:
+        del held[tensor]
 
 
 def _mark(memory: torch.Tensor, source: Source) -> None:

@@ -25,9 +25,10 @@ from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive, shown_shape, turn_of
-from unbounded.zero.parameters.followed_view import follow, in_turns, version_of
+from unbounded.zero.parameters.followed_view import FollowedView, end_views, follow, hold, in_turns, shares, version_of
 from unbounded.zero.passes.hooks import called_from
 from unbounded.zero.placeholder import Placeholder, describe
+from unbounded.zero.saved import is_of_unit
 from unbounded.zero.unit import Unit
 
 _Tensor = torch.Tensor
@@ -153,7 +154,10 @@ class ManagedParameter(Placeholder, nn.Parameter):
                 f"cannot become {tuple(value.shape)} of {value.dtype} on {value.device}. Move, cast or resize the "
                 "model before `shard`; a plan's `precision` chooses the dtype."
             )
-        with torch.no_grad():
+        with torch.no_grad(), self.turn():
+            if isinstance(value, FollowedView) and value._source is self and has_memory_of(value, value._memory):
+                return
+            end_views(self, lambda: self.current().clone())
             self.copy_(value)
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
@@ -186,6 +190,37 @@ class ShownParameter(nn.Parameter):
 
     _unit_ref: weakref.ref[Unit]
     _index: int
+
+    turn = ManagedParameter.turn
+
+    def changes(self) -> object:
+        """Whoever writes to a shown value does not say so."""
+        return object()
+
+    def current(self) -> torch.Tensor:
+        return self.detach()
+
+    def keep(self, value: torch.Tensor, name: str) -> None:
+        self.detach().copy_(value)
+
+    def detach(self) -> torch.Tensor:  # type: ignore[override]
+        value = super().detach()
+        hold(self, value)
+        return value
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if has_memory_of(value, self):
+            return
+        unit = self._unit_ref()
+        if unit is not None and shares(self, unit.buffer):  # which takes the new value in the end
+            end_views(self, self.clone)
+        vars(self).pop("_held", None)
+        set_data(self, value.detach().clone() if isinstance(value, FollowedView) or is_of_unit(value) else value)
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -243,6 +278,7 @@ def refuse_replaced(name: str) -> None:
 
 def unmanage(parameter: ManagedParameter | ShownParameter, value: torch.Tensor) -> nn.Parameter:
     """Turns a managed parameter back into a plain one that holds `value`."""
+    end_views(parameter, lambda: value)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     del parameter._unit_ref, parameter._index
     parameter.data = value
@@ -315,6 +351,13 @@ def take_stray_gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
         for index in found:
             _SET_GRAD(parameters[index], None)
     return found
+
+
+def has_memory_of(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both show the same elements of one memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        same = value.dtype == other.dtype and value.shape == other.shape and value.stride() == other.stride()
+        return same and shares(value, other) and value.storage_offset() == other.storage_offset()
 
 
 def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:

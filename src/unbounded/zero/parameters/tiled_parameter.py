@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import _LISTS, ManagedGrad, _norm_order
-from unbounded.zero.parameters.followed_view import FollowedView, follow, version_of
+from unbounded.zero.parameters.followed_view import FollowedView, end_views, follow, hold, version_of
 from unbounded.zero.parameters.parameter import ShownParameter, answer_as_leaf, name_of, set_requires_grad
 from unbounded.zero.placeholder import Placeholder, describe
 
@@ -137,6 +137,7 @@ class TiledParameter(Placeholder, nn.Parameter):
         view = nn.Parameter(torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape), False)
         view.__class__ = TiledParameter
         view._tiled = self._tiled  # type: ignore[attr-defined]
+        hold(self, view)
         return view
 
     @data.setter
@@ -146,6 +147,9 @@ class TiledParameter(Placeholder, nn.Parameter):
                 f"a tiled weight is sharded as {tuple(self.shape)} of {self.dtype} and cannot become "
                 f"{tuple(value.shape)} of {value.dtype}. Cast or resize the model before `shard`."
             )
+        if isinstance(value, TiledParameter) and value._tiled is self._tiled:
+            return
+        end_views(self, self.current)
         self._keep_data(value)
 
     def _keep_data(self, value: torch.Tensor) -> None:

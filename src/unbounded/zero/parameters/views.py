@@ -25,6 +25,7 @@ from torch.utils.weak import TensorWeakRef
 
 from unbounded.errors import StateError
 from unbounded.zero.members import Member
+from unbounded.zero.parameters.followed_view import forget_plain
 from unbounded.zero.parameters.parameter import (
     ManagedParameter,
     hide,
@@ -40,7 +41,7 @@ from unbounded.zero.parameters.parameter import (
 from unbounded.zero.passes.hooks import in_backward
 from unbounded.zero.unit import Unit
 
-_OWN = {"_unit_ref", "_index"}
+_OWN = {"_unit_ref", "_index", "_held"}
 _version = operator.attrgetter("_version")
 _will_execute = torch._C._will_engine_execute_node
 _first = operator.itemgetter(0)
@@ -155,6 +156,8 @@ class ModuleViews:
             if parameter.data_ptr() != view.data_ptr() or parameter.shape != view.shape:
                 self._take_data(parameter, view)
             hide(parameter)
+            if not unit.resident:
+                forget_plain(parameter)
         for held, parameter, places, attribute in zip(
             self._standing(), self._placeholders, self._dicts, self._attributes, strict=True
         ):
