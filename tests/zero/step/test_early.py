@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -482,3 +483,12 @@ def test_drafts_give_way_to_the_states_of_a_unit_that_was_frozen() -> None:
         optimizer.zero_grad()
     assert {tier for _, tier in optimizer.plan.optimizer} == {"host"}
     assert optimizer.plan.early_units == 0
+
+
+def test_the_host_updates_weights_only_after_all_that_was_queued_before_the_step() -> None:
+    """On a GPU a forward between backward and step leaves copies of the weights queued."""
+    updates, waited = Training(0, {}, Path()).optimizer.updates, []
+    event = SimpleNamespace(synchronize=lambda: waited.append("synchronize"))
+    for lane in (updates.lanes.direct, updates.lanes.buffered):
+        updates._run_in(lane, [], event)
+    assert waited == ["synchronize"] * 2

@@ -225,12 +225,12 @@ class Updates:
 
     def _run_in(self, lane: Lane, work: list[UnitUpdate], ready: torch.cuda.Event | None) -> None:
         """Runs in `lane`."""
-        if ready is not None:
-            torch.cuda.current_stream().wait_event(ready)
         by_unit = {id(part.unit): part for part in work}
         is_disk_bound = all(touches_disk(part.unit) for part in work)
         kind = "device" if lane in self.lanes.streams else "disk" if is_disk_bound else "host"
         kind = "whole" if lane is self.lanes.whole else kind
+        if ready is not None:
+            _let_end(ready, by_host=kind in ("host", "disk"))
         try:
             _read_factors(work)
             begin = time.perf_counter()
@@ -279,6 +279,15 @@ class Updates:
         factors = {float(part.factor) for part in work}
         self.drafts.outlook.note(factors, num_taken=num_taken, num_refused=num_written - num_taken)
         return left + later
+
+
+def _let_end(ready: torch.cuda.Event, *, by_host: bool) -> None:
+    """Lets what was queued before `ready` go first. Copies to the device may be among it, of a forward after the
+    backward, and the host would write over what they still read."""
+    if by_host:
+        ready.synchronize()
+    else:
+        torch.cuda.current_stream().wait_event(ready)
 
 
 def _read_factors(work: Iterable[UnitUpdate]) -> None:
