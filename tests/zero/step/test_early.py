@@ -492,3 +492,26 @@ def test_the_host_updates_weights_only_after_all_that_was_queued_before_the_step
     for lane in (updates.lanes.direct, updates.lanes.buffered):
         updates._run_in(lane, [], event)
     assert waited == ["synchronize"] * 2
+
+
+def test_a_draft_that_gets_no_memory_leaves_none_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Training(0, {"early_units": 0}, Path()).run()
+    training, failed = Training(0, {"early_units": 99}, Path()), []
+    tiers = sharded(training.model).tiers
+    plain = tiers.allocate
+
+    def allocate(*arguments: Any, pin: bool = False, **others: Any) -> Any:
+        if threading.current_thread().name == "unbounded-update" and not pin:  # after the weights
+            failed.append(pin)
+            raise MemoryError
+        return plain(*arguments, pin=pin, **others)
+
+    monkeypatch.setattr(tiers, "allocate", allocate)
+    early = training.run()
+    training.optimizer.updates.lanes.direct.drain()
+    assert failed
+    assert all(torch.equal(value, late[name]) for name, value in early.items())
+    assert training.optimizer.updates.drafts.outlook.num_taken == 0
+    again = Training(0, {"early_units": 0}, Path())
+    again.run()
+    assert training.optimizer.memory()["host"].used_bytes == again.optimizer.memory()["host"].used_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -205,8 +205,12 @@ class Assembly:
     def _drafts(self, units: Sequence[Unit], tiers: Tiers, bounce: BufferPool) -> dict[Unit, Draft]:
         """Spare arrays for the units that are updated inside the backward."""
 
-        def allocate(array: Array, *, pin: bool) -> Array:
-            return tiers.allocate(array.tier, array.dtype, array.numel, bounce, pin=pin)
+        def allocate(arrays: Mapping[str, Array]) -> dict[str, Array]:
+            with tiers.all_or_none() as made:
+                for name, array in arrays.items():
+                    pin = name == "weight"  # they go to the device from their place
+                    made[name] = tiers.allocate(array.tier, array.dtype, array.numel, bounce, pin=pin)
+            return made
 
         drafts = {}
         for unit, drafted in zip(units, self.blueprint.early, strict=True):

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -51,10 +51,8 @@ class Drafted(Enum):
     ALL = "weights and states"
 
 
-class AllocateLike(Protocol):
-    """Makes an array like the given one, on its tier."""
-
-    def __call__(self, array: Array, *, pin: bool) -> Array: ...
+AllocateLike = Callable[[Mapping[str, Array]], dict[str, Array]]
+"""Makes arrays like those given, on their tiers: all of them, or none."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,7 @@ class Draft:
         if not self._arrays:
             if self.num_bytes > available_bytes() // 2:  # whatever the budget says, other programs need memory too
                 return False
-            self._arrays = {  # weights go to the device from their place
-                name: self._allocate(old[name], pin=name == "weight") for name in self._names()
-            }
+            self._arrays = self._allocate({name: old[name] for name in self._names()})
         if self._reader is not None:
             self._reader.make_way(pool)
             self._reader = None
