@@ -51,6 +51,8 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-1, t0=1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
 

@@ -20,7 +20,7 @@ from unbounded.optim.joined import JoinedOptimizer
 
 STOCK: tuple[type[torch.optim.Optimizer], ...] = tuple(
     getattr(torch.optim, name)
-    for name in ("AdamW", "Adam", "SGD", "Adagrad", "NAdam", "RMSprop", "Adamax", "RAdam", "Adadelta")
+    for name in ("AdamW", "Adam", "SGD", "Adagrad", "NAdam", "RMSprop", "Adamax", "RAdam", "Adadelta", "Rprop", "ASGD")
 )
 WHOLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.Muon, torch.optim.Adafactor)
 """Optimizers whose update of an element depends on its whole tensor."""

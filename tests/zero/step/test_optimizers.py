@@ -39,6 +39,8 @@ OPTIMIZERS = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
     "RMSprop, centered momentum": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9}),
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1, "t0": 2, "weight_decay": 0.01}),
     "NAdam, decoupled": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
 }
 
