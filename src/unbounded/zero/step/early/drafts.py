@@ -84,7 +84,7 @@ class Draft:
     def ask(self, groups: Sequence[dict[str, Any]]) -> tuple[Job, ...] | None:
         """What to write, from the present hyper-parameters; None if the update would leave something out."""
         self._basis = self._asked = None
-        is_on_host = all(array.tier == "host" for array in self.unit.states.values())  # without a draft, they may move
+        is_on_host = all(array.tier == "host" for array in self.unit.states.values())  # without a second set, they move
         if is_on_host and 0 not in self.unit.gradient.used and 0 not in self.unit.is_grouped:
             self._asked = tuple(plan_jobs(self.unit, groups))
         return self._asked
