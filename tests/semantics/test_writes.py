@@ -64,6 +64,12 @@ def write(how: str, model: nn.Module) -> None:
             other.data.add_(0.5)
             model.blocks[0].up.weight.data.lerp_(model.blocks[2].up.weight, 0.25)
             model.blocks[0].down.weight.data[0].copy_(other[1])
+        elif how == "graph":  # what is written has a graph, as when adapters are merged into a weight
+            held = other.data
+            with torch.enable_grad():
+                weight.data += model.blocks[0].up.weight * 0.5
+                weight.data[0] += model.blocks[0].up.weight[1]
+                held -= model.blocks[1].down.weight * 0.5
         elif how == "inference":
             with torch.inference_mode():
                 weight.mul_(0.5)
@@ -76,7 +82,7 @@ def write(how: str, model: nn.Module) -> None:
             nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
 
 
-HOWS = ["init", "reset", "item of data", "detached", "foreach", "out", "data", "inference", "copy", "vector"]
+HOWS = ["init", "reset", "item of data", "detached", "foreach", "out", "data", "graph", "inference", "copy", "vector"]
 
 
 class Write:

@@ -110,7 +110,7 @@ def follow(result: Any, lent: list[tuple[Source, torch.Tensor]]) -> Any:
         for source, memory in lent:
             if shares(tensor, memory):
                 with torch._C.DisableTorchFunctionSubclass():
-                    view = tensor.as_subclass(FollowedView)
+                    view = torch.Tensor._make_subclass(FollowedView, tensor)  # detached, whatever is written to it
                 view._source, view._memory = source, memory
                 hold(source, view)
                 if not hasattr(memory, "_changes"):
