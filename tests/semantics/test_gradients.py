@@ -362,7 +362,26 @@ def given_memory(model: nn.Module, optimizer: Any) -> Any:
     return norm, kept, given, weights(model)
 
 
-@pytest.mark.parametrize("program", [held_memory, given_memory])
+def other_data(model: nn.Module, optimizer: Any) -> Any:
+    """`grad.data = x` in place of what was there, which whoever held it keeps; also after the gradient was cleared."""
+    backward(model)
+    grads = [parameter.grad for parameter in model.parameters()]
+    held = [grad.data for grad in grads]
+    given = [torch.full_like(grad, 0.01) for grad in grads]
+    for grad, value in zip(grads, given, strict=True):
+        grad.data = value
+    grads[0].data *= 3.0
+    grads[1].set_(held[1] * 2.0)
+    given[2].mul_(5.0)
+    seen = [[parameter.grad.clone() for parameter in model.parameters()], [value.clone() for value in held]]
+    backward(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    grads[3].data = torch.ones_like(grads[3])
+    return seen, grads[3].clone(), weights(model)
+
+
+@pytest.mark.parametrize("program", [held_memory, given_memory, other_data])
 def test_memory_of_gradients_that_is_held_stays_that_of_the_gradients(
     ranks: Any, world: tuple[int, str, int], program: Any
 ) -> None:
@@ -406,6 +425,8 @@ def inside_full_params(model: nn.Module, optimizer: Any) -> Any:
             model.last.bias.grad = torch.full((3,), 0.5)
             model.first.bias.grad = None
             model.blocks[1].norm.weight.grad.mul_(2.0)
+            model.blocks[2].up.weight.grad.data /= 2
+            model.blocks[2].down.weight.grad.set_(torch.full((7, 13), 0.125))
         backward(model, number + 10)
         optimizer.step()
         with unbounded.full_params(model) if hasattr(optimizer, "engine") else contextlib.nullcontext():

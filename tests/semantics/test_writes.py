@@ -75,6 +75,10 @@ def write(how: str, model: nn.Module) -> None:
                 weight.mul_(0.5)
                 other.data[0].zero_()
                 model.last.weight.view(-1)[2:4] = 1.0
+        elif how == "set":
+            weight.set_(weight.detach() * 0.9 + 0.01)
+            other.set_(torch.arange(float(other.numel())).untyped_storage(), 0, other.shape)
+            model.last.weight.set_(model.last.weight)
         elif how == "copy":
             other.copy_(torch.full_like(other, 0.25))
         elif how == "vector":
@@ -82,7 +86,20 @@ def write(how: str, model: nn.Module) -> None:
             nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
 
 
-HOWS = ["init", "reset", "item of data", "detached", "foreach", "out", "data", "graph", "inference", "copy", "vector"]
+HOWS = [
+    "init",
+    "reset",
+    "item of data",
+    "detached",
+    "foreach",
+    "out",
+    "data",
+    "graph",
+    "inference",
+    "set",
+    "copy",
+    "vector",
+]
 
 
 class Write:

@@ -36,6 +36,12 @@ def meets_placeholder(types: Iterable[type]) -> bool:
     return any(issubclass(kind, Placeholder) for kind in types)
 
 
+def as_set(placeholder: torch.Tensor, source: tuple[Any, ...]) -> torch.Tensor:
+    """What a tensor shows after `set_(*source)`, the only write that torch does not send to `__torch_function__`."""
+    values: list[Any] = [part.detach() if isinstance(part, _Tensor) else part for part in source]
+    return torch.empty(0, dtype=placeholder.dtype, device=placeholder.device).set_(*values)
+
+
 def _getters(*names: str) -> set[Any]:
     return {getattr(_Tensor, name).__get__ for name in names if hasattr(_Tensor, name)}
 

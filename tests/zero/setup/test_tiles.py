@@ -181,6 +181,11 @@ def test_gradients_are_those_of_the_whole_weight_and_freezing_freezes_all_of_it(
     assert float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == pytest.approx(expected, rel=1e-5)
     with pytest.raises(StateError, match="would write to a copy of the gradient of a tiled weight"):
         model.embedding.weight.grad.add_(1)
+    for each in (plain, model):
+        each.embedding.weight.grad.data /= 2
+        each.blocks[0].up.weight.grad.data = torch.full_like(each.blocks[0].up.weight.grad, 0.01)
+        with torch.no_grad():
+            each.blocks[1].up.weight.set_(torch.full_like(each.blocks[1].up.weight, 0.02))
     optimizer.step()
     adam(plain).step()
     assert_close(model.state_dict(), plain.state_dict())

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from unbounded.errors import StateError
 from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.gradients.scale_factor import ScaleFactor
-from unbounded.zero.placeholder import Placeholder, describe
+from unbounded.zero.placeholder import Placeholder, as_set, describe
 
 _SCALES = {"mul_", "div_", "__imul__", "__itruediv__"}
 
@@ -70,6 +70,24 @@ class ManagedGrad(Placeholder, torch.Tensor):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         return self.open()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with turn_of(self._unit):
+            now = self.open()
+            value = value.detach()
+            if value.data_ptr() == now.data_ptr() and value.stride() == now.stride():  # after `grad.data /= 2`
+                return
+            if value.shape != now.shape:
+                raise RuntimeError(f"a gradient of {tuple(now.shape)} cannot become one of {tuple(value.shape)}.")
+            if self._is_kept:
+                self._unit.gradient.put_slot(self._index, value)
+            else:
+                self._own = value
+
+    def set_(self, *source: Any) -> ManagedGrad:  # type: ignore[override]
+        self.data = as_set(self, source)
+        return self
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]

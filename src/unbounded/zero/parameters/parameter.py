@@ -27,14 +27,14 @@ from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive, shown_shape, turn_of
 from unbounded.zero.parameters.followed_view import FollowedView, end_views, follow, hold, in_turns, shares, version_of
 from unbounded.zero.passes.hooks import called_from
-from unbounded.zero.placeholder import Placeholder, describe
+from unbounded.zero.placeholder import Placeholder, as_set, describe
 from unbounded.zero.saved import is_of_unit
 from unbounded.zero.unit import Unit
 
 _Tensor = torch.Tensor
 _SAVE = "Copy the model before `shard`, or use `unbounded.save`, `unbounded.export` or `model.state_dict()`."
 _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
-_REFUSED = {"__setstate__", "pin_memory", "share_memory_", "set_", "resize_", "resize_as_", "retain_grad", "backward"}
+_REFUSED = {"__setstate__", "pin_memory", "share_memory_", "resize_", "resize_as_", "retain_grad", "backward"}
 _ADDRESSES = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}  # what tells which tensors share memory
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 _is_there = partial(operator.is_not, None)
@@ -159,6 +159,12 @@ class ManagedParameter(Placeholder, nn.Parameter):
                 return
             end_views(self, lambda: self.current().clone())
             self.copy_(value)
+
+    def set_(self, *source: Any) -> ManagedParameter:  # type: ignore[override]
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        self.data = as_set(self, source)
+        return self
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
         """`hook` is called with this rank's gradient of a backward, before ranks add up theirs, and may replace it."""

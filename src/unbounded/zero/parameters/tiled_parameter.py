@@ -17,7 +17,13 @@ from torch.utils import _pytree as pytree
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import _LISTS, ManagedGrad, _norm_order
 from unbounded.zero.parameters.followed_view import FollowedView, end_views, follow, hold, version_of
-from unbounded.zero.parameters.parameter import ShownParameter, answer_as_leaf, name_of, set_requires_grad
+from unbounded.zero.parameters.parameter import (
+    ManagedParameter,
+    ShownParameter,
+    answer_as_leaf,
+    name_of,
+    set_requires_grad,
+)
 from unbounded.zero.placeholder import Placeholder, describe
 
 
@@ -156,6 +162,9 @@ class TiledParameter(Placeholder, nn.Parameter):
         with torch.no_grad():
             self.keep(value, "data")
 
+    def set_(self, *source: Any) -> TiledParameter:  # type: ignore[override]
+        return ManagedParameter.set_(self, *source)  # type: ignore[arg-type,return-value]
+
     def register_hook(self, hook: Callable[..., Any]) -> Any:  # type: ignore[override]
         refuse_hooks("a tiled weight")
 
@@ -204,6 +213,12 @@ class TiledGrad(ManagedGrad):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            for part, rows in zip(self._parts, value.split([len(part) for part in self._parts]), strict=True):
+                part.data = rows
 
     @classmethod
     def __torch_function__(
