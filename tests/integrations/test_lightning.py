@@ -148,6 +148,28 @@ def test_trainer_trains_validates_resumes_and_fits_again_as_the_plain_one(
         assert sorted({path.suffix for path in saved.iterdir()}) == [".bin", ".json"]  # nothing pickled
 
 
+def take_over(rank: int, world_size: int, folder: str) -> Any:
+    """The plain run, and ours from its file half way, with the plain schedule's and optimizer's states."""
+    import unbounded.lightning
+
+    warnings.simplefilter("ignore")
+    with launched(rank, world_size):
+        nets = [Net(), Net()]
+        theirs = "ddp" if world_size > 1 else "auto"
+        make_trainer(folder, world_size, theirs).fit(nets[0], loader(rank), loader(rank))
+        ours = unbounded.lightning.UnboundedStrategy({"weights": "host", "optimizer": "host"})
+        trainer = make_trainer(f"{folder}/ours", world_size, ours, num_sanity_val_steps=0)
+        trainer.fit(nets[1], loader(rank), loader(rank), ckpt_path=f"{folder}/step=2.ckpt")
+        return [net.seen for net in nets]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_of_another_strategy_is_taken_over(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    for plain, ours in ranks(world_size, take_over, str(tmp_path)):
+        assert 0 < len(ours) < len(plain)
+        assert ours == pytest.approx(plain[-len(ours) :], rel=1e-5)
+
+
 class MortalNet(Net):
     """Killed after its third step, between two saves."""
 

@@ -74,16 +74,22 @@ class UnboundedStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
-        plan = with_precision(self.open_plan, self.precision_plugin.precision)
         if trainer.state.fn == TrainerFn.FITTING:
             if is_sharded(module):
                 unshard(module)
             self.setup_optimizers(trainer)
-            made = only_optimizer(self.optimizers)  # type: ignore[has-type]
-            self.optimizers = [shard(module, made, plan)[1]]
+            self._made = only_optimizer(self.optimizers)  # type: ignore[has-type]
+            self._shard_with_optimizer()
         elif not is_sharded(module):
-            shard(module, None, plan)
+            shard(module, None, self._plan())
         self.setup_precision_plugin()
+
+    def _plan(self) -> Plan:
+        return with_precision(self.open_plan, self.precision_plugin.precision)
+
+    def _shard_with_optimizer(self) -> None:
+        assert self.lightning_module is not None
+        self.optimizers = [shard(self.lightning_module, self._made, self._plan())[1]]
 
     def model_to_device(self) -> None:
         """`shard` places the module; moving it whole might not fit."""
@@ -149,5 +155,19 @@ class UnboundedStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """All ranks call this. States that another strategy saved are whole: `shard` takes them over."""
+        if checkpoint["state_dict"]:
+            self._take_whole_states(checkpoint)
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+    def _take_whole_states(self, checkpoint: Any) -> None:
+        """Shards the module once more, with its weights as the file has them, in its precision."""
+        module, (states,) = self.lightning_module, checkpoint["optimizer_states"]
+        assert module is not None
+        unshard(module)
+        for name, parameter in module.named_parameters():
+            parameter.data = checkpoint["state_dict"].get(name, parameter).detach().to(parameter.device)
+        self._made.load_state_dict(states)
+        self._shard_with_optimizer()
