@@ -84,6 +84,8 @@ def test_loss_scaling_old_flags_and_dtypes_are_honoured() -> None:
         loss_scale_hysteresis=3,
     )
     assert found.steps_per_print is None
+    nothing = {"compression_training": {}, "pipeline": {}, "graph_harvesting": False}
+    assert deepspeed.read_config(nothing).plan == deepspeed.read_config({}).plan
     fixed = deepspeed.read_config({"fp16": {"enabled": True, "loss_scale": 128}}).plan
     assert (fixed.loss_scale, fixed.loss_scale_window) == (128.0, 0)
 
@@ -141,6 +143,10 @@ def test_mistakes_in_a_config_are_told_with_what_was_meant(config: Any, message:
             {**ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}}},
             "scheduler.params: .*'ten'",
         ),
+        (
+            {**ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-4]}}},
+            "warmup_max_lr has 2 values for 1 param groups",
+        ),
     ],
 )
 def test_parameters_that_an_optimizer_or_a_schedule_does_not_take_are_refused(section: Any, params: str) -> None:
@@ -171,6 +177,10 @@ def test_schedules_follow_the_published_formulas() -> None:
     assert rates(WarmupLR, warmup_max_lr=1.0, warmup_num_steps=4) == [0, 0, 0.5, 0.7925, 1.0, 1.0]
     assert rates(WarmupDecayLR, total_num_steps=8, warmup_max_lr=1.0, **line) == [0, 0, 0.25, 0.5, 0.75, 1.0]
     assert rates(WarmupDecayLR, total_num_steps=5, warmup_max_lr=1.0, warmup_num_steps=2)[3:] == [1.0, 0.6667, 0.3333]
+    groups = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    both = WarmupDecayLR(torch.optim.SGD(groups, lr=2.0), 4, [0.0, 0.1], [1.0, 0.2], 2)
+    both.step(3)
+    assert [round(rate, 4) for rate in both.get_last_lr()] == [0.5, 0.15]
     cosine = rates(WarmupCosineLR, total_num_steps=4, warmup_num_steps=2, cos_min_ratio=0.0)
     assert cosine == [0, 0, 2.0, 1.0, 0.0, 0.0]
 

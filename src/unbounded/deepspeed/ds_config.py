@@ -156,7 +156,7 @@ def _refuse_changes(given: Mapping[str, Any]) -> None:
     for key, remedy in CHANGES_TRAINING.items():
         value = given.get(key)
         if isinstance(value, Mapping):
-            value = value.get("enabled", True)
+            value = value.get("enabled", True) if value else None
         if value not in (None, False, 0, 1, "auto"):
             raise PlanError(f"the DeepSpeed config asks for {key}, which is not available here. {remedy}")
         if isinstance(value, bool) and value:

@@ -133,7 +133,7 @@ KEYS: Table = {
     "timers": _LOGS,
     "nebula": "checkpoints are folders",
     "autotuning": "the plan decides placements automatically",
-    "compile": "give the plan compile=True",
+    **dict.fromkeys(("compile", "graph_harvesting"), "give the plan compile=True"),
     "use_data_before_expert_parallel_": "there are no expert-parallel groups",
     "dataloader_drop_last": READ,
     "zero_optimization_stage": "give zero_optimization.stage",

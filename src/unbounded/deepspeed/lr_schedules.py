@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ class WarmupLR:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        warmup_min_lr: float = 0.0,
-        warmup_max_lr: float | None = None,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
@@ -27,8 +27,9 @@ class WarmupLR:
             raise PlanError(f'warmup_type is {warmup_type!r}. It may be "log" or "linear".')
         self.optimizer, self.warmup_type = optimizer, warmup_type
         groups = optimizer.param_groups
-        self.lowest = [warmup_min_lr] * len(groups)
-        self.highest = [group["lr"] if warmup_max_lr is None else warmup_max_lr for group in groups]
+        self.lowest = _for_groups("warmup_min_lr", warmup_min_lr, len(groups))
+        highest = [group["lr"] for group in groups] if warmup_max_lr is None else warmup_max_lr
+        self.highest = _for_groups("warmup_max_lr", highest, len(groups))
         self.warmup_num_steps = max(2, int(warmup_num_steps))
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
@@ -79,8 +80,8 @@ class WarmupDecayLR(WarmupLR):
         self,
         optimizer: torch.optim.Optimizer,
         total_num_steps: int,
-        warmup_min_lr: float = 0.0,
-        warmup_max_lr: float = 0.001,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
@@ -120,6 +121,15 @@ class WarmupCosineLR(WarmupLR):
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
+def _for_groups(name: str, rates: float | Sequence[float], number: int) -> list[float]:
+    """One rate for each param group: the same for all, or as many as there are groups."""
+    if not isinstance(rates, (list, tuple)):
+        return [rates] * number  # type: ignore[list-item]
+    if len(rates) != number:
+        raise PlanError(f"{name} has {len(rates)} values for {number} param groups. Give one value, or one for each.")
+    return list(rates)
+
+
 SCHEDULES: Mapping[str, Any] = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 
@@ -130,5 +140,7 @@ def build_schedule(name: str, params: Mapping[str, Any], optimizer: torch.optim.
         raise PlanError(f"scheduler.type is {name!r}. It may be {', '.join(SCHEDULES)}, or one of torch's.")
     try:
         return kind(optimizer, **params)
+    except PlanError:
+        raise
     except (TypeError, ValueError) as error:
         raise PlanError(f"the scheduler {name} cannot be made from scheduler.params: {error}.") from None
