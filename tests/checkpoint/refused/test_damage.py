@@ -235,6 +235,20 @@ def test_other_param_groups_are_refused(saved: Path) -> None:
         unbounded.load(saved, model, optimizer)
 
 
+def test_groups_that_hold_each_others_parameters_are_refused(tmp_path: Path) -> None:
+    def grouped(order: list[int]) -> Any:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        groups = [{"params": model[index].parameters(), "lr": 0.1 * (index + 1)} for index in order]
+        return unbounded.shard(model, torch.optim.AdamW(groups))
+
+    unbounded.save(tmp_path / "c", *grouped([0, 1]))
+    unbounded.load(tmp_path / "c", *grouped([0, 1]))
+    with pytest.raises(
+        CheckpointError, match=r"group 0 has 1\.weight, 1\.bias here, which are in another group in the"
+    ):
+        unbounded.load(tmp_path / "c", *grouped([1, 0]))
+
+
 def disagree(rank: int, world_size: int, folder: str) -> str:
     """One rank cannot read what the others can."""
     from unbounded.checkpoint.format.data_files import Files

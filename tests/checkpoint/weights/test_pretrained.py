@@ -214,6 +214,16 @@ def test_a_plain_model_takes_its_buffers_from_the_file(tmp_path: Path) -> None:
     assert_same(dict(model.state_dict()), dict(reference.state_dict()))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_a_buffer_of_any_dtype_that_safetensors_has_is_exported(tmp_path: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import load_file
+
+    model = Plain()
+    model.register_buffer("table", torch.tensor([1, 2], dtype=dtype))
+    unbounded.export(tmp_path, unbounded.shard(model)[0])
+    assert_same(load_file(tmp_path / "model.safetensors"), dict(model.state_dict()))
+
+
 def test_weights_that_do_not_fit_are_an_error_that_lists_them(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -76,7 +76,7 @@ def _of_buffers(model: nn.Module, manifest: Manifest) -> list[str]:
     return found + [f"the buffer {name} is not in the model" for name in stored if name not in here]
 
 
-def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
+def of_optimizer(model: nn.Module, state: Sharded, source: StoredTensors, size: int) -> list[str]:
     """Another kind of optimizer, other param groups or states, or gradients for another number of ranks."""
     manifest, optimizer = source.manifest, state.optimizer
     saved = manifest.values["optimizer"]
@@ -90,6 +90,8 @@ def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
     there = [len(group["names"]) for group in saved["groups"]]
     if here != there and state.engine.axes.pipeline.size == 1:
         found.append(f"the param groups have {here} parameters here and {there} in the checkpoint")
+    else:
+        found += _of_groups(model, optimizer.param_groups, saved["groups"])
     found += _of_states(state, source)
     if not state.plan.keeps_gradients and (manifest.of_kind(GRADIENT) or manifest.of_kind(UNREDUCED)):
         found.append('it was saved with gradients that no step had used, and the plan here says gradients="none"')
@@ -100,6 +102,21 @@ def of_optimizer(state: Sharded, source: StoredTensors, size: int) -> list[str]:
             f"it was saved by {manifest.values['world_size']} ranks between backwards, with gradients that were not "
             f"reduced yet, but here there are {size} (the mesh was {mesh} and is {here_mesh} here)"
         )
+    return found
+
+
+def _of_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Parameters that would be trained with the options of another group."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for index, (group, saved) in enumerate(zip(groups, stored, strict=True)):
+        held = set(saved["names"])
+        here = [known for p in group["params"] if (known := names.get(id(p), [])) and held.isdisjoint(known)]
+        if here:
+            shown = _shown([known[0] for known in here])
+            found.append(f"param group {index} has {shown} here, which are in another group in the checkpoint")
     return found
 
 

@@ -67,7 +67,7 @@ class OpenedCheckpoint:
         units = self.state.engine.units
         found = differences.of_model(self.model, units, self.source, elsewhere=self.state.engine.axes.pipeline.size > 1)
         if self.with_optimizer and not found:
-            found = differences.of_optimizer(self.state, self.source, self.peers.size)
+            found = differences.of_optimizer(self.model, self.state, self.source, self.peers.size)
         differences.refuse(found, self.folder, self.manifest)
         return self.manifest.mark
 
