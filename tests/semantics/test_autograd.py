@@ -314,6 +314,18 @@ def test_transforms_of_torch_func_are_refused_and_work_on_a_copy(plan: str) -> N
     assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
 
 
+def transforms_without_gradients(model: nn.Module, optimizer: Any) -> Any:
+    step(model, optimizer)
+    with torch.no_grad():
+        found = torch.func.vmap(model)(torch.stack([data(1), data(2)])), torch.func.jvp(model, (data(),), (data(3),))
+    return found, step(model, optimizer, 1), weights(model)
+
+
+@EVERYWHERE
+def test_transforms_of_torch_func_without_gradients(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, transforms_without_gradients)
+
+
 def through_tangents(model: nn.Module, optimizer: Any) -> Any:
     """A loss of the directional derivative, which forward-mode autograd gives, with the backward inside its level."""
     losses = []

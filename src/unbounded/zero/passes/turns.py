@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Protocol
 
@@ -106,8 +106,15 @@ class Turns:
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """Inside, dispatch modes of this thread do not see what is computed."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
+    """Inside, dispatch modes of this thread and transforms of torch.func do not see what is computed."""
+    is_seen = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    return _without_watchers() if is_seen else _NOTHING
+
+
+@contextmanager
+def _without_watchers() -> Iterator[None]:
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
+        yield
 
 
 def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
