@@ -128,9 +128,21 @@ def test_two_parameters_over_one_memory_are_refused() -> None:
         unbounded.shard(model, adamw(model))
 
 
+def test_a_buffer_over_the_memory_of_a_parameter_is_refused() -> None:
+    model = make()
+    model.register_buffer("one", torch.zeros(7))
+    model.blocks[0].register_buffer("same", model.one)  # buffers may share theirs
+    model.blocks[1].register_buffer("row", model.blocks[0].up.weight.data[2])
+    with pytest.raises(PlanError, match=r"'blocks\.0\.up\.weight' and 'blocks\.1\.row', a parameter and a buffer"):
+        unbounded.shard(model, adamw(model))
+    del model.blocks[1].row
+    unbounded.shard(model, adamw(model))
+
+
 def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:
-    with pytest.raises(PlanError, match="Run a batch through the model"):
-        unbounded.shard(nn.Sequential(nn.LazyLinear(3)), None)
+    for lazy in (nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False)):
+        with pytest.raises(PlanError, match="Run a batch through the model"):
+            unbounded.shard(nn.Sequential(nn.Linear(3, 3), lazy), None)
     with pytest.raises(PlanError, match=r"torch\.jit\.script"):
         unbounded.shard(torch.jit.script(nn.Linear(3, 3)), None)
     for made in (torch.jit.script(nn.Tanh()), torch.jit.trace(make().blocks[0], torch.zeros(2, 7))):

@@ -124,12 +124,13 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
                 f"{_called(name, 'module')} was made by torch.jit.script or torch.jit.trace, and takes no hooks. "
                 "Shard a model that has the module it was made from; scripted functions may stay."
             )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
             raise PlanError(
-                f"the parameter {name!r} of a lazy module has no shape yet. Run a batch through the model, make the "
-                "optimizer, and then call `shard`."
+                f"{name!r} of a lazy module has no shape yet. Run a batch through the model, make the optimizer, and "
+                "then call `shard`."
             )
+    for name, parameter in model.named_parameters():
         if parameter.is_inference():
             raise PlanError(
                 f"the parameter {name!r} was made inside torch.inference_mode, which leaves it without what a graph "
@@ -151,7 +152,7 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
     for member in members:
         if getattr(member.parameter, "_post_accumulate_grad_hooks", None):
             refuse_accumulate_hook(member.names[0])
-    _check_memory(members)
+    _check_memory(model, members)
     first: dict[str, str] = {}
     for member in members:
         first.setdefault(str(member.parameter.device), member.names[0])
@@ -167,24 +168,39 @@ def _called(name: str, kind: str) -> str:
     return f"the {kind} {name!r}" if name else "the model"
 
 
-def _check_memory(members: list[Member]) -> None:
-    """Raises if two Parameters share one memory: in units they would become separate."""
-    places = []
-    for member in members:
-        parameter: Any = member.parameter
-        if hasattr(parameter, "to_local"):  # a DTensor has no memory of its own
-            parameter = parameter.to_local()
-        if not parameter.is_meta and parameter.layout == torch.strided:
-            start = parameter.data_ptr()
-            spread = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            places.append((start, start + (spread + 1) * parameter.element_size(), member.names[0]))
-    places.sort()
-    for (_, stop, name), (start, _, other) in itertools.pairwise(places):
-        if start < stop:
-            raise PlanError(
-                f"the parameters {name!r} and {other!r} are two Parameters over the same memory, which sharding would "
-                "untie. Tie them by giving both modules the same Parameter object."
-            )
+def _check_memory(model: nn.Module, members: list[Member]) -> None:
+    """Raises if another Parameter or a buffer shares the memory of a Parameter: sharding would separate them."""
+    places = [(*_extent(member.parameter), True, member.names[0]) for member in members]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if type(buffer) is torch.Tensor]
+    places += [(*_extent(buffer), False, name) for name, buffer in buffers]
+    ends = {True: (0, ""), False: (0, "")}  # of parameters and of buffers so far, with the name of the last to end
+    for start, stop, is_parameter, name in sorted(places):
+        for is_other_parameter, (end, other) in ends.items():
+            if start < min(stop, end) and (is_parameter or is_other_parameter):
+                _refuse_shared_memory(other, name, is_other_parameter and is_parameter)
+        ends[is_parameter] = max(ends[is_parameter], (stop, name))
+
+
+def _refuse_shared_memory(name: str, other: str, are_parameters: bool) -> None:
+    if are_parameters:
+        raise PlanError(
+            f"the parameters {name!r} and {other!r} are two Parameters over the same memory, which sharding would "
+            "untie. Tie them by giving both modules the same Parameter object."
+        )
+    raise PlanError(
+        f"{name!r} and {other!r}, a parameter and a buffer, have the same memory, which sharding would untie: the "
+        "buffer would keep the first values. Make the buffer a copy, or use the parameter in its place."
+    )
+
+
+def _extent(tensor: Any) -> tuple[int, int]:
+    """Where a tensor's memory begins and ends."""
+    if hasattr(tensor, "to_local"):  # a DTensor has no memory of its own
+        tensor = tensor.to_local()
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
+        return 0, 0
+    spread = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (spread + 1) * tensor.element_size()
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, members: list[Member]) -> dict[int, int]:
