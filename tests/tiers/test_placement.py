@@ -19,7 +19,7 @@ from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_pat
 from unbounded.zero.setup.blueprint import Blueprint, Means, draw
 from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import UnitSpec, find_specs
-from unbounded.zero.step.early.drafts import Drafted
+from unbounded.zero.step.early.drafted import Drafted
 
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.

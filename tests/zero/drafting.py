@@ -9,7 +9,7 @@ import pytest
 
 from unbounded.planner.unit_bytes import UnitBytes
 from unbounded.zero.setup import draft_choice
-from unbounded.zero.step.early.drafts import Drafted
+from unbounded.zero.step.early.drafted import Drafted
 from unbounded.zero.step.early.pace import Pace
 
 

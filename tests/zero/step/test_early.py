@@ -22,6 +22,7 @@ from unbounded.tiers.lane import Handle
 from unbounded.tiers.room import TierRoom
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.step.early import drafts
+from unbounded.zero.step.early.drafted import Drafted
 from unbounded.zero.step.early.drafts import Draft
 from unbounded.zero.step.early.pace import Pace
 from unbounded.zero.step.relocation import Relocation
@@ -392,35 +393,70 @@ def test_a_save_outlives_an_update_of_states_that_fails(monkeypatch: pytest.Monk
     assert all(torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
 
 
-def drafts_of_weights(forward: float, backward: float, *, num_units: int = 30, pause: float = 0.0) -> list[int]:
-    """How many drafts of weights each of 60 steps asks for if an update takes 35 ms, and a draft as long.
+class SimulatedHost:
+    """A loop in which an update takes 35 ms, and a draft of weights as long.
 
     A forward waits for the units without a draft; a step is as long as that and the backward, or as the lane's work.
+    With `slower`, each draft makes the backward longer by that.
     """
-    pace, now, counts = Pace(num_drafts=2 * num_units // 3), 0.0, []
-    for step in range(60):
-        pace.begin_step(now, num_units)
-        counts.append(pace.most)
-        lane = 0.035 * (num_units + pace.most)
-        waiting = 0.035 * (num_units - pace.most) + forward * pace.most / num_units
-        pace.work(lane)
-        now += max(max(forward, waiting) + backward, lane + 0.01) + pause * (step == 30)
-    return counts
+
+    def __init__(self, forward: float, backward: float, *, slower: float = 0.0, num_units: int = 30) -> None:
+        self.forward, self.backward, self.slower, self.num_units = forward, backward, slower, num_units
+        self.pace, self.now = Pace(num_all=2, num_weights=2 * num_units // 3), 0.0
+
+    def run(self, num_steps: int, *, pause: float = 0.0, is_drafted: bool = True) -> list[int]:
+        """How many drafts of each kind each step's backward has; the first step comes after a pause."""
+        counts = []
+        for step in range(num_steps):
+            self.pace.begin_step(self.now, self.num_units, is_drafted=is_drafted)
+            num_all = 2 if self.pace.allows(Drafted.ALL, 0) else 0
+            num_weights = sum(self.pace.allows(Drafted.WEIGHTS, asked) for asked in range(self.num_units))
+            lane = 0.035 * (self.num_units + num_weights)
+            waiting = 0.035 * (self.num_units - num_all - num_weights) + self.forward * num_weights / self.num_units
+            self.pace.work(lane)
+            backward = self.backward + self.slower * (num_all + num_weights)
+            self.now += max(max(self.forward, waiting) + backward, lane + 0.01) + pause * (step == 0)
+            counts.append(num_all + num_weights)
+        return counts
 
 
 def test_new_weights_alone_are_drafted_while_the_lane_has_time() -> None:
-    long = drafts_of_weights(0.35, 1.1)
-    assert set(long[20:]) <= {14, 15, 16, 17}  # 30 + 15 units: the lane is busy for 1.58 s of 1.63
-    short = drafts_of_weights(0.1, 0.3)
-    assert set(short[20:]) <= {2, 3, 4}  # 30 + 3: 1.16 s of 1.25
-    assert set(drafts_of_weights(0.02, 0.02)) == {0}
-    assert set(drafts_of_weights(0.35, 5.0)[20:]) == {20}  # all of them
+    long = SimulatedHost(0.35, 1.1).run(16)
+    assert set(long[12:]) <= {15, 16, 17, 18}  # 2 and 15: the lane is busy for 45 units, 1.58 s of 1.63
+    short = SimulatedHost(0.1, 0.3).run(16)
+    assert set(short[12:]) <= {3, 4, 5, 6}  # 2 and 3: 33 units, 1.16 s of 1.25
+    assert set(SimulatedHost(0.02, 0.0).run(16)) == {2}
+    assert set(SimulatedHost(0.35, 5.0).run(16)[12:]) == {22}  # all of them
 
 
 def test_a_pause_of_the_loop_is_soon_forgotten() -> None:
-    counts = drafts_of_weights(0.1, 0.3, pause=100.0)
-    assert max(counts[31:34]) <= max(counts[20:31]) + 4
-    assert set(counts[45:]) <= set(counts[20:31])
+    host = SimulatedHost(0.1, 0.3)
+    before = host.run(60)[40:]  # after the first comparison
+    after = host.run(60, pause=100.0)
+    assert max(after[:3]) <= max(before) + 4
+    assert set(after[15:]) <= set(before)
+
+
+def test_drafts_with_which_steps_are_longer_are_left_out() -> None:
+    host = SimulatedHost(0.1, 0.3, slower=0.05)  # more than the 35 ms that a draft saves
+    assert max(host.run(16)) > 2
+    assert host.run(30)[12:] == [0] * 18
+    host.slower = 0.0  # they would pay now, which the next comparison finds
+    assert host.run(250)[-1] > 2
+    cheap_copies = SimulatedHost(0.1, 0.3, slower=0.02)
+    assert cheap_copies.run(60)[-1] > 0
+    long = SimulatedHost(0.35, 1.1).run(600)
+    assert long.count(0) == 10
+    assert min(long[400:]) > 2
+
+
+def test_steps_without_a_guess_are_not_part_of_a_comparison() -> None:
+    host = SimulatedHost(0.1, 0.3, slower=0.05)
+    host.run(12)
+    kinds = host.pace.comparison.kinds
+    host.run(100, is_drafted=False)
+    assert host.pace.comparison.kinds == kinds
+    assert Drafted.ALL in kinds
 
 
 def test_drafts_stay_within_the_budget_and_the_plan_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Entries, Installer
 from unbounded.zero.setup.sites import Site
 from unbounded.zero.setup.thawing import Thawing, make_gradient
-from unbounded.zero.step.early.drafts import Draft, Drafted
+from unbounded.zero.step.early.drafted import Drafted
+from unbounded.zero.step.early.drafts import Draft
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates

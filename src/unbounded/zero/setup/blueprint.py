@@ -33,7 +33,7 @@ from unbounded.ranks.axis import Axis
 from unbounded.tiers import budget as budgets
 from unbounded.zero.setup.draft_choice import choose_drafts, drafted_bytes
 from unbounded.zero.setup.specs import UnitSpec
-from unbounded.zero.step.early.drafts import Drafted
+from unbounded.zero.step.early.drafted import Drafted
 
 # Device memory for each element of the largest parameter whose update sees it whole: itself, its gradient, its states,
 # those of its neighbours being moved in and out, and what the update computes with.

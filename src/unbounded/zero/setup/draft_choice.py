@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from unbounded.planner.unit_bytes import UnitBytes
-from unbounded.zero.step.early.drafts import Drafted
+from unbounded.zero.step.early.drafted import Drafted
 
 
 def drafted_bytes(unit: UnitBytes, drafted: Drafted) -> int:

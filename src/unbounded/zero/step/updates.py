@@ -235,7 +235,7 @@ class Updates:
             _read_factors(work)
             begin = time.perf_counter()
             if lane is self.lanes.direct:
-                self.drafts.pace.begin_step(begin, len(work))
+                self.drafts.begin_step(begin, len(work))
                 work = self._take_drafts(lane, work)
             for rule in dict.fromkeys(part.unit.rule for part in work):
                 assert rule is not None

@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -35,20 +34,13 @@ from unbounded.optim.rules import NativeRule
 from unbounded.tiers.array import Array
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.reader import Reader
+from unbounded.zero.step.early.drafted import Drafted
 from unbounded.zero.step.early.pace import Pace
 from unbounded.zero.step.update_pass import Job, plan_jobs
 from unbounded.zero.unit import Unit
 
 # Steps without drafts after some were of no use, twice as many each time, up to so many.
 MOST_PAUSED = 64
-
-
-class Drafted(Enum):
-    """What of a unit is written inside the backward."""
-
-    NOTHING = "nothing"
-    WEIGHTS = "weights"
-    ALL = "weights and states"
 
 
 AllocateLike = Callable[[Mapping[str, Array]], dict[str, Array]]
@@ -169,6 +161,10 @@ class Draft:
         self._arrays, self._reader, self._basis = {}, None, None
 
     @property
+    def kind(self) -> Drafted:
+        return Drafted.ALL if self.has_states else Drafted.WEIGHTS
+
+    @property
     def is_written(self) -> bool:
         return self._basis is not None
 
@@ -224,14 +220,15 @@ class Drafts:
 
     def __init__(self, drafts: Mapping[Unit, Draft], lane: Lane, pool: kernels.Pool) -> None:
         self.of, self.outlook = dict(drafts), Outlook()
-        self.pace = Pace(sum(not draft.has_states for draft in drafts.values()))
+        kinds = [draft.kind for draft in drafts.values()]
+        self.pace = Pace(kinds.count(Drafted.ALL), kinds.count(Drafted.WEIGHTS))
         self._lane, self._pool = lane, pool
         self._num_asked = 0  # of new weights alone, since the last step
 
     def ask(self, unit: Unit, groups: Sequence[dict[str, Any]]) -> None:
         """The gradient of `unit` is being brought to its tier, probably for the last time before the step."""
         draft, factor = self.of.get(unit), self.outlook.factor
-        if draft is None or factor is None or not (draft.has_states or self._num_asked < self.pace.most):
+        if draft is None or factor is None or not self.pace.allows(draft.kind, self._num_asked):
             return
         if (jobs := draft.ask(groups)) is None:
             return
@@ -244,6 +241,10 @@ class Drafts:
         begin = time.perf_counter()
         draft.write(jobs, factor, self._pool)
         self.pace.work(time.perf_counter() - begin)
+
+    def begin_step(self, now: float, num_updates: int) -> None:
+        """A step with so many updates in the lane begins at this time. Runs in the update lane."""
+        self.pace.begin_step(now, num_updates, is_drafted=self.outlook.factor is not None)
 
     @property
     def num_bytes(self) -> int:
