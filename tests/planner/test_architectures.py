@@ -16,6 +16,7 @@ from unbounded.errors import PlanError
 from unbounded.planner.plan import Plan
 from unbounded.planning.config_model import build_model
 from unbounded.planning.module_footprint import footprint_of_description, footprint_of_module
+from unbounded.planning.towers import find_towers
 
 transformers = pytest.importorskip("transformers")
 
@@ -187,6 +188,23 @@ def test_a_plan_says_what_it_assumes_of_the_inputs(kind: str, assumed: list[str]
     reasons = unbounded.plan(make_config(kind), machine="h200:1", sequence=64).reasons
     lines = [line.partition("assumed")[2].strip() for line in reasons.splitlines() if line.startswith("assumed")]
     assert lines == assumed
+
+
+def test_a_part_may_have_several_main_inputs() -> None:
+    model = torch.nn.ModuleDict({"eye": torch.nn.Linear(4, 4), "text": torch.nn.Linear(4, 4)})
+    eye: Any = model["eye"]
+    eye.main_input_name, eye.input_modalities, eye.config = ["task_inputs", "pixel_values"], "image", None
+    assert [(tower.name, tower.reads) for tower in find_towers(model)] == [("eye", "image")]
+
+
+def test_a_number_that_json_lacks_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "n_groups": 1}
+    config = transformers.Mamba2Config(**IDS, **sizes, time_step_limit=(0.0, float("inf")))
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    with torch.device("meta"):
+        model = transformers.Mamba2ForCausalLM(config)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert footprint_of_description(tmp_path, torch.bfloat16, 64).numel == numel
 
 
 @pytest.mark.parametrize(

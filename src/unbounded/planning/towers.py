@@ -85,10 +85,16 @@ def _reads(module: nn.Module, name: str = "") -> str | None:
         return "image"
     if "audio" in last:
         return "sound"
-    said = getattr(module, "input_modalities", None) or ("text",)
-    kinds = (said,) if isinstance(said, str) else tuple(said)
+    if "text" in _said(module, "input_modalities", "text"):
+        return None
     inputs = {"pixel_values": "image", "input_features": "sound", "input_values": "sound"}
-    return None if "text" in kinds else inputs.get(getattr(module, "main_input_name", ""))
+    return next((inputs[main] for main in _said(module, "main_input_name", "") if main in inputs), None)
+
+
+def _said(module: nn.Module, attribute: str, otherwise: str) -> tuple[str, ...]:
+    """What a class of transformers says of itself, in one word or several."""
+    said = getattr(module, attribute, None) or otherwise
+    return (said,) if isinstance(said, str) else tuple(said)
 
 
 def _positions(config: Any) -> int | None:

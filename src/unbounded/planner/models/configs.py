@@ -80,9 +80,15 @@ def find_config(text: str) -> Path | None:
 def read_config(path: Path) -> Any:
     """The values of a `config.json`."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(), object_hook=_as_float)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(f'"{path}" is not JSON: {error}. Give the config.json of a model.') from None
+
+
+def _as_float(found: dict[str, Any]) -> Any:
+    """What JSON has no number for, as transformers writes it: {"__float__": "Infinity"}."""
+    special = found.get("__float__")
+    return float(special) if len(found) == 1 and special in ("Infinity", "-Infinity", "NaN") else found
 
 
 def shape_of(config: Any, what: str) -> Shape:
