@@ -125,7 +125,7 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
                 "Shard a model that has the module it was made from; scripted functions may stay."
             )
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             raise PlanError(
                 f"{name!r} of a lazy module has no shape yet. Run a batch through the model, make the optimizer, and "
                 "then call `shard`."
