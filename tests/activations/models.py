@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -179,6 +182,34 @@ class Changing(Layer):
 
 class Changed(Stack):
     block = Changing
+
+
+class Remembering(Layer):
+    """A block whose forward depends on whatever a module can have, and changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = torch.zeros(WIDTH)
+        self.log: list[float] = []
+        self.counts, self.inner = Counter[str](), {"runs": [0]}
+        self.own = torch.Generator().manual_seed(3), random.Random(3), np.random.RandomState(3)
+        self.drawn = np.random.default_rng(3)
+
+    def forward(self, x: Tensor) -> Any:
+        carried = self.carried.detach() if hasattr(self, "carried") else torch.zeros_like(x)
+        self.trace.lerp_(x.detach().mean((0, 1)), 0.5)
+        self.log.append(float(self.trace.sum()))
+        self.counts["runs"] += 1
+        self.inner["runs"][0] += 1
+        factor = random.random() + np.random.rand() + self.own[1].random() + self.own[2].rand() + self.drawn.random()
+        factor += len(self.log) + self.counts["runs"] + self.inner["runs"][0]
+        x = x * torch.rand(WIDTH, generator=self.own[0]) * (1 + self.trace) * (1 + carried)
+        self.carried = self.mix(torch.sin(x * factor))
+        return self.carried
+
+
+class Remembered(Stack):
+    block = Remembering
 
 
 class Deep(Layer):

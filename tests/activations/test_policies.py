@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import warnings
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from tests.activations.models import (
     Changed,
     Hooked,
     Layer,
+    Remembered,
     Stack,
     WithDropout,
     assert_same,
@@ -91,6 +95,64 @@ def test_a_block_runs_again_as_it_was_and_its_buffers_change_once(policy: str) -
     assert_same(trained_with_looks(model), trained_with_looks(plain))
 
 
+def trained_with_memories(model: nn.Module) -> list[Any]:
+    """Gradients of forwards that change what they depend on, and with a hook that is gone before the backward."""
+    found: list[Any] = []
+    random.seed(5)
+    np.random.seed(5)
+    for number in range(4):
+        model.zero_grad()
+        hook = model.blocks[1].register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
+        losses = [model(tokens(number)), model(tokens(number + 10))]
+        hook.remove()
+        sum(losses).backward()
+        found += [p.grad.clone() for p in model.parameters()]
+        found += [torch.tensor([*block.log, block.counts["runs"], *block.inner["runs"]]) for block in model.blocks]
+        found += [block.carried.detach() for block in model.blocks] + [block.trace.clone() for block in model.blocks]
+    return [*found, torch.tensor([random.random(), np.random.rand(), model.blocks[0].drawn.random()])]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "host"])
+def test_a_block_runs_again_with_what_it_remembered_and_drew(policy: str) -> None:
+    plain, model = make(Remembered), make(Remembered)
+    unbounded.checkpoint_activations(model, policy)
+    assert_same(trained_with_memories(model), trained_with_memories(plain))
+
+
+def test_what_a_block_remembers_does_not_keep_the_graphs_of_earlier_forwards() -> None:
+    class Mark:
+        pass
+
+    model = make(Remembered)
+    unbounded.checkpoint_activations(model, "recompute")
+    model(tokens())
+    mark = Mark()
+    model.blocks[0].carried.grad_fn.metadata["mark"] = mark
+    gone = weakref.ref(mark)
+    del mark
+    assert gone() is not None
+    losses = [model(tokens(number)) for number in range(2)]
+    assert gone() is None
+    sum(losses).backward()
+
+
+def test_a_block_that_begins_to_draw_from_python_later_is_an_error() -> None:
+    model = make(Stack)
+    unbounded.checkpoint_activations(model, "recompute")
+    gradients(model, tokens())
+    gradients(model, tokens())
+    model.blocks[2].register_forward_pre_hook(lambda _, args: (args[0] * random.random(),))
+    for _ in range(13):
+        gradients(model, tokens())
+    with pytest.raises(StateError, match=r"block 'blocks.2' has begun to draw random numbers .* policy \"keep\""):
+        gradients(model, tokens())
+    random.seed(1)
+    found = gradients(model, tokens())
+    unbounded.checkpoint_activations(model, "keep")
+    random.seed(1)
+    assert_same(found, gradients(model, tokens()))
+
+
 def test_a_large_buffer_that_is_changed_later_is_an_error() -> None:
     model = make(Changed)
     unbounded.checkpoint_activations(model, "recompute")
@@ -100,7 +162,7 @@ def test_a_large_buffer_that_is_changed_later_is_an_error() -> None:
         model.blocks[2].table.add_(1)
 
     handle = model.blocks[2].register_forward_pre_hook(change)
-    with pytest.raises(StateError, match=r"block 'blocks.2' has begun to change its buffer 'table'.* policy \"keep\""):
+    with pytest.raises(StateError, match=r"block 'blocks.2' has begun to change its tensor 'table'.* policy \"keep\""):
         model(tokens())
     handle.remove()
     gradients(model, tokens())

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from unbounded.activations.first_run import FirstRun, StillBuffers
+from unbounded.activations.first_run import FirstRun, Habits
 from unbounded.activations.headroom import Headroom
 from unbounded.activations.offload.shelf import Shelf
 from unbounded.activations.structure import ArgumentTemplate, take_tensors
@@ -49,7 +49,7 @@ class Checkpointed:
         feed_forwards: Sequence[FeedForward] = (),
     ) -> None:
         self.name, self.module, self.policy, self.shelf, self.headroom = name, module, policy, shelf, headroom
-        self.feed_forwards, self.still_buffers = feed_forwards, StillBuffers()
+        self.feed_forwards, self.habits = feed_forwards, Habits()
         self.inner: Callable[..., Any] = module._call_impl
         self._outer = partial(_call, self)
         self._marker: Any = None
@@ -170,7 +170,7 @@ class _BlockCall:
     def __init__(self, block: Checkpointed, args: Any, kwargs: Any, template: ArgumentTemplate) -> None:
         self._inner, self._feed_forwards, self._template = block.inner, block.feed_forwards, template
         self._given: tuple[Any, Any] | None = (args, kwargs)
-        self._first_run = FirstRun(block.name, block.module, block.still_buffers)
+        self._first_run = FirstRun(block.name, block.module, block.habits)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._given is None:
