@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,15 @@ def test_an_error_of_the_package_is_one_line_and_exit_code_two(
     with_verb(monkeypatch, PlanError("stage is 7.\nChoose 0 to 3."))
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == "unbounded: stage is 7. Choose 0 to 3.\n"
+
+
+def test_a_working_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError) as raised:
+        Path("checkpoint").resolve()
+    assert cli.describe(raised.value) == "the working folder was removed. Change to another one with cd."
 
 
 def test_an_interrupt_is_one_line_and_exit_code_130(

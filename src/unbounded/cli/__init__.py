@@ -98,7 +98,17 @@ def describe(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f'"{error.filename}" cannot be used: {error.strerror} (errno {error.errno}). Give another path.'
+    if isinstance(error, FileNotFoundError) and not _has_folder():
+        return "the working folder was removed. Change to another one with cd."
     return str(error) if isinstance(error, OSError) else None
+
+
+def _has_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _has_output() -> bool:
