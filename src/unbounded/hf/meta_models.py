@@ -30,6 +30,9 @@ def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCaus
     with torch.device("meta"):
         build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
         model = build(config, dtype=dtype)
+    for parameter in model.parameters():
+        if not parameter.is_meta:  # made with torch.Tensor(...), which heeds no device
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
     if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.name_or_path = str(folder)

@@ -214,6 +214,21 @@ def test_a_plain_model_takes_its_buffers_from_the_file(tmp_path: Path) -> None:
     assert_same(dict(model.state_dict()), dict(reference.state_dict()))
 
 
+def test_a_parameter_that_heeds_no_device_streams_in_too(tmp_path: Path) -> None:
+    """Wav2Vec2 makes its mask with torch.Tensor(...), also under torch.device("meta")."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    convolutions = {"conv_dim": (8,), "conv_kernel": (3,), "conv_stride": (2,), "num_conv_pos_embeddings": 4}
+    config = Wav2Vec2Config(vocab_size=8, num_conv_pos_embedding_groups=2, **sizes, **convolutions)
+    reference = Wav2Vec2ForCTC(config)
+    reference.save_pretrained(tmp_path)
+    model = unbounded.hf.from_pretrained(tmp_path, Wav2Vec2ForCTC)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model, _ = unbounded.shard(model)
+    assert_same(dict(model.state_dict()), dict(reference.state_dict()))
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_a_buffer_of_any_dtype_that_safetensors_has_is_exported(tmp_path: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import load_file
