@@ -133,7 +133,7 @@ def plan_of(plan: Any) -> None:
 
 
 SHARDING: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
-    (shard_twice, (PlanError, StateError), ["already sharded"]),
+    (shard_twice, (PlanError, StateError), ["already sharded", "to shard it anew, call unbounded.unshard"]),
     (shard_inside_sharded, (PlanError, StateError), ["already sharded", "blocks.0"]),
     (optimizer_misses, PlanError, ["blocks.1.up.bias"]),
     (optimizer_duplicates, PlanError, ["head.bias", "group"]),

@@ -140,7 +140,10 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
     managed = [member.names[0] for member in members if isinstance(member.parameter, ManagedParameter)]
     if is_known or managed:
         whose = f" (its parameter {managed[0]!r})" if managed else ""
-        raise PlanError(f"this model is already sharded{whose}. Call shard once, and keep the model it returns.")
+        raise PlanError(
+            f"this model is already sharded{whose}. Call shard once, and keep the model it "
+            "returns; to shard it anew, call unbounded.unshard on that model first."
+        )
     if not any(member.parameter.numel() for member in members):
         raise PlanError(f"the {type(model).__name__} has no parameters with elements to place. Leave it as it is.")
     for name, module in model.named_modules():
