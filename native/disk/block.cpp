@@ -47,7 +47,6 @@ std::vector<Piece> split(const Run& run, bool direct, std::size_t block_bytes) {
   if (tail == 0) return pieces;
   if (run.padded && head == 0 && !pieces.empty() && pieces.back().length + kAlignment <= block_bytes) {
     // Joined with the last piece: one transfer less.
-    pieces.back().mode = Mode::bounced;
     pieces.back().length += tail;
     pieces.back().io_length += kAlignment;
   } else if (run.padded && head == 0) {
@@ -118,23 +117,33 @@ std::size_t Block::num_parts() const { return 1 + (check_.empty() ? 0 : check_.f
 
 bool Block::prepare(Bounce& bounce) {
   transfer_->start();
-  if (piece_.mode == Mode::bounced) {
-    bounce_ = bounce.reserve(piece_.io_length);
-    if (bounce_ == nullptr) return fail(ENOMEM);
-  }
-  if (operation() == Operation::write && bounce_ != nullptr) {
-    std::memcpy(bounce_, memory(), piece_.length);
-    std::memset(bounce_ + piece_.length, 0, piece_.io_length - piece_.length);
+  std::uint64_t straight = num_straight();
+  if (straight == piece_.io_length) return true;
+  bounce_ = bounce.reserve(piece_.io_length - straight);
+  if (bounce_ == nullptr) return fail(ENOMEM);
+  if (operation() == Operation::write) {
+    std::memcpy(bounce_, memory() + straight, piece_.length - straight);
+    std::memset(bounce_ + (piece_.length - straight), 0, piece_.io_length - piece_.length);
   }
   return true;
+}
+
+std::uint64_t Block::num_straight() const {
+  if (piece_.mode == Mode::bounced) return 0;
+  return piece_.io_length == piece_.length ? piece_.length : round_down(piece_.length, kAlignment);
 }
 
 bool Block::through_direct() const { return piece_.mode != Mode::buffered && run().file->direct(); }
 
 Request Block::request() const {
-  char* data = bounce_ != nullptr ? bounce_ : memory();
-  return {run().file->descriptor(through_direct()), data + moved_, static_cast<std::size_t>(piece_.io_length - moved_),
-          run().offset + piece_.start + moved_};
+  Request request{run().file->descriptor(through_direct()), {}, 0, run().offset + piece_.start + moved_};
+  std::uint64_t straight = num_straight();
+  if (moved_ < straight)
+    request.parts[request.num_parts++] = {memory() + moved_, static_cast<std::size_t>(straight - moved_)};
+  std::uint64_t bounced = std::max(moved_, straight);
+  if (bounced < piece_.io_length)
+    request.parts[request.num_parts++] = {bounce_ + (bounced - straight), static_cast<std::size_t>(piece_.io_length - bounced)};
+  return request;
 }
 
 bool Block::advance(std::int64_t result) {
@@ -178,7 +187,9 @@ void Block::abandon(int code) {
 }
 
 void Block::land() {
-  if (is_moved() && operation() == Operation::read && bounce_ != nullptr) std::memcpy(memory(), bounce_, piece_.length);
+  if (!is_moved() || operation() == Operation::write || bounce_ == nullptr) return;
+  std::uint64_t straight = num_straight();
+  std::memcpy(memory() + straight, bounce_, piece_.length - straight);
 }
 
 void Block::finish() {

@@ -6,6 +6,9 @@
 // share the last block of a transfer.
 #pragma once
 
+#include <sys/uio.h>
+
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -17,8 +20,8 @@
 namespace unbounded::disk {
 
 enum class Mode {
-  direct,    // O_DIRECT between the file and the caller's memory
-  bounced,   // O_DIRECT through an aligned buffer: the caller's memory is not aligned, or the tail is padded
+  direct,    // O_DIRECT between the file and the caller's memory; a padded tail's last page through a buffer
+  bounced,   // O_DIRECT through an aligned buffer: the caller's memory is not aligned
   buffered,  // through the page cache: unaligned ends of a named file, or no O_DIRECT there
 };
 
@@ -33,7 +36,7 @@ struct Piece {
 // on a multiple of `block_bytes` from it, so that checksums whose grain divides that never straddle pieces.
 std::vector<Piece> split(const Run& run, bool direct, std::size_t block_bytes);
 
-// An aligned buffer of one block, made when first needed and reused.
+// An aligned buffer of up to one block, made when first needed and reused.
 class Bounce {
  public:
   Bounce() = default;
@@ -49,10 +52,12 @@ class Bounce {
   std::size_t bytes_ = 0;
 };
 
+// One system call: consecutive bytes of the file, in the caller's memory, in the bounce buffer, or first one and then the
+// other.
 struct Request {
   int fd;
-  char* data;
-  std::size_t length;
+  std::array<iovec, 2> parts;
+  int num_parts;
   std::uint64_t offset;
 };
 
@@ -114,6 +119,8 @@ class Block {
   bool retry(int code);
   const Run& run() const { return transfer_->runs()[run_]; }
   char* memory() const { return run().data + piece_.start; }
+  // The bytes that need no buffer.
+  std::uint64_t num_straight() const;
 
   std::shared_ptr<Transfer> transfer_;
   std::size_t run_;

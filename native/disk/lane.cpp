@@ -27,10 +27,9 @@ void enter_thread(const LaneOptions& options) {
 }
 
 std::int64_t carry_out(Operation operation, const Request& request) {
-  iovec vector{request.data, request.length};
   auto offset = static_cast<off_t>(request.offset);
-  ssize_t moved = operation == Operation::read ? ::preadv(request.fd, &vector, 1, offset)
-                                               : ::pwritev(request.fd, &vector, 1, offset);
+  ssize_t moved = operation == Operation::read ? ::preadv(request.fd, request.parts.data(), request.num_parts, offset)
+                                               : ::pwritev(request.fd, request.parts.data(), request.num_parts, offset);
   return moved >= 0 ? moved : -errno;
 }
 

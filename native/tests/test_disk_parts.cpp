@@ -28,7 +28,8 @@ void pieces_cover_a_run_once() {
             CHECK(piece.start == at && piece.length > 0 && piece.io_length >= piece.length);
             bool aligned = (offset + piece.start) % kAlignment == 0 && piece.io_length % kAlignment == 0;
             CHECK(piece.mode == Mode::buffered || aligned);
-            CHECK(piece.mode != Mode::direct || (shift == 0 && piece.io_length == piece.length));
+            CHECK(piece.mode != Mode::direct || shift == 0);
+            CHECK(piece.io_length == piece.length || (padded && piece.io_length - piece.length < kAlignment));
             CHECK(!padded || piece.mode != Mode::buffered);
             CHECK(!padded || piece.start % 65536 == 0);
             at += piece.length;
@@ -43,6 +44,13 @@ void aligned_runs_are_direct_in_whole_blocks() {
   CHECK(pieces.size() == 3);
   for (const Piece& piece : pieces) CHECK(piece.mode == Mode::direct && piece.length == 65536);
   for (const Piece& piece : split(run, false, 65536)) CHECK(piece.mode == Mode::buffered);
+}
+
+void a_padded_tail_leaves_the_rest_direct() {
+  Run run{nullptr, 8192, address(kAlignment), 10000, nullptr, true};
+  auto pieces = split(run, true, 65536);
+  CHECK(pieces.size() == 1);
+  CHECK(pieces[0].mode == Mode::direct && pieces[0].length == 10000 && pieces[0].io_length == 3 * kAlignment);
 }
 
 // A disk whose rate depends on the width alone, always with work waiting.
@@ -127,6 +135,7 @@ void checksums_agree() {
 int main() {
   pieces_cover_a_run_once();
   aligned_runs_are_direct_in_whole_blocks();
+  a_padded_tail_leaves_the_rest_direct();
   width_finds_what_the_disk_likes();
   width_learns_nothing_without_waiting_work();
   width_learns_also_from_work_that_comes_in_bursts();
