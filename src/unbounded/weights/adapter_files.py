@@ -45,7 +45,11 @@ def _find_tensors(model: nn.Module, adapter: str, config: Any) -> dict[str, str]
     if config.is_prompt_learning:
         return None
     first = {name: member.names[0] for member in find_members(model) for name in member.names}
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
+    buffers = persistent_buffers(model, every_name=True)
+    known: dict[int, str] = {}
+    for name, buffer in buffers.items():  # VeRA's projections are in every layer, and once more at the top
+        first[name] = known.setdefault(id(buffer), name)
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
     stand_ins = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
     names = {id(stand_in): first.get(name, name) for name, stand_in in stand_ins.items()}
     parameters = {id(p): stand_ins[n] for n, p in model.named_parameters()}

@@ -33,10 +33,10 @@ def find_members(model: nn.Module) -> list[Member]:
     return list(members.values())
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that `state_dict` has."""
+def persistent_buffers(model: nn.Module, *, every_name: bool = False) -> dict[str, torch.Tensor]:
+    """The buffers that `state_dict` has; those of a module in several places under its first name, or under each."""
     found = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=not every_name):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer

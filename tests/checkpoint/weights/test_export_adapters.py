@@ -87,6 +87,26 @@ def test_an_export_is_what_peft_itself_would_have_written(tmp_path: Path) -> Non
         assert one["base_model_name_or_path"] == base
 
 
+def test_projections_that_all_layers_share_are_saved_and_exported_as_peft_would(tmp_path: Path) -> None:
+    from peft import VeraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from unbounded.cli import main
+
+    base = AutoModelForCausalLM.from_pretrained(save_base(tmp_path / "base", "llama"))
+    model: Any = get_peft_model(base, VeraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model, optimizer = unbounded.shard(model, optimizer_of(model))
+    unbounded.export(tmp_path / "ours", model)
+    unbounded.save(tmp_path / "checkpoint", model, optimizer)
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "offline")]) == 0
+    with unbounded.full_params(model):
+        model.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    for ours in ("ours", "offline"):
+        assert_same(load_file(tmp_path / ours / "adapter_model.safetensors"), theirs)
+
+
 def test_adapters_are_exported_beside_the_base_model_without_touching_it(tmp_path: Path) -> None:
     base = save_base(tmp_path, "llama")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
