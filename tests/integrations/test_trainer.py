@@ -282,6 +282,32 @@ def test_adapters_train_save_and_reload(tmp_path: Path) -> None:
         assert_close(history(resumed), found[1], tolerance=1e-6)
 
 
+def train_prompts(rank: int, world_size: int, folder: str) -> Any:
+    """The plain run and ours, which saves on its way, with what peft reads of the last save."""
+    import peft
+
+    found = []
+    with launched(rank, world_size):
+        for kind, plan in ((transformers.Trainer, {}), (unbounded.hf.Trainer, {"plan": {"stage": 3}})):
+            model = make_model()
+            torch.manual_seed(4)
+            config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+            place = f"{folder}/{len(found)}"
+            trainer = build(kind, place, peft.get_peft_model(model, config), load_best_model_at_end=True, **plan)
+            trainer.train()
+            trainer.accelerator.wait_for_everyone()
+            read = peft.PeftModel.from_pretrained(make_model(), f"{place}/checkpoint-6")
+            found.append([*history(trainer), ("prompts", float(read.get_prompt_embedding_to_save("default").sum()))])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_prompts_train_and_are_saved_on_the_way(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    pytest.importorskip("peft")
+    for plain, ours in ranks(world_size, train_prompts, str(tmp_path)):
+        assert_close(ours, plain)
+
+
 def test_a_model_is_streamed_in_and_its_blocks_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # TrainingArguments changes both
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
@@ -306,6 +332,11 @@ def test_a_model_is_streamed_in_and_its_blocks_are_compiled(tmp_path: Path, monk
 def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"precision='fp16' and the training arguments bf16"):
         build(unbounded.hf.Trainer, str(tmp_path), plan={"precision": "fp16"}, bf16=True)
+    with launched(0, 1), pytest.raises(unbounded.PlanError, match=r"bf16_full_eval=True would cast .* with bf16=True"):
+        build(unbounded.hf.Trainer, str(tmp_path), bf16_full_eval=True)
+    with launched(0, 1):
+        build(unbounded.hf.Trainer, str(tmp_path), bf16_full_eval=True, bf16=True)
+        build(unbounded.hf.Trainer, str(tmp_path), make_model(torch.float16), fp16_full_eval=True)
     with launched(0, 1), pytest.raises(unbounded.PlanError, match="tensor=2, but Trainer gives every rank other rows"):
         build(unbounded.hf.Trainer, str(tmp_path), plan={"tensor": 2})
     for name in [name for name in sys.modules if name.startswith("unbounded.hf")]:

@@ -28,7 +28,7 @@ from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_trainers
 from unbounded.planner.plan import Plan, read_data_plan
 from unbounded.sharding.block_policies import find_blocks
 from unbounded.sharding.placing import shard, unshard
-from unbounded.sharding.running import is_sharded, sharded
+from unbounded.sharding.running import full_params, is_sharded, sharded
 
 
 def on(kind: Any) -> Any:
@@ -61,6 +61,7 @@ class ShardingTrainer:
         super().__init__(*args, **kwargs)
         self.args._n_gpu = min(1, self.args.n_gpu)  # never DataParallel: start one process per GPU
         self._train_batch_size = self.args.train_batch_size
+        self._refuse_cast_evaluations()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -115,6 +116,17 @@ class ShardingTrainer:
         keeps = self.args.gradient_checkpointing and plan.activations is None
         return replace(plan, precision=plan.precision or asked, activations="keep" if keeps else plan.activations)
 
+    def _refuse_cast_evaluations(self) -> None:
+        """Trainer would cast the model in its first evaluation outside of training, which may be after hours of it."""
+        for asked, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            held = self._plan().precision
+            fits = held == asked if held is not None else all(p.dtype == dtype for p in self.model.parameters())
+            if getattr(self.args, f"{asked}_full_eval") and not fits:
+                raise PlanError(
+                    f"{asked}_full_eval=True would cast the model for evaluations, but a sharded model has the plan's "
+                    f"precision. Leave it out, or train with {asked}=True."
+                )
+
     def _compile_blocks(self) -> None:
         """Graphs of blocks have no breaks; a graph of the whole model would have one wherever weights are gathered."""
         for block in find_blocks(self.model).values() if self.args.torch_compile else ():
@@ -167,7 +179,7 @@ class ShardingTrainer:
         if self.args.should_save and _internal_call:
             (Path(folder) / LAST_FILE).unlink(missing_ok=True)  # a checkpoint that is written again is not whole
         with self._cache_as_given():
-            export(folder, self.model)
+            self._export(folder)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
@@ -175,6 +187,16 @@ class ShardingTrainer:
             torch.save(self.args, Path(folder) / "training_args.bin")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _export(self, folder: str) -> None:
+        """Writes what is trained. Prompts are computed by peft from weights that it wants whole."""
+        adapters = getattr(self.model, "peft_config", None) or {}
+        if not any(config.is_prompt_learning for config in adapters.values()):
+            export(folder, self.model)
+            return
+        with full_params(self.model):
+            if self.args.should_save:
+                self.model.save_pretrained(folder)
 
     @contextmanager
     def _cache_as_given(self) -> Iterator[None]:
