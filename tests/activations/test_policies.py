@@ -136,7 +136,7 @@ def test_what_a_block_remembers_does_not_keep_the_graphs_of_earlier_forwards() -
     sum(losses).backward()
 
 
-def test_a_block_that_begins_to_draw_from_python_later_is_an_error() -> None:
+def test_a_block_that_begins_to_draw_from_python_later_is_noticed() -> None:
     model = make(Stack)
     unbounded.checkpoint_activations(model, "recompute")
     gradients(model, tokens())
@@ -144,7 +144,7 @@ def test_a_block_that_begins_to_draw_from_python_later_is_an_error() -> None:
     model.blocks[2].register_forward_pre_hook(lambda _, args: (args[0] * random.random(),))
     for _ in range(13):
         gradients(model, tokens())
-    with pytest.raises(StateError, match=r"block 'blocks.2' has begun to draw random numbers .* policy \"keep\""):
+    with pytest.warns(UserWarning, match=r"block 'blocks.2', or another thread .* up to 15 runs before"):
         gradients(model, tokens())
     random.seed(1)
     found = gradients(model, tokens())

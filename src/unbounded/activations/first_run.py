@@ -9,7 +9,7 @@ what they are at the moment.
 Note: what is learned. Small tensors are always copied. A large one (a mask, a table) is copied the first time, and no
 longer if that run did not change it. If it is changed later, the run is refused: its old value is lost. In the same
 way, a block that does not draw from the global generators of Python and numpy in its first runs is only looked at now
-and then.
+and then. Those belong to all threads: if others draw from them too, what they draw while a block runs again repeats.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -170,11 +171,12 @@ class FirstRun:
             return
         is_late = not self._habits.are_drawing and self._habits.num_runs > _FIRST_RUNS
         self._habits.are_drawing = True
-        if is_late:
-            raise StateError(
-                f"block {self._name!r} has begun to draw random numbers from the generator of Python or numpy, and "
-                "earlier batches may have been recomputed with other ones. Draw them with torch, which is always seen, "
-                'or give the block the activation policy "keep".'
+        if is_late:  # no error: it may have been another thread
+            warnings.warn(
+                f"block {self._name!r}, or another thread while it ran, has drawn from Python's or numpy's generator "
+                "of random numbers for the first time. From now on the block is recomputed with the same numbers; "
+                f"up to {_TURN_RUNS - 1} runs before were not watched. Drawing with torch is always seen.",
+                stacklevel=2,
             )
 
     def _refuse_change(self, seen: _TensorBefore) -> None:
