@@ -282,7 +282,7 @@ def test_adapters_train_save_and_reload(tmp_path: Path) -> None:
         assert_close(history(resumed), found[1], tolerance=1e-6)
 
 
-def train_prompts(rank: int, world_size: int, folder: str) -> Any:
+def train_computed(rank: int, world_size: int, folder: str, method: str) -> Any:
     """The plain run and ours, which saves on its way, with what peft reads of the last save."""
     import peft
 
@@ -291,20 +291,25 @@ def train_prompts(rank: int, world_size: int, folder: str) -> Any:
         for kind, plan in ((transformers.Trainer, {}), (unbounded.hf.Trainer, {"plan": {"stage": 3}})):
             model = make_model()
             torch.manual_seed(4)
-            config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+            sizes = {"num_virtual_tokens": 3} if method == "PromptTuning" else {"r": 2, "target_modules": ["q_proj"]}
+            config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", **sizes)
             place = f"{folder}/{len(found)}"
             trainer = build(kind, place, peft.get_peft_model(model, config), load_best_model_at_end=True, **plan)
             trainer.train()
             trainer.accelerator.wait_for_everyone()
             read = peft.PeftModel.from_pretrained(make_model(), f"{place}/checkpoint-6")
-            found.append([*history(trainer), ("prompts", float(read.get_prompt_embedding_to_save("default").sum()))])
+            found.append(
+                [*history(trainer), ("read", float(read.eval()(make_data(1)[0]["input_ids"][None]).logits.sum()))]
+            )
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_prompts_train_and_are_saved_on_the_way(ranks: Any, tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "method"), [(1, "PromptTuning"), (2, "PromptTuning"), (1, "Shira")])
+def test_what_peft_computes_for_its_files_is_saved_on_the_way(
+    ranks: Any, tmp_path: Path, world_size: int, method: str
+) -> None:
     pytest.importorskip("peft")
-    for plain, ours in ranks(world_size, train_prompts, str(tmp_path)):
+    for plain, ours in ranks(world_size, train_computed, str(tmp_path), method):
         assert_close(ours, plain)
 
 

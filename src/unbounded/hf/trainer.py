@@ -29,6 +29,7 @@ from unbounded.planner.plan import Plan, read_data_plan
 from unbounded.sharding.block_policies import find_blocks
 from unbounded.sharding.placing import shard, unshard
 from unbounded.sharding.running import full_params, is_sharded, sharded
+from unbounded.weights.adapter_files import describe_adapters
 
 
 def on(kind: Any) -> Any:
@@ -189,9 +190,8 @@ class ShardingTrainer:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _export(self, folder: str) -> None:
-        """Writes what is trained. Prompts are computed by peft from weights that it wants whole."""
-        adapters = getattr(self.model, "peft_config", None) or {}
-        if not any(config.is_prompt_learning for config in adapters.values()):
+        """Writes what is trained. What peft computes for its files, such as prompts, it computes from whole weights."""
+        if all(about["tensors"] is not None for about in describe_adapters(self.model).values()):
             export(folder, self.model)
             return
         with full_params(self.model):
