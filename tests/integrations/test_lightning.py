@@ -306,6 +306,29 @@ def test_fabric_trains_and_resumes_as_the_plain_one(ranks: Any, tmp_path: Path, 
         assert resumed == pytest.approx(losses[6:], rel=1e-6)
 
 
+def test_fabric_loads_weights_from_a_plain_file(tmp_path: Path) -> None:
+    import unbounded.lightning
+
+    wanted = {name: value + 1 for name, value in Net().state_dict().items()}
+    torch.save(wanted, tmp_path / "weights.pt")
+    torch.save({"model": wanted, "step": 3}, tmp_path / "state.pt")
+    with launched(0, 1):
+        for name in ("weights.pt", "state.pt"):
+            fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy="unbounded")
+            fabric.launch()
+            net = Net()
+            model, _ = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+            if name == "weights.pt":
+                fabric.load_raw(tmp_path / name, model)
+            else:
+                state = {"model": model, "step": 0}
+                fabric.load(tmp_path / name, state)
+                assert state["step"] == 3
+            assert all(torch.equal(value, wanted[key]) for key, value in net.state_dict().items())
+        with pytest.raises(unbounded.PlanError, match="given a filter, but a sharded model is saved whole"):
+            fabric.save(tmp_path / "out", {"model": model}, filter={"model": lambda key, value: True})
+
+
 def test_what_cannot_be_is_refused_with_what_to_do() -> None:
     import unbounded.lightning
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +108,8 @@ class UnboundedFabricStrategy(DDPStrategy):
         if model is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
+        if filter is not None:
+            raise PlanError("fabric.save was given a filter, but a sharded model is saved whole. Leave it out.")
         optimizer = sharded(model).optimizer
         rest = {key: value for key, value in state.items() if value is not model and value is not optimizer}
         rest = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in rest.items()}
@@ -116,9 +119,12 @@ class UnboundedFabricStrategy(DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
-        """All ranks call this. What `state` names is restored in place; the rest is returned."""
+        """All ranks call this. What `state` names is restored in place; the rest is returned.
+
+        A file, which another strategy or torch.save has written, is loaded as Fabric does.
+        """
         model = state if isinstance(state, nn.Module) else _sharded_in(state or {})
-        if model is None or not is_sharded(model):
+        if model is None or not is_sharded(model) or Path(path).is_file():
             return super().load_checkpoint(path, state, strict, weights_only)
         named = state if isinstance(state, dict) else {}
         optimizer = sharded(model).optimizer
