@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,6 +16,7 @@ from torch import Tensor, nn
 
 import unbounded
 from tests.semantics.programs import PLANS, WORLDS, adamw, compare, data, make, step, weights
+from unbounded.held_interrupts import HeldBack, deliver, wait
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.reduction.agreement import GradientAgreement
@@ -105,3 +112,71 @@ def test_a_step_that_failed_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert all(unit.gradient.store.num_changes % 2 == 0 for unit in optimizer.engine.units)
+
+
+class CtrlC:
+    """Ctrl-C at the `after`th call that the main thread makes inside the library."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and f"{os.sep}unbounded{os.sep}" in frame.f_code.co_filename:
+            self._left -= 1
+            if self._left == 0:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def keyboard() -> Iterator[None]:
+    """A process in the background may have begun with a SIGINT that is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("keyboard")
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_after_ctrl_c_at_any_moment_training_goes_on(plan: str) -> None:
+    plain, model = make(), make()
+    start = weights(plain)
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    step(model, optimizer)
+    for after in range(1, 2000, 97):
+        sys.setprofile(CtrlC(after))
+        try:
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                while True:
+                    step(model, optimizer)
+        finally:
+            sys.setprofile(None)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        optimizer.zero_grad()
+        step(model, optimizer)
+    model.load_state_dict(start)
+    for each in (plain, model):
+        each(data()).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.clone(), other.grad)
+
+
+def wait_with_ctrl_c() -> None:
+    with HeldBack():
+        signal.raise_signal(signal.SIGINT)
+        wait(threading.Event())
+
+
+@pytest.mark.usefixtures("keyboard")
+def test_ctrl_c_ends_a_wait_and_reaches_the_users_handler() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        wait_with_ctrl_c()
+    seen: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    with HeldBack(), HeldBack():
+        signal.raise_signal(signal.SIGINT)
+        assert not seen
+        deliver()
+        assert seen == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+    assert seen == [signal.SIGINT] * 2

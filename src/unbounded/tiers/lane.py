@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unbounded.errors import again
+from unbounded.held_interrupts import wait
 from unbounded.process import OwningProcess, finalize
 
 
@@ -29,7 +30,7 @@ class Handle:
 
     def order_stream(self) -> Any:
         """Returns the work's result once it is launched, and makes the current stream wait for it; raises its error."""
-        self._launched.wait()
+        wait(self._launched)
         if self._error is not None:
             raise again(self._error)
         if self._event is not None:
@@ -45,11 +46,11 @@ class Handle:
 
     def settle(self) -> None:
         """Returns when the work was launched or has failed; its error stays with the handle."""
-        self._launched.wait()
+        wait(self._launched)
 
     def finish(self) -> None:
         """Returns when the work is done, on the device too, or has failed; its error stays with the handle."""
-        self._launched.wait()
+        wait(self._launched)
         if self._event is not None:
             self._event.synchronize()
 
@@ -62,7 +63,7 @@ class Handle:
 
     def failed(self) -> bool:
         """Whether it has ended in an error; returns when that is known."""
-        self._launched.wait()
+        wait(self._launched)
         return self._error is not None
 
     def complete(self, result: Any = None, event: torch.cuda.Event | None = None) -> None:

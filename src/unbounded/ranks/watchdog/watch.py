@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from unbounded.errors import PeerError
+from unbounded.held_interrupts import deliver
 from unbounded.ranks.watchdog import verdict
 from unbounded.ranks.watchdog.device_waits import DeviceWaits
 from unbounded.ranks.watchdog.heartbeat import Heartbeat
@@ -85,6 +86,7 @@ class Watch:
         if not self._is_over(work, post):
             with self.heartbeat.looking():
                 while not self._is_over(work, post):
+                    deliver()
                     reason = self._judge(post.wait(self.rank, number), limit)
                     if reason is not None:
                         keep_unfinished(work, group)

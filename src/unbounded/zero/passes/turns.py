@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unbounded.errors import StateError
+from unbounded.held_interrupts import HeldBack, deliver
 from unbounded.zero.passes import hooks
 from unbounded.zero.passes.direction import Backward, Forward
 
@@ -102,6 +103,7 @@ class Turns:
                     f"{PATIENCE_SECONDS:g} s, and thread {threading.current_thread().name!r} cannot use it until then. "
                     "If that thread waits for this one, do without threads there."
                 )
+            deliver()
             self.lock.wait(_POLL_SECONDS)
 
 
@@ -123,7 +125,7 @@ def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.check_process()
-        with self.turns.lock, _unseen():
+        with HeldBack(), self.turns.lock, _unseen():
             return method(self, *args, **kwargs)
 
     return call
@@ -134,7 +136,7 @@ def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.turn(), _unseen():
+        with HeldBack(), self.engine.turn(), _unseen():
             return method(self, *args, **kwargs)
 
     return call
