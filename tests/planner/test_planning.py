@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import unbounded
 from tests.ranks import HANG_SECONDS, run_ranks
+from tests.zero.drafting import drafting
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
@@ -142,6 +143,38 @@ def test_a_sharded_model_is_predicted_only_with_a_measured_machine(
     assert slow.seconds > 2 * twice.seconds
     saved_path().write_text(UNMEASURED.to_json().replace(f'"version": {VERSION}', f'"version": {VERSION - 1}'))
     assert predict_step(model, tokens=64, sequence=16) is None
+
+
+def host_seconds(prediction: Any) -> list[float]:
+    return [prediction.lane(phase, "host memory") for phase in ("first forward", "backward")]
+
+
+@pytest.mark.parametrize("states", [True, False])
+def test_updates_begin_in_the_backward_of_a_step_that_does_not_clip(states: bool) -> None:
+    passes_are_long = replace(UNMEASURED, host_thread_rate=2e6, host_bandwidth=2e6, kernel_seconds=1e-3)
+    passes_are_short = replace(passes_are_long, kernel_seconds=0.0)
+    with drafting(states=states):
+        model, optimizer = make()
+        model, optimizer = unbounded.shard(
+            model, optimizer, {"optimizer": "host", "weights": "host", "early_units": 99}
+        )
+
+        def predict(machine: Any, *, max_norm: float) -> Any:
+            for _ in range(3):
+                model(torch.randn(4, 64)).square().mean().backward()
+                optimizer.clip_grad_norm_(max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.wait()
+            return predict_step(model, tokens=64, sequence=16, machine=machine)
+
+        later, drafted = predict(passes_are_long, max_norm=1e-3), predict(passes_are_long, max_norm=1e9)
+        (before, before_back), (now, now_back) = host_seconds(later), host_seconds(drafted)
+        assert drafted.seconds < later.seconds
+        assert now < before
+        assert now_back - before_back == pytest.approx((before - now) * (1 if states else 2))
+        later, drafted = predict(passes_are_short, max_norm=1e-3), predict(passes_are_short, max_norm=1e9)
+        assert drafted.seconds <= later.seconds
 
 
 def predict_on_cpu(rank: int, world_size: int) -> tuple[float, float]:

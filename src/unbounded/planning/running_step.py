@@ -22,15 +22,18 @@ from unbounded.planner.models.footprint import (
 )
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
+from unbounded.planner.step.early_updates import begin_in_backward
 from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.peaks import gathered_bytes, kept_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
+from unbounded.planner.step.streaming import stream_rate
 from unbounded.planning.module_footprint import footprint_of_module, rule_bytes
 from unbounded.sharding.running import sharded
 from unbounded.tiers import budget as budgets
 from unbounded.tiers.budget import SUM_BYTES
 from unbounded.zero.setup.assembly import Sharded
+from unbounded.zero.step.early.drafted import Drafted
 
 
 def predict_step(
@@ -40,7 +43,8 @@ def predict_step(
 
     None if the machine was not measured by this version, because typical rates would say nothing about this one, and
     if the job has a tensor, pipeline or context axis: what such ranks send each other is not hidden, and one process
-    cannot measure how fast it goes. What blocks keep is what "auto" will decide while it runs.
+    cannot measure how fast it goes. What blocks keep is what "auto" will decide while it runs. Updates begin inside the
+    backward if the last steps have shown that they can: they cannot where gradients are clipped.
     """
     machine, state = machine or saved_machine(), sharded(model)
     axes = state.engine.axes
@@ -86,7 +90,22 @@ def predict_step(
     if found is None:  # the states are placed: only what blocks keep is still to be decided
         tight = replace(placed, device_bytes=2**60, activations=placed.activations if _is_closed(placed) else "host")
         found = evaluate(footprint, machine, setup, placed.optimizer_format, replace(request, plan=tight))
-    return found.prediction if found is not None else None
+    return begin_in_backward(found.prediction, *_drafted_seconds(state, machine)) if found is not None else None
+
+
+def _drafted_seconds(state: Sharded, machine: MachineRates) -> tuple[list[float], list[float]]:
+    """What the host's updates of units take whose drafts have everything, or the weights, the last unit first."""
+    found: dict[Drafted, list[float]] = {Drafted.ALL: [], Drafted.WEIGHTS: []}
+    drafts = state.optimizer.updates.drafts if state.optimizer is not None else None
+    if drafts is None or drafts.outlook.factor is None or machine.is_cpu:
+        return found[Drafted.ALL], found[Drafted.WEIGHTS]
+    rate = machine.update_rate(state.plan.optimizer_format) + stream_rate(machine)
+    for unit in reversed(state.engine.units):
+        if unit in drafts.of and drafts.of[unit].kind in drafts.pace.comparison.kinds:
+            states = sum(array.numel * array.dtype.itemsize for array in unit.arrays().values())
+            gradient = unit.gradient.store.numel * unit.gradient.store.dtype.itemsize
+            found[drafts.of[unit].kind].append((2 * states + gradient) * machine.devices / rate)
+    return found[Drafted.ALL], found[Drafted.WEIGHTS]
 
 
 def _running_policies(
