@@ -14,7 +14,7 @@ from statistics import median
 from unbounded.zero.step.early.drafted import Drafted
 
 FIRST = 16  # steps before the first comparison: drafts take their memory and find their number
-COMPARED = 4  # of each kind; one step that is long for another reason does not count
+COMPARED = 6  # of each kind; a step or two that are long for another reason do not count
 REST = 200  # steps until the next comparison, twice as many whenever it ends like the one before
 LESS = 0.98  # what steps must get shorter by if drafts are left out
 
