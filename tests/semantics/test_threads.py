@@ -141,3 +141,37 @@ def test_a_thread_for_which_a_pass_waits_is_told_and_training_goes_on(
     assert losses == pytest.approx([step(plain, reference, number) for number in range(3)])
     assert len(told) == 2
     assert all("inside a forward of this sharded model" in message for message in told)
+
+
+@pytest.mark.parametrize("plan", ["device", "host"])
+def test_a_backward_that_runs_blocks_again_waits_for_another_threads_forward(plan: str) -> None:
+    """Without that, a block that runs again would find weights without a graph, which are for the other's forward."""
+    plain, model = make(), make()
+    model, _ = unbounded.shard(model, adamw(model), {**PLANS[plan], "activations": "recompute"})
+    is_inside, is_again, is_there, is_over = (threading.Event() for _ in range(4))
+    other = threading.Thread(target=lambda: evaluate(model))
+
+    def in_first(*_: Any) -> None:
+        if threading.current_thread() is other:
+            is_inside.set()
+            is_again.wait(0.3)
+
+    def in_second(*_: Any) -> None:
+        if threading.current_thread() is other:
+            is_there.set()
+            is_over.wait(0.3)
+        elif torch._C._current_graph_task_id() != -1:
+            is_again.set()
+            assert is_there.wait(30)
+
+    model.blocks[0].norm.register_forward_hook(in_first)
+    model.blocks[1].norm.register_forward_hook(in_second)
+    loss = model(data()).square().mean()
+    other.start()
+    assert is_inside.wait(30)
+    loss.backward()
+    is_over.set()
+    other.join()
+    plain(data()).square().mean().backward()
+    for one, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.clone(), expected.grad)

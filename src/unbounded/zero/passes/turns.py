@@ -80,11 +80,13 @@ class Turns:
     def wait_for_backward(self) -> None:
         """Returns when this thread may begin a backward or is in the running one; the caller has the lock.
 
-        It may begin inside another thread's forward, as it may inside its own.
+        It may begin inside its own forward, but not inside another thread's: where blocks run again, they would take
+        each other's weights out of the modules.
         """
-        threads = [self._backward.thread, threading.current_thread()]
-        if self._other("a backward") and not any(isinstance(thread, threading._DummyThread) for thread in threads):
-            self._wait("a backward")  # torch's own threads are in the one that runs, whoever has begun it
+        running = [self._backward.thread] if self._backward.is_running else []
+        if any(isinstance(thread, threading._DummyThread) for thread in [*running, threading.current_thread()]):
+            return  # torch's own threads are in the one that runs, whoever has begun it
+        self._wait("a forward", "a backward")
 
     def _other(self, *names: str) -> str | None:
         """A stay of another thread, which still lives."""
