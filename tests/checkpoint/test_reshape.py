@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import unbounded
 from tests.checkpoint.jobs import assert_same, build, train, whole
@@ -58,6 +59,37 @@ def test_states_pass_bit_for_bit_through_ranks_stages_units_and_tiers(ranks: Any
         assert steps == [[2]] * world_size
         assert_same(whole(target), first)
         before = target
+
+
+class Tiny(nn.Module):
+    """All of it is in one block of a file, and three ranks pad its units by more than two do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.randn(5) for _ in range(7))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.sum() * sum(scale.sum() for scale in self.scales)
+
+
+def pass_tiny(rank: int, world_size: int, source: str | None, target: str) -> None:
+    model = Tiny()
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), {"stage": 0})
+    if source is None:
+        model(torch.ones(2, 7)).backward()
+        optimizer.step()
+    else:
+        unbounded.load(source, model, optimizer)
+    unbounded.save(target, model, optimizer)
+
+
+def test_what_is_padding_of_one_array_stays_what_it_is_in_another(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, pass_tiny, None, str(tmp_path / "two"))
+    ranks(3, pass_tiny, str(tmp_path / "two"), str(tmp_path / "three"))
+    assert_same(whole(tmp_path / "three"), whole(tmp_path / "two"))
 
 
 def test_exact_states_become_fp32_masters_and_back_bit_for_bit(ranks: Any, tmp_path: Path) -> None:

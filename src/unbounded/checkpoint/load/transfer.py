@@ -115,9 +115,12 @@ class Transfer:
             read.wait()
             begun, ended = read.span_ns()
             trace.record("disk read", "checkpoint", begun, ended, bytes=blocks.stop - blocks.start)
+        crossing = _crossing(chunk.copies)
         for copy in chunk.copies:
             base = copy.offset - chunk.start if chunk.lease is not None else 0
             data = chunk.buffer[base : base + copy.nbytes]
+            if copy.gaps and id(copy) in crossing:  # what is padding here are values of another array
+                data = data.clone()
             for first, last in copy.gaps:
                 data[first:last].zero_()
             if chunk.lease is not None:
@@ -252,6 +255,18 @@ def _slots(job: Conversion) -> Iterator[tuple[Slot, int, int]]:
         part = clip_range(slot.start, slot.stop, job.start, job.stop)
         if part is not None:
             yield slot, *part
+
+
+def _crossing(copies: Sequence[Copy]) -> set[int]:
+    """The ids of the copies of which some bytes of the file are also in another copy."""
+    found: set[int] = set()
+    last = None  # the one so far that ends last
+    for copy in sorted(copies, key=lambda copy: copy.offset):
+        if last is not None and last.offset + last.nbytes > copy.offset:
+            found |= {id(last), id(copy)}
+        if last is None or copy.offset + copy.nbytes > last.offset + last.nbytes:
+            last = copy
+    return found
 
 
 def _whole_target(copies: Sequence[Copy], blocks: Sequence[BlockRange]) -> torch.Tensor | None:
