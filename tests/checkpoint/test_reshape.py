@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests.checkpoint.chains import run_chain
 from tests.checkpoint.jobs import assert_same, build, train, whole
 from unbounded.checkpoint.format.manifest import TensorEntry
 from unbounded.checkpoint.format.slices import GRAIN, BlockRange, FileRun, RunMap, Slice, deal, find_runs, plan_blocks
@@ -90,6 +91,11 @@ def test_what_is_padding_of_one_array_stays_what_it_is_in_another(ranks: Any, tm
     ranks(2, pass_tiny, None, str(tmp_path / "two"))
     ranks(3, pass_tiny, str(tmp_path / "two"), str(tmp_path / "three"))
     assert_same(whole(tmp_path / "three"), whole(tmp_path / "two"))
+
+
+@pytest.mark.parametrize("seed", [0, 34, 54])  # more of them: python -m tests.checkpoint.chains FIRST LAST
+def test_random_models_pass_bit_for_bit_through_random_layouts(seed: int, tmp_path: Path) -> None:
+    assert len(run_chain(seed, tmp_path)) > 1
 
 
 def test_exact_states_become_fp32_masters_and_back_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
