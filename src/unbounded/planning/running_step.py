@@ -31,6 +31,7 @@ from unbounded.planner.step.streaming import stream_rate
 from unbounded.planning.module_footprint import footprint_of_module, rule_bytes
 from unbounded.sharding.running import sharded
 from unbounded.tiers import budget as budgets
+from unbounded.tiers.array import array_bytes
 from unbounded.tiers.budget import SUM_BYTES
 from unbounded.zero.setup.assembly import Sharded
 from unbounded.zero.step.early.drafted import Drafted
@@ -102,7 +103,7 @@ def _drafted_seconds(state: Sharded, machine: MachineRates) -> tuple[list[float]
     rate = machine.update_rate(state.plan.optimizer_format) + stream_rate(machine)
     for unit in reversed(state.engine.units):
         if unit in drafts.of and drafts.of[unit].kind in drafts.pace.comparison.kinds:
-            states = sum(array.numel * array.dtype.itemsize for array in unit.arrays().values())
+            states = sum(array_bytes(array) for array in unit.arrays().values())
             gradient = unit.gradient.store.numel * unit.gradient.store.dtype.itemsize
             found[drafts.of[unit].kind].append((2 * states + gradient) * machine.devices / rate)
     return found[Drafted.ALL], found[Drafted.WEIGHTS]
@@ -146,7 +147,7 @@ def _buffer_bytes(state: Sharded) -> int:
     sets of states, and checksums of what is on disk."""
     units, bounce = state.engine.units, state.bounce
     arrays = [array for unit in units for array in unit.arrays().values()]
-    on_disk = sum(array.numel * array.dtype.itemsize for array in arrays if array.tier == "disk")
+    on_disk = sum(array_bytes(array) for array in arrays if array.tier == "disk")
     sums = SUM_BYTES * (on_disk // PAGE_BYTES) if state.plan.disk_checksums else 0
     reached = state.engine.device.type == "cpu"  # gathered weights and gradients are on the host themselves
     fetched = any(unit.weights.tier == "disk" for unit in units) and not reached

@@ -53,6 +53,10 @@ class Array(Protocol):
     def free(self) -> None: ...
 
 
+def array_bytes(array: Array) -> int:
+    return array.numel * array.dtype.itemsize
+
+
 class MemoryArray:
     """An array in device or host memory."""
 

@@ -16,7 +16,7 @@ import torch
 from unbounded.checkpoint.format.manifest import PAGE, WEIGHT, FileEntry, Manifest, TensorEntry
 from unbounded.checkpoint.format.slices import GRAIN, RunMap
 from unbounded.optim import formats
-from unbounded.tiers.array import Array
+from unbounded.tiers.array import Array, array_bytes
 from unbounded.zero.layout import Slot, clip_range
 from unbounded.zero.unit import Unit
 
@@ -173,7 +173,7 @@ def _join(joined: list[Copy], copy: Copy) -> None:
 
 def _fill(copy: Copy, source: StoredTensors) -> Copy:
     """An array's last copy, extended by the padding after the last slot if that is in the same block."""
-    end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
+    end, total = copy.position + copy.nbytes, array_bytes(copy.array)
     edges, stop = source.manifest.files[copy.file].edges, copy.offset + copy.nbytes
     if not 0 < total - end < PAGE or stop + total - end > edges[bisect_left(edges, stop)]:
         return copy
@@ -184,7 +184,7 @@ def _fill(copy: Copy, source: StoredTensors) -> Copy:
 def _align(copy: Copy, source: StoredTensors) -> Copy | None:
     """A copy into a disk array, extended by padding to whole pages, or None if the pages are not aligned."""
     front = copy.position % PAGE
-    end, total = copy.position + copy.nbytes, copy.array.numel * copy.array.dtype.itemsize
+    end, total = copy.position + copy.nbytes, array_bytes(copy.array)
     back = min(-(-end // PAGE) * PAGE, total) - end
     offset, nbytes = copy.offset - front, copy.nbytes + front + back
     file_bytes = source.manifest.files[copy.file].nbytes
@@ -231,7 +231,7 @@ def direct_target(copy: Copy, start: int, stop: int) -> torch.Tensor | None:
     if held is None or held.device.type != "cpu" or start != copy.offset or not 0 <= excess < PAGE:
         return None
     end = copy.position + copy.nbytes
-    if excess and end != copy.array.numel * copy.array.dtype.itemsize:
+    if excess and end != array_bytes(copy.array):
         return None
     memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(held.untyped_storage())
     base = held.storage_offset() * held.element_size() + copy.position

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from unbounded.planner.step.streaming import carries_weights
-from unbounded.tiers.array import Array
+from unbounded.tiers.array import Array, array_bytes
 from unbounded.tiers.pool import BufferPool
 from unbounded.tiers.tiers import Tiers
 from unbounded.zero.engine import Engine
@@ -72,7 +72,7 @@ def planned_bytes(unit: Unit) -> int:
 
 
 def _states_bytes(unit: Unit) -> int:
-    return sum(array.numel * array.dtype.itemsize for array in unit.states.values())
+    return sum(array_bytes(array) for array in unit.states.values())
 
 
 def _may_move(unit: Unit, tier: str) -> bool:

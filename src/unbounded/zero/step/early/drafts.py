@@ -31,7 +31,7 @@ from unbounded.native import kernels
 from unbounded.native.host_memory import available_bytes
 from unbounded.observe import trace
 from unbounded.optim.rules import NativeRule
-from unbounded.tiers.array import Array
+from unbounded.tiers.array import Array, array_bytes
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.reader import Reader
 from unbounded.zero.step.early.drafted import Drafted
@@ -177,7 +177,7 @@ class Draft:
     @property
     def num_bytes(self) -> int:
         arrays = self.unit.arrays()
-        return sum(arrays[name].numel * arrays[name].dtype.itemsize for name in self._names())
+        return sum(array_bytes(arrays[name]) for name in self._names())
 
     def _names(self) -> list[str]:
         return ["weight", *self.unit.states] if self.has_states else ["weight"]
