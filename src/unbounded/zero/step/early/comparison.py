@@ -8,6 +8,7 @@ drafts, a few with those of everything alone, and a few without any; and again l
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -26,16 +27,17 @@ class Comparison:
         self._choices = [tuple(kinds[: len(kinds) - left_out]) for left_out in range(len(kinds) + 1)]
         self.kinds = self._choices[0]  # what is written now
         self._best: tuple[Drafted, ...] | None = None
-        self._until, self._rest = FIRST, REST
-        self._times: list[float] = []
+        self._num_left, self._rest = FIRST, REST
+        self._times: deque[float] = deque(maxlen=COMPARED)
         self._found: dict[tuple[Drafted, ...], float] = {}
 
     def note(self, seconds: float) -> None:
         """A step with drafts of these kinds took so long."""
         self._times.append(seconds)
-        if len(self._times) < self._until or len(self._choices) == 1:
+        self._num_left -= 1
+        if self._num_left > 0 or len(self._choices) == 1:
             return
-        self._found[self.kinds] = median(self._times[-COMPARED:])
+        self._found[self.kinds] = median(self._times)
         left = [choice for choice in self._choices if choice not in self._found]
         if left:
             self._try(left[0], COMPARED + 1)  # the first step still uses what the backward before it has written
@@ -52,4 +54,4 @@ class Comparison:
         self._try(best, self._rest)
 
     def _try(self, kinds: tuple[Drafted, ...], num_steps: int) -> None:
-        self.kinds, self._until, self._times = kinds, num_steps, []
+        self.kinds, self._num_left = kinds, num_steps
