@@ -132,6 +132,16 @@ def test_a_pattern_for_a_module_is_for_all_of_its_units() -> None:
     assert read_placement(placement, "blocks.2") == "host"
 
 
+def test_the_label_of_a_unit_is_no_set_of_characters() -> None:
+    names = [f"blocks.{index}[bfloat16{more}]" for index in range(30) for more in ("", ", frozen")]
+    names += [f"head{index}.weight[{rows}]" for index in ("", 1) for rows in ("0:128", "128:256")]
+    closed = tuple((name, "device" if index % 3 else "host") for index, name in enumerate(names))
+    assert [(name, read_placement(closed, name)) for name in names] == list(closed)
+    some = (("blocks.1[bfloat16]", "disk"), ("blocks.*[bfloat16, frozen]", "host"), ("*", "device"))
+    assert [name for name in names if read_placement(some, name) == "disk"] == ["blocks.1[bfloat16]"]
+    assert all((read_placement(some, name) == "host") == name.endswith("frozen]") for name in names)
+
+
 def test_a_pattern_that_matches_no_unit_is_an_error() -> None:
     names = [unit.name for unit in UNITS]
     check_patterns((("blocks.*", "disk"),), "optimizer", names)

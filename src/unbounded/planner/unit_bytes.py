@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +13,9 @@ from unbounded.errors import PlanError
 from unbounded.planner.plan import NOWHERE, Placement, Plan
 
 KINDS = ("weights", "gradients", "optimizer")
+# In the name of a unit: its dtype and what else tells it from others of its module, or the rows of its tile. Without
+# this "layers.1[bfloat16]" would be read as a set of characters, and mean "layers.11" and "layers.16".
+_LABEL = re.compile(r"\[((b?float|u?int|complex|bool)\w*(, [^]]*)?|\d+:\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,9 @@ def _matches(name: str, pattern: str) -> bool:
     """The parameters of one module may be several units, "layers.0[bfloat16, frozen]" among them. A closed plan names
     those; a pattern for the module is meant for all of them.
     """
+    pattern = _LABEL.sub(lambda label: glob.escape(label.group()), pattern)
     module = name.partition("[")[0]
-    return name == pattern or fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern)
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern)
 
 
 def check_patterns(placement: Placement | None, kind: str, names: Sequence[str]) -> None:
