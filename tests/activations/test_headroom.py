@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -41,18 +42,41 @@ class Device:
 
 
 class Training:
-    """A model of blocks on such a device, driven as `Checkpointed` drives a headroom."""
+    """A model of blocks on such a device, driven as `Checkpointed` drives a headroom.
 
-    def __init__(self, *, states: int, limit: int, num_blocks: int, kept: int, tail: int, host: int = 0) -> None:
+    `rings` are the weights that are gathered while each block runs, and in the tail.
+    """
+
+    def __init__(
+        self,
+        *,
+        states: int,
+        limit: int,
+        num_blocks: int,
+        kept: int,
+        tail: int,
+        host: int = 0,
+        rings: Sequence[int] = (),
+    ) -> None:
         self.device = Device(states)
         self.states, self.num_blocks, self.kept, self.tail, self.host = states, num_blocks, kept, tail, host
+        self.rings, self.ring = list(rings) or [0] * (num_blocks + 1), 0
         self.num_trimmed = 0
         self.headroom = Headroom(
-            self.device, limit, num_blocks, has_host_room=lambda num_bytes: num_bytes <= self.host, trim_host=self.trim
+            self.device,
+            limit,
+            num_blocks,
+            has_host_room=lambda num_bytes: num_bytes <= self.host,
+            trim_host=self.trim,
+            gathered_bytes=lambda: self.ring,
         )
 
     def trim(self) -> None:
         self.num_trimmed += 1
+
+    def gather(self, num_bytes: int) -> None:
+        self.device.take(num_bytes - self.ring)
+        self.ring = num_bytes
 
     def step(self, size: int = 1) -> Counter[str]:
         """One forward and backward with inputs `size` times as large as usual; the policies of its blocks."""
@@ -60,7 +84,8 @@ class Training:
         policies: Counter[str] = Counter()
         self.headroom.begin()
         watched: list[torch.Tensor] = []
-        for _ in range(self.num_blocks):
+        for index in range(self.num_blocks):
+            self.gather(self.rings[index])
             policy = self.headroom.choose((inputs,))
             policies[policy] += 1
             self.device.take(size * {"keep": self.kept, "recompute": 2**20, "host": 0}[policy])
@@ -68,9 +93,10 @@ class Training:
             self.headroom.note(output, kept=policy == "keep")
             watched.append(output)
         again = 0 if policies["keep"] == self.num_blocks else self.kept
+        self.gather(self.rings[-1])
         self.device.take(size * max(self.tail, again))
         watched[0].sum().backward()
-        self.device.now = self.states
+        self.device.now, self.ring = self.states, 0
         return policies
 
 
@@ -100,6 +126,22 @@ def test_a_first_batch_whose_inputs_alone_fill_the_device_has_them_on_the_host()
         run.step(384)
         assert run.device.peak <= 22 * GIB
     assert run.num_trimmed > 0
+
+
+@pytest.mark.parametrize("room", range(4, 12))
+def test_gathered_weights_count_once_wherever_a_pass_holds_the_most_of_them(room: int) -> None:
+    """The first blocks' weights are on the device; then three units are gathered at a time, and one at the end."""
+    kept, tail, unit, num_blocks = 20 * 2**20, 100 * 2**20, 50 * 2**20, 16
+    limit = GIB + room * kept + tail + 3 * unit + num_blocks * 2**20
+    rings = [0] * 6 + [3 * unit] * 9 + [unit, 3 * unit]  # in the last backward again
+    run = Training(states=GIB, limit=limit, num_blocks=num_blocks, kept=kept, tail=tail, host=2**40, rings=rings)
+    for _ in range(8):
+        seen = run.step()
+        assert run.device.peak <= limit
+    assert seen["host"] == 0
+    assert seen["keep"] >= room - 2
+    found = rehearse([BlockSizes(2**20, kept)] * num_blocks, PassSizes(GIB, tail + 3 * unit, tail + 3 * unit, 0), limit)
+    assert Counter(found) == seen
 
 
 @pytest.mark.parametrize("room", range(8, 40))

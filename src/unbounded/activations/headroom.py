@@ -7,7 +7,8 @@ is read, and the block keeps its activations if that leaves room for what must s
     later blocks   one input each, which is the least that they need
     the tail       what a pass takes beyond the end of its last block: logits, loss, gradients, one block run again
 
-The tail is read from the device's peak at the end of the backward, in every pass. Each measured tail bounds the others:
+The tail is read from the device's peak at the end of the backward, in every pass. Weights that are gathered come and go
+within a pass, so they count as a part of the tail and nowhere else. Each measured tail bounds the others:
 a smaller input takes no more, and a larger one grows by the square at most. Before the first one, seven eighths of the
 free memory are left for it before a block keeps anything, and inputs go to the host if a pass of a typical model would
 not fit next to them. A peak left over from something else, such as a model's construction or an evaluation, says little
@@ -100,13 +101,13 @@ def choose_policy(
 class _SeenForward:
     """One forward of the model."""
 
-    start_bytes: int  # allocated when it began, with the growth
+    start_bytes: int  # held when it began, with the growth
     growth_bytes: int
     peak_bytes: int = 0  # of everything before its first block
     num_blocks: int = 0  # that have begun
-    before_bytes: int = 0  # allocated before the block that runs now
+    before_bytes: int = 0  # held before the block that runs now
     input_bytes: int = 1
-    end_bytes: int = 0  # allocated after the last block so far
+    end_bytes: int = 0  # held after the last block so far
     keeps_all: bool = True
     is_watched: bool = False
     is_cautious: bool = False  # inputs went to the host for a tail that is only a bound
@@ -116,8 +117,8 @@ class Headroom:
     """Decides for the blocks of one model on one device. `begin` a forward, then `choose` and `note` around blocks.
 
     `has_host_room` says whether the host can take an input of so many bytes, `trim_host` frees unused host memory for
-    inputs, `growth_bytes` says how much more the device will hold when the backward is over. `renew_limit` gives the
-    limit for each forward.
+    inputs, `growth_bytes` says how much more the device will hold when the backward is over, `gathered_bytes` what
+    weights take that come and go. `renew_limit` gives the limit for each forward.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Headroom:
         has_host_room: Callable[[int], bool] = lambda _: False,
         trim_host: Callable[[], None] = lambda: None,
         growth_bytes: Callable[[], int] = lambda: 0,
+        gathered_bytes: Callable[[], int] = lambda: 0,
         renew_limit: Callable[[], int] | None = None,
     ) -> None:
         self.num_kept = 0  # in the last forward
@@ -137,7 +139,8 @@ class Headroom:
         self._renew_limit = renew_limit
         self._short_from, self._short_bytes = 2**62, 0  # inputs from this size on did not fit; how much they leave free
         self._meter, self._limit, self._num_blocks = meter, limit_bytes, num_blocks
-        self._has_host_room, self._trim_host, self._growth_bytes = has_host_room, trim_host, growth_bytes
+        self._has_host_room, self._trim_host = has_host_room, trim_host
+        self._growth_bytes, self._gathered_bytes = growth_bytes, gathered_bytes
         self._tails, self._ratio, self._has_kept = Tails(), FIRST_RATIO, False
         self._own_peak_size, self._forgets_peak = 0, False  # the largest input whose pass reached its own peak
         self._pass = _SeenForward(0, 0)
@@ -150,7 +153,7 @@ class Headroom:
         if self._renew_limit is not None:
             self._limit = self._renew_limit()
         growth, self.num_kept = self._growth_bytes(), 0
-        self._pass = _SeenForward(self._meter.allocated_bytes() + growth, growth)
+        self._pass = _SeenForward(self._held_bytes() + growth, growth)
 
     def choose(self, inputs: Any) -> str:
         """The policy of the block that is about to run with `inputs`."""
@@ -159,7 +162,7 @@ class Headroom:
         passed = self._pass
         if passed.num_blocks == 0:
             self._ask_for_room(_largest_bytes(inputs))
-        now = self._meter.allocated_bytes()
+        now = self._held_bytes()
         if passed.num_blocks == 0:
             if self._forgets_peak:
                 self._meter.forget_peak()
@@ -169,8 +172,9 @@ class Headroom:
         kept, tail = int(self._ratio * passed.input_bytes), self._tails.expect(passed.input_bytes)
         if tail is not None and not self._has_kept:
             kept = max(kept, tail)  # which included a recomputed block, whatever that keeps
+        gathered = self._gathered_bytes() if tail is None else 0
         policy = choose_policy(
-            free_bytes=self._limit - now - passed.growth_bytes - self._left_free(passed.input_bytes),
+            free_bytes=self._limit - now - gathered - passed.growth_bytes - self._left_free(passed.input_bytes),
             input_bytes=passed.input_bytes,
             kept_bytes=kept,
             num_later=self._num_blocks - passed.num_blocks,
@@ -194,9 +198,10 @@ class Headroom:
 
     def _ask_for_room(self, input_bytes: int) -> None:
         """Before the first block of a pass: makes states free the memory that the pass is likely to lack."""
-        expected, likely = self._tails.expect(input_bytes), int(FIRST_PASS_RATIO * input_bytes)
+        expected = self._tails.expect(input_bytes)
+        likely = int(FIRST_PASS_RATIO * input_bytes) + self._gathered_bytes()
         needed = (likely if expected is None else min(expected, likely)) + self._left_free(input_bytes)
-        missing = needed + self._pass.growth_bytes + self._meter.allocated_bytes() - self._limit
+        missing = needed + self._pass.growth_bytes + self._held_bytes() - self._limit
         if missing > 0:
             self.make_room(missing)
 
@@ -205,6 +210,10 @@ class Headroom:
         self._short_from = min(self._short_from, self._pass.input_bytes)
         self._short_bytes = min(self._short_bytes + self._limit // 8, self._limit)
 
+    def _held_bytes(self) -> int:
+        """Allocated now, without gathered weights."""
+        return self._meter.allocated_bytes() - self._gathered_bytes()
+
     def _left_free(self, input_bytes: int) -> int:
         return self._short_bytes if input_bytes >= self._short_from else 0
 
@@ -212,10 +221,10 @@ class Headroom:
     def note(self, outputs: Any, *, kept: bool) -> None:
         """The block has run."""
         passed = self._pass
-        passed.end_bytes = self._meter.allocated_bytes()
+        passed.end_bytes = self._held_bytes()
         if kept:
             self.num_kept, self._has_kept = self.num_kept + 1, True
-            # Weights come and go meanwhile, so the figure of one block may be too small.
+            # What other streams used may be freed meanwhile, so the figure of one block may be too small.
             self._ratio = max((passed.end_bytes - passed.before_bytes) / passed.input_bytes, 0.9 * self._ratio, 1.0)
         passed.keeps_all = passed.keeps_all and kept
         if not passed.is_watched:

@@ -25,7 +25,7 @@ from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.step.early_updates import begin_in_backward
 from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.logits import tile_bytes
-from unbounded.planner.step.peaks import gathered_bytes, kept_bytes, working_bytes
+from unbounded.planner.step.peaks import kept_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planner.step.streaming import stream_rate
 from unbounded.planning.module_footprint import footprint_of_module, rule_bytes
@@ -119,17 +119,16 @@ def _running_policies(
         return ()
     weights = dict(state.plan.weights) if isinstance(state.plan.weights, tuple) else {}
     gathers = any(tier != "device" for tier in weights.values()) or (setup.stage == 3 and setup.data > 1)
-    ring = gathered_bytes(footprint, setup) if gathers else 0.0
     turn, end = working_bytes(footprint, setup, gathers=gathers, recomputes=True)
     kept_turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=False)
     gradients = sum(unit.gradient.device_bytes for unit in state.engine.units)
     policies = rehearse(
         [BlockSizes(int(setup.tokens * part.cost.input), int(kept_bytes(part, setup))) for part in blocks],
         PassSizes(
-            start_bytes=int(state.tiers.use()["device"].used_bytes + ring),
-            turn_bytes=int(turn - ring),
-            kept_turn_bytes=int(kept_turn - ring),
-            end_bytes=int(end - ring + gradients),
+            start_bytes=state.tiers.use()["device"].used_bytes,
+            turn_bytes=int(turn),
+            kept_turn_bytes=int(kept_turn),
+            end_bytes=int(end + gradients),
         ),
         headroom.limit_bytes,
     )

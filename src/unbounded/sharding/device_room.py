@@ -27,6 +27,7 @@ from unbounded.sharding.running import find_sharded
 from unbounded.tiers.room import FreeRoom, TierRoom
 from unbounded.tiers.tiers import Tiers
 from unbounded.zero.members import find_members
+from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.setup.admission import compute_device
 from unbounded.zero.setup.assembly import Sharded
 from unbounded.zero.step.balancer import Balancer
@@ -79,6 +80,7 @@ def make_headroom(model: nn.Module, num_blocks: int) -> Headroom:
         has_host_room=shelf_of(model).buffers.has_room,
         trim_host=shelf_of(model).buffers.trim,
         growth_bytes=state.engine.gradients.growth_bytes if state is not None else lambda: 0,
+        gathered_bytes=partial(_gathered, state.engine.gathering) if state is not None else lambda: 0,
         renew_limit=limit,
     )
     if promise is not None:
@@ -93,8 +95,12 @@ def limit_reads(model: nn.Module, state: Sharded) -> None:
         gathering.room = ReadRoom(
             DeviceMeter(gathering.device),
             limit=allocation_limit(model),
-            gathered=lambda: gathering.gathered_bytes,
+            gathered=partial(_gathered, gathering),
         )
+
+
+def _gathered(gathering: Gathering) -> int:
+    return gathering.gathered_bytes
 
 
 def allocation_limit(model: nn.Module) -> Callable[[], int]:
