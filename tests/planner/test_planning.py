@@ -229,6 +229,27 @@ def test_a_prediction_has_blocks_keep_what_they_will_keep(monkeypatch: pytest.Mo
     assert all(size <= part * whole for size, part in zip(sizes, (0.5, 0.8, 1.1), strict=True))
 
 
+def test_frozen_weights_leave_room_for_what_blocks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They never have gradients, though the plan says where those would be."""
+    monkeypatch.setattr(block_policies, "close_policy", lambda policy, device: policy)
+    monkeypatch.setattr(block_policies, "make_headroom", lambda model, count: Headroom(Idle(), 2**40, count))
+    model, optimizer = make()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+    model, sharded = unbounded.shard(model, optimizer)
+    (headroom,) = {block.headroom for block in attached_to(model)}
+    assert headroom is not None
+
+    def device() -> dict[str, float]:
+        found = predict_step(model, tokens=4, sequence=4, machine=replace(UNMEASURED, is_cpu=False))
+        assert found is not None
+        return found.held["device"]
+
+    taken, whole = sharded.memory()["device"].used_bytes, device()
+    headroom._limit = int(1.8 * taken)
+    assert device() == whole
+
+
 def test_the_command_prints_bytes_times_and_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-7b", "--machine", "rtx4090", "--tokens", "8192", "--compare"]) == 0
     text = capsys.readouterr().out

@@ -121,7 +121,7 @@ def _running_policies(
     gathers = any(tier != "device" for tier in weights.values()) or (setup.stage == 3 and setup.data > 1)
     turn, end = working_bytes(footprint, setup, gathers=gathers, recomputes=True)
     kept_turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=False)
-    gradients = sum(unit.gradient.device_bytes for unit in state.engine.units)
+    gradients = sum(unit.gradient.device_bytes for unit in state.engine.units if unit.trainable)
     policies = rehearse(
         [BlockSizes(int(setup.tokens * part.cost.input), int(kept_bytes(part, setup))) for part in blocks],
         PassSizes(
