@@ -12,10 +12,11 @@ from torch import nn
 import unbounded
 from tests.planner.test_planning import Stack
 from unbounded.machine.libraries import measure_libraries
-from unbounded.planner.evaluation import Request
+from unbounded.planner.evaluation import Request, evaluate
 from unbounded.planner.explanation import as_values, describe
 from unbounded.planner.models.footprint import Footprint, StateBytes, UnitFootprint, footprint_of
 from unbounded.planner.models.shapes import Shape
+from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.search import search
 from unbounded.planner.step.loads import Setup
@@ -49,11 +50,29 @@ def test_units_gathered_at_a_time_are_neighbours_and_those_around_them(
     )
     footprint = Footprint("a model", parts, hidden=1, states=StateBytes(weights=1))
     setup = Setup(prefetch_units=prefetch)
-    assert gathered_bytes(footprint, setup) == brute_force(footprint, prefetch + 2)
+    assert gathered_bytes(footprint.parts, footprint.states, setup) == brute_force(footprint, prefetch + 2)
     tiled = [replace(part, numel=min(part.numel, 20)) for part in parts]
-    assert gathered_bytes(footprint, replace(setup, tile_bytes=20)) == brute_force(
+    assert gathered_bytes(footprint.parts, footprint.states, replace(setup, tile_bytes=20)) == brute_force(
         replace(footprint, parts=tuple(tiled)), prefetch + 2
     )
+
+
+def test_units_that_stay_on_the_device_are_not_gathered() -> None:
+    footprint, setup = footprint_of(Shape("wide", 6, 64, 32000, 4, 4, 128)), Setup(tokens=64, sequence=16)
+
+    def working(weights: tuple[tuple[str, str], ...]) -> float:
+        request = Request(64, 16, plan=Plan(weights=weights, optimizer="host"))
+        found = evaluate(footprint, UNMEASURED, setup, "exact", request)
+        assert found is not None
+        return found.prediction.held["device"]["working memory"]
+
+    outside = [part for part in footprint.parts if not part.is_block]
+    inside = [part for part in footprint.parts if part.is_block]
+    left = gathered_bytes(inside, footprint.states, setup)
+    whole = gathered_bytes(footprint.parts, footprint.states, setup)
+    assert whole > 2 * left
+    some = working((*((part.name, "device") for part in outside), ("*", "host")))
+    assert working((("*", "host"),)) - some == pytest.approx(whole - left)
 
 
 def test_a_loss_of_few_tokens_takes_what_the_gradient_of_the_head_does() -> None:

@@ -160,7 +160,8 @@ class _WayProgram:
         ]
 
     def solve(self, gathers: bool, recomputes: bool, cutoff: float, max_nodes: int) -> _Chosen | None:
-        working = working_bytes(self.footprint, self.setup, gathers=gathers, recomputes=recomputes)
+        gathered = self.footprint.parts if gathers else ()  # those that stay on the device are not known yet
+        working = working_bytes(self.footprint, self.setup, gathered=gathered, recomputes=recomputes)
         host = max(0.0, self.room["host"] - self.request.buffer_bytes)
         left = [*(self.room["device"] - more for more in working), host, self.room["disk"]]
         if min(left) < 0:
@@ -245,7 +246,7 @@ class _WayProgram:
         """For a model with more such blocks, which run again one at a time. Below stage 3 each rank has all weights."""
         if self.setup.stage < 3:
             return None
-        working = max(working_bytes(self.footprint, self.setup, gathers=True, recomputes=True))
+        working = max(working_bytes(self.footprint, self.setup, gathered=self.footprint.parts, recomputes=True))
         ranks = self.setup.data * self.setup.model_ranks
         room = rooms(self.machine, self.request.plan, ranks)
         left = left_for_states(room, working=working, buffers=self.request.buffer_bytes, num_ranks=ranks)
@@ -283,9 +284,12 @@ class _WayProgram:
                         if tier != "device" or moment == "turn":
                             add(tier, "activations", count * taken)
         recomputes = any(policy != "keep" for policy in policies.values())
-        off_device = any(where.weights != "device" for where in found.places)
-        gathers = off_device or (self.setup.stage == 3 and self.setup.data > 1)
-        working = working_bytes(self.footprint, self.setup, gathers=gathers, recomputes=recomputes)
+        gathered = [
+            part
+            for part, where in zip(self.rank.parts, found.places, strict=True)
+            if where.weights != "device" or (self.setup.stage == 3 and self.setup.data > 1)
+        ]
+        working = working_bytes(self.footprint, self.setup, gathered=gathered, recomputes=recomputes)
         add("device", "working memory", working[moment == "end"])
         return held
 

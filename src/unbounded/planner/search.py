@@ -173,7 +173,7 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
     setup = min(setups, key=lambda s: (s.tokens, -s.stage, -s.tensor, -s.pipeline))
     formatted = replace(footprint, states=min(request.formats.values(), key=lambda states: states.total))
     room = rooms(machine, request.plan, machine.num_devices)
-    working = max(working_bytes(formatted, setup, gathers=True, recomputes=True))
+    working = max(working_bytes(formatted, setup, gathered=formatted.parts, recomputes=True))
     ranks, keeps = machine.num_devices, request.plan.keeps_gradients
     total = left_for_states(room, working=working, buffers=0.0, num_ranks=ranks)
     capacity = Capacity(formatted, total, keeps)

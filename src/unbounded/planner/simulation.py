@@ -57,7 +57,7 @@ def simulate(footprint: Footprint, machine: MachineRates, setup: Setup, way: Way
                     held[tier]["activations"] = held[tier].get("activations", 0.0) + count * num_bytes
     gathers = way.place.weights != "device" or (setup.stage == 3 and setup.data > 1)
     recomputes = way.activations != "keep"
-    turn, end = working_bytes(footprint, setup, gathers=gathers, recomputes=recomputes)
+    turn, end = working_bytes(footprint, setup, gathered=footprint.parts if gathers else (), recomputes=recomputes)
     held["device"]["working memory"] = max(turn, end)  # the papers' systems always hold gradients
     tokens = setup.tokens * setup.accumulate * setup.data
     flops = tokens * footprint.flops(setup.sequence)

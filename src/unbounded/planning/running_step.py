@@ -118,9 +118,10 @@ def _running_policies(
     if headroom is None or not blocks:
         return ()
     weights = dict(state.plan.weights) if isinstance(state.plan.weights, tuple) else {}
-    gathers = any(tier != "device" for tier in weights.values()) or (setup.stage == 3 and setup.data > 1)
-    turn, end = working_bytes(footprint, setup, gathers=gathers, recomputes=True)
-    kept_turn, _ = working_bytes(footprint, setup, gathers=gathers, recomputes=False)
+    is_shared = setup.stage == 3 and setup.data > 1
+    gathered = [part for part in expand(footprint.parts) if is_shared or weights.get(part.name, "device") != "device"]
+    turn, end = working_bytes(footprint, setup, gathered=gathered, recomputes=True)
+    kept_turn, _ = working_bytes(footprint, setup, gathered=gathered, recomputes=False)
     gradients = sum(unit.gradient.device_bytes for unit in state.engine.units if unit.trainable)
     policies = rehearse(
         [BlockSizes(int(setup.tokens * part.cost.input), int(kept_bytes(part, setup))) for part in blocks],

@@ -8,7 +8,9 @@ Gradients of earlier backwards are there at both.
 
 from __future__ import annotations
 
-from unbounded.planner.models.footprint import Footprint, UnitFootprint
+from collections.abc import Sequence
+
+from unbounded.planner.models.footprint import Footprint, StateBytes, UnitFootprint
 from unbounded.planner.plan import TIERS
 from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.logits import loss_bytes
@@ -39,14 +41,16 @@ def activation_moments(held: dict[str, float]) -> tuple[float, ...]:
     return held["device"], 0.0, held["host"], held["disk"]
 
 
-def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomputes: bool) -> tuple[float, float]:
-    """Device memory at the turn and at the end besides states and what blocks keep: units being gathered, gradients
-    being moved, the loss, or one block that is recomputed for its backward."""
+def working_bytes(
+    footprint: Footprint, setup: Setup, *, gathered: Sequence[UnitFootprint], recomputes: bool
+) -> tuple[float, float]:
+    """Device memory at the turn and at the end besides states and what blocks keep: units of those that are `gathered`,
+    gradients being moved, the loss, or one block that is recomputed for its backward."""
     states = footprint.states
     trained = max((part.trained for part in footprint.parts), default=0) / setup.tensor * states.gradients
     if setup.tile_bytes:
         trained = min(trained, setup.tile_bytes)
-    ring = gathered_bytes(footprint, setup) if gathers else 0.0
+    ring = gathered_bytes(gathered, footprint.states, setup)
     blocks = [part for part in footprint.parts if part.is_block]
     back = max((_back_bytes(part, setup) for part in blocks), default=0.0)
     back += max((kept_bytes(part, setup) for part in blocks), default=0.0) if recomputes else 0.0
@@ -54,12 +58,12 @@ def working_bytes(footprint: Footprint, setup: Setup, *, gathers: bool, recomput
     return ring + max(back + made, loss_bytes(footprint, setup)), ring + back + 2 * trained
 
 
-def gathered_bytes(footprint: Footprint, setup: Setup) -> float:
-    """The most weights that are gathered at a time: the unit in use, those fetched ahead of it, the one before it, and
-    all that are around others, which stay for the whole pass."""
+def gathered_bytes(parts: Sequence[UnitFootprint], states: StateBytes, setup: Setup) -> float:
+    """The most weights of `parts` that are gathered at a time: the unit in use, those fetched ahead of it, the one
+    before it, and all that are around others, which stay for the whole pass."""
     width, outer, inner = setup.prefetch_units + 2, 0.0, []
-    for part in footprint.parts:
-        size = part.numel / setup.tensor * footprint.states.weights
+    for part in parts:
+        size = part.numel / setup.tensor * states.weights
         size = min(size, setup.tile_bytes) if setup.tile_bytes else size
         if part.is_outer:
             outer += part.count * size
