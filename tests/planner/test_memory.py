@@ -14,7 +14,7 @@ from tests.planner.test_planning import Stack
 from unbounded.machine.libraries import measure_libraries
 from unbounded.planner.evaluation import Request, evaluate
 from unbounded.planner.explanation import as_values, describe
-from unbounded.planner.models.footprint import Footprint, StateBytes, UnitFootprint, footprint_of
+from unbounded.planner.models.footprint import Footprint, StateBytes, UnitFootprint, expand, footprint_of
 from unbounded.planner.models.shapes import Shape
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
@@ -51,6 +51,8 @@ def test_units_gathered_at_a_time_are_neighbours_and_those_around_them(
     footprint = Footprint("a model", parts, hidden=1, states=StateBytes(weights=1))
     setup = Setup(prefetch_units=prefetch)
     assert gathered_bytes(footprint.parts, footprint.states, setup) == brute_force(footprint, prefetch + 2)
+    split = [replace(part, numel=size, module=part.name) for part in expand(parts) for size in (part.numel - 3, 3)]
+    assert gathered_bytes(split, footprint.states, setup) == brute_force(footprint, prefetch + 2)
     tiled = [replace(part, numel=min(part.numel, 20)) for part in parts]
     assert gathered_bytes(footprint.parts, footprint.states, replace(setup, tile_bytes=20)) == brute_force(
         replace(footprint, parts=tuple(tiled)), prefetch + 2

@@ -236,7 +236,7 @@ class _WayProgram:
             self.setup.state_format,
             Prediction(self.setup, self.machine, found.lanes, flops, self._held(found)),
             tuple((part.name, where) for part, where in zip(parts, found.places, strict=True)),
-            tuple((parts[position].block_name, policy) for position, policy in found.policies),
+            tuple((parts[position].module_name, policy) for position, policy in found.policies),
             self.room,
             found.cost,
             self._capacity(),

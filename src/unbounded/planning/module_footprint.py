@@ -218,7 +218,7 @@ def _part(
     trained = numel if spec.trainable else 0
     is_outer = spec.site.is_outer or not spec.site.name
     if not is_charged:
-        return UnitFootprint(spec.name, numel, trained_numel=trained, is_outer=is_outer)
+        return UnitFootprint(spec.name, numel, trained_numel=trained, is_outer=is_outer, module=spec.site.name)
     is_block = bool(spec.site.name) and not _is_leaf(spec.site.module)
     same = [other for other in specs if other.site is spec.site]
     total = sum(slot.numel for other in same for slot in other.layout.slots)

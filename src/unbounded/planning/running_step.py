@@ -133,7 +133,7 @@ def _running_policies(
         ),
         headroom.limit_bytes,
     )
-    return tuple((part.block_name, policy) for part, policy in zip(blocks, policies, strict=True))
+    return tuple((part.module_name, policy) for part, policy in zip(blocks, policies, strict=True))
 
 
 def _is_closed(plan: Plan) -> bool:

@@ -83,14 +83,15 @@ class UnitFootprint:
     is_block: bool = False
     is_outer: bool = False  # other units are inside its module, so it is gathered for the whole pass
     largest: int = 0  # elements of its largest matrix
-    module: str = ""  # the name by which policies go, if the module has several units; "": the unit's
+    module: str = ""  # whose parameters they are, if it may have several units; "": the unit's name
 
     @property
     def trained(self) -> int:
         return self.numel if self.trained_numel is None else self.trained_numel
 
     @property
-    def block_name(self) -> str:
+    def module_name(self) -> str:
+        """By which policies go. Units of one module are gathered together."""
         return self.module or self.name
 
 

@@ -36,7 +36,7 @@ def find_rank_parts(parts: tuple[UnitFootprint, ...], plan: Plan, pipeline: int)
     kept = _first_blocks(expand(parts), pipeline)
     alike: dict[tuple[UnitFootprint, tuple[tuple[str, str], ...], str | None], list[int]] = {}
     for position, part in enumerate(kept):
-        policy = read_placement(plan.activations, part.block_name) if part.is_block else None
+        policy = read_placement(plan.activations, part.module_name) if part.is_block else None
         fixed = tuple(fixed_tiers(part.name, plan).items())
         nameless = replace(part, name="", module="")
         alike.setdefault((nameless, fixed, None if policy == "auto" else policy), []).append(position)

@@ -9,6 +9,7 @@ Gradients of earlier backwards are there at both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from unbounded.planner.models.footprint import Footprint, StateBytes, UnitFootprint
 from unbounded.planner.plan import TIERS
@@ -59,16 +60,18 @@ def working_bytes(
 
 
 def gathered_bytes(parts: Sequence[UnitFootprint], states: StateBytes, setup: Setup) -> float:
-    """The most weights of `parts` that are gathered at a time: the unit in use, those fetched ahead of it, the one
+    """The most weights of `parts` that are gathered at a time: the module in use, those fetched ahead of it, the one
     before it, and all that are around others, which stay for the whole pass."""
-    width, outer, inner = setup.prefetch_units + 2, 0.0, []
-    for part in parts:
-        size = part.numel / setup.tensor * states.weights
-        size = min(size, setup.tile_bytes) if setup.tile_bytes else size
-        if part.is_outer:
-            outer += part.count * size
-        else:
-            inner += min(part.count, width) * [size]  # more of them make no larger window
+
+    def size(part: UnitFootprint) -> float:
+        whole = part.numel / setup.tensor * states.weights
+        return min(whole, setup.tile_bytes) if setup.tile_bytes else whole
+
+    width, inner = setup.prefetch_units + 2, list[float]()
+    for _, units in groupby((part for part in parts if not part.is_outer), lambda part: part.module_name):
+        first, *others = units
+        inner += [size(first) + sum(map(size, others))] * min(first.count, width)  # more make no larger window
+    outer = sum(part.count * size(part) for part in parts if part.is_outer)
     return outer + max(sum(inner[start : start + width]) for start in range(len(inner) or 1))
 
 
