@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from typing import Any
@@ -265,6 +266,19 @@ def test_a_cache_that_would_be_filled_twice_is_left_out_with_a_warning() -> None
     with torch.no_grad():
         generated = model.eval().generate(tokens(rows=1), max_new_tokens=4, do_sample=False, use_cache=True)
     assert generated.shape == (1, 9)
+
+
+def test_a_cache_that_blocks_are_given_by_position_is_left_out_too() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 17, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    plain = copy.deepcopy(model)
+    expected = llama_losses(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    model, optimizer = shard_stack(model, activations="recompute")
+    with pytest.warns(UserWarning, match="so they are left out"):
+        assert llama_losses(model, optimizer) == pytest.approx(expected)
 
 
 def test_the_models_own_checkpointing_is_not_doubled() -> None:

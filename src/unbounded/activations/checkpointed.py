@@ -10,6 +10,7 @@ Note: recomputing twice. If the block already runs inside the user's own checkpo
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -103,8 +104,14 @@ class Checkpointed:
     @torch.compiler.disable
     def run(self, policy: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block so that only its inputs are kept, here or on the host; it runs again in the backward."""
-        if any(kwargs.get(key) is not None for key in _CACHES) and not self._leave_out_cache(kwargs):
-            return self.inner(*args, **kwargs)
+        places = self._cache_places(args)
+        caches = [args[place] for place in places] + [kwargs[key] for key in _CACHES if kwargs.get(key) is not None]
+        if caches:
+            if not self._leaves_out(caches):
+                return self.inner(*args, **kwargs)
+            args = tuple(None if place in places else value for place, value in enumerate(args))
+            kwargs |= {key: None for key in _CACHES if key in kwargs}
+            kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         tensors, template = take_tensors((args, kwargs))
         run = _BlockCall(self, args, kwargs, template)
         if policy == "recompute":
@@ -133,9 +140,16 @@ class Checkpointed:
             warnings.warn(message, UserWarning, stacklevel=2)
         return is_inside
 
-    def _leave_out_cache(self, kwargs: dict[str, Any]) -> bool:
-        """Drops an empty cache of keys and values, which two runs would fill twice; a filled one must stay."""
-        caches = [kwargs[key] for key in _CACHES if kwargs.get(key) is not None]
+    def _cache_places(self, args: Any) -> list[int]:
+        """Which positional arguments are caches of keys and values."""
+        if not any(hasattr(value, "get_seq_length") or isinstance(value, tuple) for value in args):
+            return []
+        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
+        pairs = zip(names, args, strict=False)
+        return [place for place, (name, value) in enumerate(pairs) if name in _CACHES and value is not None]
+
+    def _leaves_out(self, caches: Sequence[Any]) -> bool:
+        """Whether caches of keys and values are left out: empty ones, which two runs would fill twice."""
         filled = any(_is_filled(cache, self.module) for cache in caches)
         drop = self.module.training and not filled
         if self.module.training:
@@ -144,10 +158,6 @@ class Checkpointed:
                 f"caches of keys and values cannot be filled twice, so they {what}. Pass use_cache=False in training."
             )
             warnings.warn(message, UserWarning, stacklevel=2)
-        if drop:
-            kwargs.update({key: None for key in _CACHES if key in kwargs})
-            if kwargs.get("use_cache"):
-                kwargs["use_cache"] = False
         return drop
 
 
