@@ -139,6 +139,8 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
                 if not _is_there(source, name, slot.name, math.prod(shape), dtype):
                     lacking.setdefault(name, []).append(slot.name)
     kinds = {entry.kind for entry in source.manifest.tensors.values()} - _NOT_MOMENTS
+    names = [slot.name for unit in state.engine.units for slot in unit.layout.slots]  # a pipeline's ranks have some
+    kinds = {kind for kind in kinds if any(source.entry(kind, name) is not None for name in names)}
     dropped = sorted(kind for kind in kinds - wanted if not kind.endswith("_scale"))
     saved_from = f"(saved from {saved['kind']}, here {optimizer.kind})"
     found = [f"it has no {kind} of {_shown(names)} {saved_from}" for kind, names in lacking.items()]
