@@ -36,18 +36,31 @@ class _Summed(torch.autograd.Function):
         ctx: Any, site: LayerSite, cuts: Sequence[Cut | None], *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.site, ctx.cuts = site, cuts
-        ctx.shapes = [parameter.shape for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        parts = [_spread(gradient, cut) for gradient, cut in zip(gradients, ctx.cuts, strict=True)]
-        total = sum_parts(torch.cat([part.reshape(-1) for part in parts]), ctx.site, ctx.site.gradient)
-        found, position = [], 0
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        """A parameter that no rank has used gets no gradient. What each has used is summed with the rest."""
+        unused = [place for place, gradient in enumerate(gradients) if gradient is None]
+        parts = [
+            _spread(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient, cut)
+            for (shape, dtype, device), gradient, cut in zip(ctx.like, gradients, ctx.cuts, strict=True)
+        ]
+        uses = parts[0].new_ones(len(parts))
+        for place in unused:
+            uses[place] = 0
+        total = sum_parts(torch.cat([*(part.reshape(-1) for part in parts), uses]), ctx.site, ctx.site.gradient)
+        found: list[torch.Tensor | None] = []
+        position = 0
         for part, cut in zip(parts, ctx.cuts, strict=True):
             whole = total[position : position + part.numel()].view(part.shape)
             position += part.numel()
             found.append(whole if cut is None else cut.take(whole))
+        for place in unused:  # only then is a device waited for
+            if not total[position + place]:
+                found[place] = None
         return None, None, *found
 
 
