@@ -12,6 +12,7 @@ Every rank gets the loss of the batch. Gradients are added up on each rank and r
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -77,11 +78,13 @@ class Pipeline:
         self.trainer, self.summed = trainer, summed  # around the passes of a batch: adds up what several stages hold
         self.chunks, self.num_stages = hollow.cutting.chunks, axis.size * hollow.cutting.chunks
         self.exchange = StageExchange(axis, device) if axis.size > 1 else None
+        self._talk = axis.lane("batches", "gloo")  # what every rank is about to run
         self._base = unwrap(model)
         self._shifts = batches.shifts_labels(self._base)
         self._without_cache = batches.takes(self._base, "use_cache")
         self._templates: dict[tuple[Any, ...], Template] = {}
         self._told: set[tuple[Any, ...]] = set()
+        self._trained: tuple[int, ...] = ()  # for every rank, a mark of the parameters that it trains
         self._draws = Draws(axis, hollow, device)
         if axis.size > 1:
             hollow.answer = self.answer
@@ -99,6 +102,7 @@ class Pipeline:
         order = [action for action in self.order(count) if trains or action.work is PassKind.FORWARD]
         self._losses = torch.zeros((), dtype=torch.float64, device=self.device)
         self._passes: dict[tuple[int, int], _MicroState] = {}
+        self._trained = self._compare(micros[0], count)
         self._rehearse(micros[0])
         if self._draws_matter():
             self._draws.lay_out(batches.signature(micros[0]), count)
@@ -194,9 +198,25 @@ class Pipeline:
 
     # -- payloads ------------------------------------------------------------------------------------------------------
 
+    def _compare(self, micro: Micro, count: int) -> tuple[int, ...]:
+        """All ranks must call this. Raises on all of them if their batches differ in shape.
+
+        Returns which parameters the ranks train, as a mark for each: what is sent back between stages depends on that.
+        """
+        trained = zlib.crc32(bytes(parameter.requires_grad for parameter in self.model.parameters()))
+        told = self._talk.objects((batches.signature(micro), count, trained), "the comparison of batches")
+        for rank, (shapes, number, _) in zip(self.axis.members(), told, strict=True):
+            if (shapes, number) != told[0][:2]:
+                raise StateError(
+                    f"ranks {self.axis.members()[0]} and {rank} of the pipeline axis were given different batches: "
+                    f"{told[0][1]} micro-batches of {told[0][0]}, and {number} of {shapes}. They compute one copy of "
+                    "the model: divide the data by optimizer.engine.axes.data alone."
+                )
+        return tuple(mark for _, _, mark in told)
+
     def _receive(self, stage: int, micro: Micro, state: _MicroState) -> Any:
         wire, source = self._wire(), (stage - 1) % self.axis.size
-        key = stage, *batches.signature(micro)
+        key = stage, *batches.signature(micro), self._trained
         if key not in self._templates:
             self._templates[key] = wire.receive_template(source, stage=stage - 1)
         template = self._templates[key]
@@ -208,7 +228,7 @@ class Pipeline:
     def _send(self, stage: int, micro: Micro, kept: Any, state: _MicroState) -> None:
         wire, to = self._wire(), (stage + 1) % self.axis.size
         tensors, template = take_apart(kept)
-        key = stage, *batches.signature(micro)
+        key = stage, *batches.signature(micro), self._trained
         if key not in self._told:
             self._told.add(key)
             wire.send_template(template, to, stage=stage)
