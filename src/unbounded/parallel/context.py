@@ -147,7 +147,8 @@ class ContextParallel:
                     f"the blocks have a {type(module).__name__}, which mixes tokens besides attention and would see a "
                     "part of each sequence. Leave context out of the plan."
                 )
-        self.scene = Scene(axis, by_sequence=True)
+        # Models take a single token for the next one of a cache, which sees all others: their attention is not causal.
+        self.scene = Scene(axis, by_sequence=True, takes_single=False)
         self._detaches: list[Detach] = []
 
     def attach(self) -> None:

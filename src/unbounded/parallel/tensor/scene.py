@@ -9,7 +9,7 @@
     COPIES   --first block: split-->    SEQUENCE --last block: join-->    COPIES
 
 A sequence that does not divide is not cut in a forward without gradients, as in generation: every rank computes all
-of it. In training it is refused.
+of it. In training it is refused. So is one of a single token for each rank, where that would be wrong.
 
 Layers that read the same input (queries, keys and values) enter it once, so that the backward sums once. What was
 entered is remembered by the identity of the input until the region is left.
@@ -45,8 +45,9 @@ class Hold(Enum):
 class Scene:
     """One model's forward on one rank of the tensor axis."""
 
-    def __init__(self, axis: Axis, *, by_sequence: bool) -> None:
+    def __init__(self, axis: Axis, *, by_sequence: bool, takes_single: bool = True) -> None:
         self.axis, self.by_sequence = axis, by_sequence
+        self._takes_single = takes_single  # whether a part of a sequence may be one token
         self.hold = Hold.COPIES
         self.num_rows = 0  # of the batch that is cut along its sequence
         self._divides = True  # the sequence, over the ranks
@@ -135,11 +136,13 @@ class Scene:
     def begin_block(self, hidden: torch.Tensor, site: LayerSite, *, is_first: bool) -> torch.Tensor:
         """A block's forward begins, or is recomputed; the first one cuts the sequence."""
         if is_first:
-            self._divides = hidden.shape[1] % self.axis.size == 0
+            length, size = hidden.shape[1], self.axis.size
+            self._divides = length % size == 0 and (self._takes_single or length > size)
             if not self._divides and torch.is_grad_enabled():
+                which = "which do not divide over" if length % size else "too few for two on a rank of"
                 raise StateError(
-                    f"the sequence has {hidden.shape[1]} tokens, which do not divide over {self.axis.name}="
-                    f"{self.axis.size}. Pad the batch to a multiple of that, or leave {self._field} out of the plan."
+                    f"the sequence has {length} tokens, {which} {self.axis.name}={size}. Pad the batch to a multiple "
+                    f"of that, or leave {self._field} out of the plan."
                 )
         self._entered = []
         if not self.is_cut:
