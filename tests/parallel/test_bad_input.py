@@ -39,10 +39,17 @@ class Heads(nn.Module):
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.heads = Heads()
+        self.heads, self.feed = Heads(), Flat()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.heads(x)
+        return x + self.heads(x) + self.feed(x)
+
+
+class MixingLayer(Layer):
+    """Its own code mixes tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.cumsum(1)
 
 
 class Tower(nn.Module):
@@ -51,7 +58,7 @@ class Tower(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.words = way, nn.Embedding(models.VOCABULARY, 8)
-        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.blocks = nn.ModuleList((MixingLayer if way == "mixing" else Layer)() for _ in range(4))
         self.before = nn.Linear(8, 8)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -88,7 +95,7 @@ def refusal(rank: int, size: int, family: str, plan: dict[str, Any], changes: di
         elif call and "pipeline" in plan:
             unbounded.pipeline(model)(**models.batch("gpt2", 0))
         elif call:
-            model(**models.batch("gpt2", 0, length=7))
+            model(**models.batch("gpt2", 0, length=8 if family == "tower" else 7))
     except unbounded.UnboundedError as error:
         return str(error)
     return "nothing was refused"
@@ -184,6 +191,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
         {"way": "plain"},
         True,
         "'blocks.0.heads' (Heads) gives something else (a relative difference of",
+    ),
+    "a part of a sum": (
+        "tower",
+        {"tensor": 2, "sequence": True, "styles": (("blocks.*.feed.up", "column"), ("blocks.*.feed.down", "row"))},
+        {"way": "mixing"},
+        True,
+        "With sequence=True a block sees a part of the sequence: put code that mixes tokens into",
     ),
     "other rows, tensor": ("divided gpt2", {"tensor": 2}, {}, True, "ranks of the tensor axis were given different"),
     "other rows, context": ("divided gpt2", {"context": 2}, {}, True, "ranks of the context axis were given different"),

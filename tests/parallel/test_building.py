@@ -164,6 +164,28 @@ def test_a_model_of_the_users_own_trains_as_on_one_rank(ranks: Any, kind: str, s
         assert worst[0] < 1e-4, worst
 
 
+BY_HAND = (
+    *((f"model.layers.*.self_attn.{name}_proj", "column") for name in "qkv"),
+    ("model.layers.*.self_attn.o_proj", "row"),
+    ("model.layers.*.mlp.up_proj", "column"),
+    ("model.layers.*.mlp.gate_proj", "column"),
+    ("model.layers.*.mlp.down_proj", "row"),
+)
+
+
+def styles_by_hand(rank: int, size: int) -> Any:
+    """Its blocks are given a cache of keys and values, which a trial of the styles must not fill."""
+    model, plain = models.build("llama"), models.build("llama")
+    expected = train_plain(plain, "llama", steps=1)
+    model, optimizer = unbounded.shard(model, optimizer_of(model), {"tensor": 2, "styles": BY_HAND})
+    return expected, train_parallel(model, optimizer, "llama", steps=1)
+
+
+def test_styles_may_be_given_for_a_transformers_model(ranks: Any) -> None:
+    for expected, found in ranks(2, styles_by_hand):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def adapt(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 

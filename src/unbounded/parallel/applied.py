@@ -88,11 +88,14 @@ def take_parts(
         _take_stages(applied, applied.hollow, optimizer, axes.pipeline)
         uncounted |= {id(p) for ranks, held in applied.copies if axes.pipeline.rank > ranks[0] for p in held}
     stacks = applied.hollow.own_stacks() if applied.hollow is not None else None
+    tensor = _find_tensor(model, plan, axes, stacks)
+    if isinstance(tensor, TensorParallel):
+        applied.attaches.append(tensor.attach_trials)
+        applied.detaches.append(tensor.detach_trials)
     if axes.context.size > 1:
         context = ContextParallel(model, axes.context, stacks)
         applied.attaches.append(context.attach)
         applied.detaches.append(context.detach)
-    tensor = _find_tensor(model, plan, axes, stacks)
     if tensor is not None:
         if optimizer is not None:
             _cut_states(optimizer, tensor.cuts)

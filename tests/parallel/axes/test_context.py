@@ -31,9 +31,10 @@ def save_and_load(rank: int, size: int, folder: str) -> Any:
     plain = models.build("gpt2")
     plain.load_state_dict(wanted)
     tokens = models.batch("gpt2", 0)["input_ids"]
-    for one, cached in ((model, False), (other, False), (other, True)):  # also sequences that do not divide
+    # Also sequences that do not divide, and one with a single token for each rank.
+    for one, given, cached in ((model, tokens, False), (model, tokens[:, :2], False), (other, tokens, True)):
         generated = [
-            m.eval().generate(tokens, max_new_tokens=3, do_sample=False, use_cache=cached) for m in (plain, one)
+            m.eval().generate(given, max_new_tokens=3, do_sample=False, use_cache=cached) for m in (plain, one)
         ]
         if not torch.equal(*generated):
             different.append(f"what {optimizer.engine.axes.sizes} generates, {cached}")
@@ -53,7 +54,7 @@ def refusals(rank: int, size: int, kind: str) -> str:
     if kind == "swin":
         model = ARCHITECTURES["swin"].build()
     model.config.is_encoder_decoder = kind == "t5"
-    batch = models.batch("gpt2", 0, length=7 if kind == "odd" else 8)
+    batch = models.batch("gpt2", 0, length={"odd": 7, "short": 2}.get(kind, 8))
     try:
         model, _ = unbounded.shard(model, optimizer_of(model), {"context": 2})
         model(**batch)
@@ -67,6 +68,7 @@ def refusals(rank: int, size: int, kind: str) -> str:
     [
         ("eager", "attention is 'eager'"),
         ("odd", "7 tokens"),
+        ("short", "2 tokens, too few for two on a rank of context=2"),
         ("t5", "T5ForConditionalGeneration attends to another sequence"),
         ("stack of t5", "made inside a block"),
         ("swin", "the blocks of SwinForImageClassification have blocks with attention of their own"),

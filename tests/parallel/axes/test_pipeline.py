@@ -12,7 +12,7 @@ from torch import nn
 import unbounded
 from tests import process
 from tests.parallel import models
-from tests.parallel.comparing import optimizer_of
+from tests.parallel.comparing import optimizer_of, without_dropout
 from unbounded.parallel.pipeline import runner
 from unbounded.parallel.pipeline.batches import cut_batch
 from unbounded.parallel.pipeline.runner import Pipeline
@@ -210,6 +210,23 @@ def test_without_gradients_the_model_itself_may_be_called(ranks: Any) -> None:
         assert "Train with pipeline = unbounded.pipeline(model)" in training
         assert "Call the model, or model.generate, with use_cache=False" in generating
         assert "a block was called that another pipeline stage has" in part
+
+
+def give_other_shapes(rank: int, size: int) -> tuple[str, float, float]:
+    """The refusal of a later batch that is longer on one rank, and the losses of a batch before and after it."""
+    model = without_dropout(models.build("gpt2", n_layer=2))
+    model, _ = unbounded.shard(model, optimizer_of(model), {"pipeline": 2, "microbatches": 2})
+    pipeline = unbounded.pipeline(model)
+    before = float(pipeline(**models.batch("gpt2", 0)))
+    with pytest.raises(unbounded.errors.StateError) as caught:
+        pipeline(**models.batch("gpt2", 1, length=8 + 2 * rank))
+    return str(caught.value), before, float(pipeline(**models.batch("gpt2", 0)))
+
+
+def test_ranks_with_batches_of_different_shapes_raise_and_can_go_on(ranks: Any) -> None:
+    for message, before, after in ranks(2, give_other_shapes):
+        assert "ranks 0 and 1 of the pipeline axis were given different batches" in message
+        assert before == after
 
 
 def release(rank: int, size: int) -> list[bool]:

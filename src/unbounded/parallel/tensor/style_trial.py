@@ -28,6 +28,12 @@ from unbounded.ranks.cut import Cut
 TOLERANCE = 1e-2
 
 
+_OF_SEQUENCE = (
+    " With sequence=True a block sees a part of the sequence: put code that mixes tokens into a module of its own, or "
+    "leave sequence out of the plan."
+)
+
+
 class Trial:
     """One module around cut layers, and a whole copy of it without values. Made before the layers are cut."""
 
@@ -50,7 +56,7 @@ class Trial:
         def make(forward: Callable[..., Any]) -> Callable[..., Any]:
             def trying(*args: Any, **kwargs: Any) -> Any:
                 nonlocal is_done
-                if not is_done:
+                if not is_done and self.scene.is_cut:
                     is_done = True
                     self._run(forward, args, kwargs, by_place)
                 return forward(*args, **kwargs)
@@ -71,7 +77,7 @@ class Trial:
         generator = torch.Generator(given.device).manual_seed(0)
         whole = torch.randn(shape, generator=generator, dtype=torch.float32, device=given.device)
         part = take_part(whole, 1, site) if seen else whole
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
+        args, kwargs = pytree.tree_map(_for_trial, (args, kwargs), is_leaf=_is_cache)
         with torch.no_grad(), torch.autocast(given.device.type, enabled=False), self._evaluating():
             values = self._draw(generator)
             given_args, given_kwargs = change_hidden(self.module, args, kwargs, lambda _: whole)
@@ -85,15 +91,16 @@ class Trial:
         if found.shape != wanted.shape and wanted.dim() > 1:
             wanted = take_part(wanted, 1, site)
         difference = float((found - wanted).norm() / wanted.norm()) if found.shape == wanted.shape else float("inf")
-        if bool(wanted.isfinite().all()) and not difference < TOLERANCE:
-            raise self._refusal(f"gives something else (a relative difference of {difference:.2g})")
+        is_wrong = bool(wanted.isfinite().all()) and not difference < TOLERANCE
+        found_wrong = self._refusal(f"gives something else (a relative difference of {difference:.2g})")
+        site.axis.agree(found_wrong if is_wrong else None, what="the trial of styles")
 
     def _refusal(self, what: str) -> PlanError:
         return PlanError(
             f"{self.name!r} ({type(self.module).__name__}) {what} if its layers are cut by the plan's styles. Its code "
             "must be right for a part of the features: let views find the number of heads, as in view(batch, tokens, "
             "-1, width), and have a row layer after every column layer with nothing between them that looks at all "
-            "features. Otherwise leave these layers out of styles."
+            "features. Otherwise leave these layers out of styles." + (_OF_SEQUENCE if self.scene.by_sequence else "")
         )
 
     def _draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -133,8 +140,15 @@ class Trial:
                 inner.training = mode
 
 
-def _in_fp32(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().float() if value.is_floating_point() else value
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a transformers cache of keys and values, which a trial would fill."""
+    return hasattr(value, "get_seq_length")
+
+
+def _for_trial(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().float() if value.is_floating_point() else value
+    return None if _is_cache(value) else value
 
 
 def _first(output: Any) -> torch.Tensor:

@@ -55,6 +55,7 @@ class TensorParallel:
         self.heads: dict[nn.Module, HeadPart] = {}
         self._is_given, self._trials = styles is not None, list[Trial]()
         self._detaches: list[Detach] = []
+        self._trial_detaches: list[Detach] = []
 
     def cut(self) -> None:
         """Leaves this rank's part in every parameter that is cut. They stay the same objects."""
@@ -66,12 +67,20 @@ class TensorParallel:
                 with torch.no_grad():
                     parameter.data = cut.take(parameter.data)
 
+    def attach_trials(self) -> None:
+        """Makes the next forward try the styles. Goes before a context axis, so that both runs see whole sequences."""
+        self._trial_detaches.extend(trial.attach(self.cuts) for trial in self._trials)
+
+    def detach_trials(self) -> None:
+        for detach in reversed(self._trial_detaches):
+            detach()
+        self._trial_detaches.clear()
+
     def attach(self) -> None:
         """Lets the layers compute with the parts."""
         self._attach_layers()
         self._attach_sums()
         self._attach_dropouts()
-        self._detaches.extend(trial.attach(self.cuts) for trial in self._trials)
         handle = self.model.register_forward_pre_hook(lambda *_: self.scene.begin())
         self._detaches.append(handle.remove)
 
@@ -131,10 +140,22 @@ class TensorParallel:
             yield module, min(heads)
 
     def _regions(self) -> Iterator[str]:
-        """The smallest modules with column layers and the row layers after them, one of each class."""
+        """The smallest modules with column layers and the row layers after them, one of each class.
+
+        With sequence parallelism whole blocks: their own code may mix tokens, of which it sees a part.
+        """
         rows = [layer.name for layer in self.layers if layer.style.kind is Kind.ROW]
         known: set[type[nn.Module]] = set()
+        blocks = [block for stack in self.sequence.stacks for block in stack] if self.sequence is not None else []
+        names = {module: name for name, module in self.names.items()} if blocks else {}
+        for block in blocks:
+            if type(block) not in known:
+                known.add(type(block))
+                yield names[block]
+        inside = tuple(f"{names[block]}." for block in blocks)
         for layer in self.layers:
+            if layer.name.startswith(inside):
+                continue
             name = layer.name if layer.style.kind is Kind.COLUMN and not layer.style.joins else ""
             while name and not (_is_called(self.names[name]) and any(row.startswith(f"{name}.") for row in rows)):
                 name = name.rpartition(".")[0]
