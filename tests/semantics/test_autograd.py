@@ -419,6 +419,77 @@ def test_a_gradient_that_would_go_past_the_engine_is_refused(plan: str) -> None:
     assert step(model, optimizer, 1) == pytest.approx(step(plain, reference, 1))
 
 
+class RunsAgain(torch.autograd.Function):
+    """A checkpoint as diffusion models and solvers of differential equations have it: it is given the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Any, x: Tensor, *given: Tensor) -> Tensor:
+        ctx.block, ctx.given = block, given
+        ctx.save_for_backward(x)
+        return block(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.block.inner(x)
+            if ctx.block.how == "backward":
+                torch.autograd.backward(y, grad)
+                return None, x.grad, *(None for _ in ctx.given)
+            asked = ctx.given if ctx.block.how == "given" else ctx.block.inner.parameters()
+            return None, *torch.autograd.grad(y, (x, *asked), grad, allow_unused=True)
+
+
+class Again(nn.Module):
+    """A block that runs again in the backward of a function, and the way in which that one asks for gradients."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.how, self.is_inside = inner, "given", False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_inside:
+            return self.inner(x)  # type: ignore[no-any-return]
+        self.is_inside = True
+        try:
+            return RunsAgain.apply(self, x, *self.inner.parameters())  # type: ignore[no-any-return]
+        finally:
+            self.is_inside = False
+
+
+def running_again() -> nn.Module:
+    model = Net()
+    model.blocks = nn.ModuleList(map(Again, model.blocks))
+    return model
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_function_that_runs_modules_again_without_their_gradients_is_refused(plan: str, activations: str) -> None:
+    plain, model = make(running_again), make(running_again)
+    model, optimizer = unbounded.shard(model, adamw(model), {**PLANS[plan], "activations": activations})
+    reference = adamw(plain)
+    with pytest.raises(StateError, match=r"blocks\.0\.inner\.norm\.weight.*runs the module again"):
+        model(data()).square().mean().backward()
+    optimizer.zero_grad()
+    for number, how in enumerate(("parameters", "backward")):
+        for block in (*plain.blocks, *model.blocks):
+            block.how = how
+        assert step(model, optimizer, number) == pytest.approx(step(plain, reference, number))
+    assert_same(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_model_without_an_optimizer_adds_up_gradients_on_every_tier(plan: str) -> None:
+    plain, model = make(), make()
+    unbounded.shard(model, None, PLANS[plan])
+    for number in range(2):
+        for one in (plain, model):
+            one(data(number)).square().mean().backward()
+    assert_same([p.grad.clone() for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
 def test_a_placeholder_answers_what_needs_no_values() -> None:
     model = make()
     model, _ = unbounded.shard(model, adamw(model), PLANS["host"])

@@ -153,10 +153,8 @@ class Checkpointed:
         filled = any(_is_filled(cache, self.module) for cache in caches)
         drop = self.module.training and not filled
         if self.module.training:
-            what = "are left out" if drop else "already hold values and the activations of such blocks are kept"
-            message = (
-                f"caches of keys and values cannot be filled twice, so they {what}. Pass use_cache=False in training."
-            )
+            what = "they are left out" if drop else "blocks that get one with values keep their activations"
+            message = f"caches of keys and values cannot be filled twice, so {what}. Pass use_cache=False in training."
             warnings.warn(message, UserWarning, stacklevel=2)
         return drop
 

@@ -188,8 +188,8 @@ def _choose_fill(
 def unshard(model: nn.Module) -> nn.Module:
     """All ranks must call this. Makes it a plain model with whole parameters again, and frees everything that ran it.
 
-    The values come to the device that the model ran on. The sharded optimizer cannot be used afterwards, and its states
-    are gone, so save them first.
+    The values come to the device that the model ran on. The sharded optimizer cannot be used afterwards. Its states are
+    gone, so save them first, and so are gradients that were not cleared.
     """
     state = sharded(model)
     engine = state.engine

@@ -28,7 +28,7 @@ from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
 from unbounded.ranks.phases import Phases
 from unbounded.zero.parameters.lending import Lending
-from unbounded.zero.parameters.views import refuse_stray_gradients
+from unbounded.zero.parameters.views import refuse_stray_gradients, refuse_unasked_gradients, take_unasked
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.passes import hooks
 from unbounded.zero.passes.compute_span import ComputeSpan
@@ -260,6 +260,8 @@ class Engine:
             self._compute.end()
             self.taking.abandon()
             self.backward.abandon()
+            for unit in self.units:
+                take_unasked(unit)
             self.phases.leave()
             if not self.forward.is_running:
                 self.settle()
@@ -288,6 +290,7 @@ class Engine:
             self.forward.order.adopt(keep_all=False)
             self.backward.order.adopt(keep_all=False)
         refuse_stray_gradients(self.units)
+        refuse_unasked_gradients(self.units)
 
     def forward_order(self) -> list[Unit]:
         """All units in the order in which the next forward is expected to need them."""

@@ -103,6 +103,7 @@ class Views(Protocol):
     hooks: dict[int, OrderedDict[int, Any]]
     frozen: set[int]
     first_gradients: list[torch.Tensor | None]
+    unasked: dict[Any, str]
     is_swapped: bool
     accumulator: Any
 

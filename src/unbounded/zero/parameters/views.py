@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
@@ -38,7 +39,7 @@ from unbounded.zero.parameters.parameter import (
     take_hooks,
     take_stray_gradients,
 )
-from unbounded.zero.passes.hooks import in_backward
+from unbounded.zero.passes.hooks import in_backward, in_recomputation
 from unbounded.zero.unit import Unit
 
 _OWN = {"_unit_ref", "_index", "_held"}
@@ -74,6 +75,7 @@ class ModuleViews:
         self._held: Sequence[torch.Tensor] = ()  # what they hold in the running forward
         self._shown_trained: list[bool] = []  # which were trained when they were last shown
         self._lent: list[TensorWeakRef] = []  # views that a graph outside the forwards may hold
+        self.unasked: dict[Any, str] = {}  # functions that were given weights and have run modules again since
         self.accumulator: Any = None  # of the first parameter that is trained
         self._watched: tuple[ManagedParameter, RemovableHandle] | None = None
 
@@ -93,8 +95,23 @@ class ModuleViews:
                 )
             views = _GraphViews.apply(self.unit, *self.leaves)
             if views[0].requires_grad:
+                if in_backward():
+                    self._note_function()
                 return views  # type: ignore[no-any-return]
         return self.unit.lasting_views()
+
+    def _note_function(self) -> None:
+        """In the backward of a function that was given weights of the unit, a module gets other views of them.
+
+        If it then asks for gradients of those that it was given, it gets none. The new views have a backward if it asks
+        for those of the parameters.
+        """
+        function = torch._C._current_autograd_node()
+        if not isinstance(function, BackwardCFunction):  # not one of Python's
+            return
+        given = [number for node, number in function.next_functions if _is_of(node, self.unit)]
+        if given and not in_recomputation():
+            self.unasked[function] = self.unit.layout.slots[self.unit.picks.index(given[0])].name
 
     def lend(self) -> Sequence[torch.Tensor]:
         """The same for a computation outside the unit's site, whose graph may hold the views themselves."""
@@ -235,6 +252,28 @@ def _will_any_execute(nodes: Iterable[Any]) -> bool:
         return False
 
 
+def refuse_unasked_gradients(units: Iterable[Unit]) -> None:
+    """Raises where a function has run a module again in its backward and has not asked for its gradients."""
+    for name in [name for unit in units for name in take_unasked(unit)]:
+        raise StateError(
+            f"{name!r} was given to a torch.autograd.Function whose backward runs the module again. Its gradient would "
+            "be lost: the module has other tensors in that run than those that the function was given. Use "
+            'torch.utils.checkpoint or the plan\'s activations="recompute" instead, or take gradients with respect to '
+            "module.parameters() inside that backward."
+        )
+
+
+def take_unasked(unit: Unit) -> list[str]:
+    """The names of weights that such functions were given, which are forgotten."""
+    names = list(unit.views.unasked.values())
+    unit.views.unasked.clear()
+    return names
+
+
+def _is_of(node: Any, unit: Unit) -> bool:
+    return isinstance(node, _GraphViews._backward_cls) and node.unit is unit  # type: ignore[attr-defined]
+
+
 def refuse_stray_gradients(units: Iterable[Unit]) -> None:
     """Raises where a backward has gone past the engine: through functions that take parameters as they are."""
     strays = [(unit, index) for unit in units for index in take_stray_gradients(unit.views.parameters)]
@@ -254,12 +293,15 @@ class _GraphViews(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *parameters: nn.Parameter) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
+        ctx.function = torch._C._current_autograd_node() if in_backward() else None  # whose backward this is made in
         ctx.set_materialize_grads(False)
         return tuple(unit.cut())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         unit: Unit = ctx.unit
+        if ctx.function is not None:
+            unit.views.unasked.pop(ctx.function, None)
         found = list(map(gradients.__getitem__, unit.picks))
         taken = _taken_by_leaves(ctx, found)
         if taken is None:

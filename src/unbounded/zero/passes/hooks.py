@@ -13,9 +13,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -155,6 +157,16 @@ def in_backward() -> bool:
 def in_module_call() -> bool:
     """Whether this thread is inside the call of some module."""
     return called_from(nn.Module._call_impl)
+
+
+def in_recomputation() -> bool:
+    """Whether a checkpoint of torch runs modules again in the backward that is running. Walks the stack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals is not vars(torch.autograd.graph):  # which runs every backward
+        if frame.f_globals is vars(torch.utils.checkpoint):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def called_from(function: Any) -> bool:

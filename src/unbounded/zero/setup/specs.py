@@ -55,11 +55,11 @@ class UnitShape:
     def sizes(self, stage: int, sum_dtype: torch.dtype) -> UnitBytes:
         owned = self.owned_numel(stage)
         weights = (self.layout.shard_numel if stage == 3 else self.layout.numel) * self.dtype.itemsize
-        if self.rule is None:
-            return UnitBytes(self.name, weights, 0, 0)
+        summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
+        if self.rule is None:  # it may have gradients, for which room is only set aside on the disk
+            return UnitBytes(self.name, weights, 0, 0, summed_gradients=summed if self.trainable else 0)
         states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in self.rule.specs}
         remainder = states.pop("remainder", 0)
-        summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
         deferred = self.layout.numel * self.dtype.itemsize if stage == 1 and owned < self.layout.numel else 0
         return UnitBytes(
             self.name,
@@ -81,8 +81,8 @@ class UnitShape:
             for spec in self.rule.specs:
                 if (where.remainder if spec.name == "remainder" else where.optimizer) == "disk":
                     arrays.append(spec.numel(owned) * spec.dtype.itemsize)
-            if where.gradients == "disk":
-                arrays.append(sizes.size("gradients", "disk"))
+        if self.trainable and where.gradients == "disk":
+            arrays.append(sizes.size("gradients", "disk"))
         return sum(disk_size(num_bytes) for num_bytes in arrays)
 
 
