@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import unbounded
 from unbounded.errors import PlanError
 from unbounded.planner.plan import Plan
+from unbounded.planning import dry_run
 from unbounded.planning.config_model import build_model
 from unbounded.planning.module_footprint import footprint_of_description, footprint_of_module
 from unbounded.planning.towers import find_towers
@@ -172,6 +173,82 @@ def test_both_stacks_of_an_encoder_decoder_keep_activations() -> None:
     ours = [sum(part.cost.kept for part in blocks if stack in part.name) for stack in ("encoder", "decoder")]
     assert 64 * sum(ours) == pytest.approx(sum(saved.values()), rel=0.5)  # counted roughly, from layers
     assert ours[1] > 1.2 * ours[0]  # it attends twice
+
+
+NO_DROPOUT = dict.fromkeys(
+    [
+        *("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "dropout_rate", "attn_pdrop"),
+        *("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop"),
+    ],
+    0.0,
+)
+WIDE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, **IDS}
+RUNNABLE = {
+    **{kind: CONFIGS[kind][1] for kind in ("bart", "mamba", "falcon", "phi", "olmo2", "bert")},
+    "llama": {**WIDE, "intermediate_size": 256, "num_key_value_heads": 2},
+    "gpt2": {**IDS, "n_embd": 128, "n_layer": 2, "n_head": 4},
+    "opt": {**WIDE, "ffn_dim": 512, "word_embed_proj_dim": 128},
+    "gpt_neox": {**WIDE, "intermediate_size": 512},
+    "gemma2": {**WIDE, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "half frozen"])
+@pytest.mark.parametrize("kind", RUNNABLE)
+def test_blocks_keep_what_autograd_saves_in_them(kind: str, is_frozen: bool) -> None:
+    """Whatever the family: also scores of attention in plain products, and states of scans."""
+    described = {**RUNNABLE[kind], **NO_DROPOUT, "max_position_embeddings": 64}
+    built = build_model({"model_type": kind, **described}, kind, torch.float32)
+    model = type(built)(built.config).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_frozen or not any(part in name for part in ("mlp", "fc", "norm")))
+    parts = [part for part in footprint_of_module(model, None, Plan(), 64).parts if part.is_block]
+    saved = [saved_in(model, {part.module_name for part in parts}, batch(kind, length)) for length in (32, 64)]
+    for length, real in zip((32, 64), saved, strict=True):
+        ours = length * sum(part.cost.kept_bytes(length) for part in parts)
+        assert ours == pytest.approx(real, rel=0.05)
+
+
+def saved_in(model: torch.nn.Module, blocks: set[str], given: dict[str, torch.Tensor]) -> int:
+    """Bytes that autograd saves while one of these modules runs."""
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    alive, inside, total = [], [0], [0]
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            alive.append(tensor)
+            total[0] += storage.nbytes() if inside[0] else 0
+        return tensor
+
+    for name in blocks:
+        block = model.get_submodule(name)
+        block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, inside[0] + 1))
+        block.register_forward_hook(lambda *_: inside.__setitem__(0, inside[0] - 1))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**given, use_cache=False)
+    return total[0]
+
+
+def test_a_dry_run_leaves_random_numbers_and_the_model_alone() -> None:
+    model = build_model({"model_type": "bart", **CONFIGS["bart"][1], "encoder_layerdrop": 0.5}, "bart", torch.float32)
+    model.eval()
+    before = torch.get_rng_state()
+    first = footprint_of_module(model, None, Plan(), 32)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    dry_run._run.cache_clear()
+    assert footprint_of_module(model, None, Plan(), 32) == first
+
+
+def test_a_model_that_its_config_does_not_describe_is_counted_from_its_layers() -> None:
+    model = build_model({"model_type": "falcon", **CONFIGS["falcon"][1]}, "falcon", torch.float32)
+    assert dry_run.seen_costs(model, torch.float32)
+    model.transformer.h[0].more = torch.nn.Linear(64, 64)
+    assert dry_run.seen_costs(model, torch.float32) == {}
+    parts = footprint_of_module(model, None, Plan(), 32).parts
+    assert all(part.cost.kept > 0 for part in parts if part.is_block)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A config is built on the meta device if `transformers` is installed, so its parameters are those of the model; without
 it, known families are read as shapes. If a model's config is of a known family, costs come from its shape; otherwise
-they are counted from its layers.
+they are counted from its layers. What blocks keep and move is seen in a dry run, where there can be one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from unbounded.planner.models.footprint import (
 from unbounded.planner.models.shapes import Shape, read_shape
 from unbounded.planner.plan import Plan
 from unbounded.planning.config_model import build_model
+from unbounded.planning.dry_run import SEEN, seen_costs
 from unbounded.planning.layer_costs import active_experts, count_cost, own_modules
 from unbounded.planning.towers import Tower, describe_parts, find_towers, split_by_tower, text_config
 from unbounded.sharding.block_policies import find_blocks
@@ -126,6 +127,7 @@ def rule_bytes(rule: UpdateRule, dtype: torch.dtype) -> StateBytes:
 class _Reading:
     """What the costs of a model's parts are read from. Without a shape they are counted from layers."""
 
+    seen: Mapping[str, Cost]  # of blocks, in a dry run
     shape: Shape | None
     kernels: Kernels
     active: int  # experts that a token passes
@@ -170,7 +172,8 @@ def footprint_of_module(
         raise PlanError(f"the {type(model).__name__} has no parameters, so there is nothing to plan.")
     shape, towers = _known_shape(model), find_towers(model)
     has_head = any(not isinstance(s.module, nn.Embedding) and _is_leaf(s.module) for s in sites if s.name)
-    reading = _Reading(shape, kernels, active_experts(text_config(model)), has_head, towers, sequence)
+    seen = seen_costs(model, specs[-1].dtype) if kernels is EAGER else {}
+    reading = _Reading(seen, shape, kernels, active_experts(text_config(model)), has_head, towers, sequence)
     parts, charged = [], set()
     for spec in specs:
         first = id(spec.site) not in charged
@@ -227,6 +230,8 @@ def _part(
     unkept = _unkept_bytes(spec.site.module, reading.shape) if reading.shape is not None and is_block else 0.0
     cost = replace(cost, trained=cost.products * learnt / max(1, total), kept=cost.kept - unkept)
     cost = widen(cost) if spec.dtype == torch.float32 else cost
+    if is_block and (seen := reading.seen.get(spec.site.name)) is not None:
+        cost = replace(cost, **{name: getattr(seen, name) for name in SEEN})
     largest = max((slot.numel for slot in spec.layout.slots), default=0)
     return UnitFootprint(
         spec.name,
