@@ -11,6 +11,7 @@ from torch import nn
 import unbounded
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of
+from unbounded.errors import PeerError
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 
@@ -211,3 +212,39 @@ def test_every_rank_refuses_alike(ranks: Any, case: str) -> None:
     family, plan, changes, call, wanted = CASES[case]
     for message in ranks(2, refusal, family, plan, changes, call):
         assert wanted in message
+
+
+LATER = {
+    "rows": "a batch of input_ids (2, 8), labels (2, 8) instead of a batch of input_ids (4, 8), labels (4, 8)",
+    "no labels": "a batch of input_ids (4, 8) instead of a batch of input_ids (4, 8), labels (4, 8)",
+    "step": "rank 1 has different settings in a forward with gradients from rank 0: 0 steps instead of 1 steps",
+    "eval": "rank 0 is in a forward with gradients; rank 1 is in a forward without gradients",
+    "frozen": "frozen since shard: transformer.wpe.weight instead of frozen since shard: nothing",
+}
+
+
+def differ_later(rank: int, size: int, plan: dict[str, Any], kind: str) -> str:
+    """What a rank raises in the second step, in which the last rank does something else."""
+    model = models.build("gpt2", n_layer=2)
+    model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+    model(**models.batch("gpt2", 0)).loss.backward()
+    batch, is_other = models.batch("gpt2", 1), rank == size - 1
+    if not (is_other and kind == "step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    if is_other and kind == "rows":
+        batch = {name: value[:2] for name, value in batch.items()}
+    if is_other and kind == "no labels":
+        del batch["labels"]
+    if is_other and kind == "frozen":
+        model.transformer.wpe.weight.requires_grad_(False)
+    with torch.set_grad_enabled(not (is_other and kind == "eval")), pytest.raises(PeerError) as caught:
+        model(**batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+@pytest.mark.parametrize("kind", LATER)
+def test_ranks_of_one_copy_that_go_apart_say_so(ranks: Any, axis: str, kind: str) -> None:
+    for message in ranks(2, differ_later, {axis: 2}, kind):
+        assert LATER[kind] in message

@@ -164,6 +164,32 @@ def test_a_model_of_the_users_own_trains_as_on_one_rank(ranks: Any, kind: str, s
         assert worst[0] < 1e-4, worst
 
 
+class Featured(nn.Module):
+    """Features that are drawn once and not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("drawn", torch.randn(8, 8))
+        self.register_buffer("mask", torch.rand(3) < 0.5)
+        self.blocks = nn.ModuleList(Perceptron() for _ in range(2))
+
+
+def draw_features(rank: int, size: int, plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(rank)
+    model = Featured()
+    unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    return dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_ranks_of_an_axis_have_the_buffers_of_its_first_rank(ranks: Any, axis: str) -> None:
+    styles = {"styles": (("blocks.*.up", "column"), ("blocks.*.down", "row"))} if axis == "tensor" else {}
+    torch.manual_seed(0)
+    wanted = dict(Featured().named_buffers())
+    for found in ranks(2, draw_features, {axis: 2, **styles}):
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 BY_HAND = (
     *((f"model.layers.*.self_attn.{name}_proj", "column") for name in "qkv"),
     ("model.layers.*.self_attn.o_proj", "row"),

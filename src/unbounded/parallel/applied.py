@@ -48,6 +48,7 @@ class Applied:
     )  # parameters that several stages hold
     heads: dict[nn.Module, HeadPart] = field(default_factory=dict)  # last layers whose logits stay cut
     replaced: dict[int, nn.Parameter] = field(default_factory=dict)  # what replaces a parameter, by its id
+    standing: Callable[[], str] = str  # what must be the same on ranks that compute one copy of the model
     attaches: list[Callable[[], None]] = field(default_factory=list)
     detaches: list[Callable[[], None]] = field(default_factory=list)
 
@@ -124,7 +125,9 @@ def take_parts(
         applied.attaches.append(lambda: applied.detaches.append(records.attach(model)))
     sharing = [axis for axis in (axes.tensor, axes.context) if axis.size > 1]
     if sharing and not isinstance(tensor, GivenTensors):  # torch's own layers may take parts of a batch
-        applied.attaches.append(lambda: applied.detaches.append(attach_check(model, sharing)))
+        applied.attaches.append(
+            lambda: applied.detaches.append(attach_check(model, sharing, lambda: applied.standing()))
+        )
     applied.uncounted = frozenset(uncounted)
     return applied
 
@@ -189,7 +192,7 @@ def _find_tensor(
 
 
 def _match_ranks(model: nn.Module, axis: Axis, device: torch.device) -> None:
-    """Every rank of the axis gets the first one's values and its random state."""
+    """Every rank of the axis gets the first one's values, its buffers among them, and its random state."""
     state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     cpu, cuda = axis.objects(state)[0]
     torch.set_rng_state(cpu)
@@ -200,6 +203,11 @@ def _match_ranks(model: nn.Module, axis: Axis, device: torch.device) -> None:
             value = axis.broadcast(parameter.detach().to(device).contiguous())
             with torch.no_grad():
                 parameter.data.copy_(value)
+    for buffer in model.buffers():
+        if not buffer.is_meta and buffer.numel():
+            whole = buffer.detach().to(device).contiguous()
+            axis.broadcast(whole.view(-1).view(torch.uint8), "the broadcast of buffers")
+            buffer.detach().copy_(whole)
 
 
 def _replace(optimizer: torch.optim.Optimizer | None, replaced: dict[int, nn.Parameter]) -> None:

@@ -1,7 +1,8 @@
 """Ranks that compute one copy of the model must be given the same batch. Otherwise they would train on a mixture.
 
 A sampler that divides the data by all ranks instead of by the data axis is wrong from the first batch on, so only that
-one is compared.
+one is compared by its values. The shapes of all batches are compared: collectives of different sizes would hang, or
+abort in the backend.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.ranks.axis import Axis
+from unbounded.ranks.phases import Phases
 
 
 def check_same_batch(axes: Sequence[Axis], batch: Any) -> None:
@@ -31,15 +33,37 @@ def check_same_batch(axes: Sequence[Axis], batch: Any) -> None:
         )
 
 
-def attach_check(model: nn.Module, axes: Sequence[Axis]) -> Callable[[], None]:
-    """Compares what the model's next forward is given; the returned function ends that."""
+def attach_check(model: nn.Module, axes: Sequence[Axis], standing: Callable[[], str]) -> Callable[[], None]:
+    """All ranks of the axes must call this. Compares every forward of the model; the returned function ends that.
+
+    Before each, ranks wait until all of them are about to run it, with a batch of the same shapes, and with the same
+    `standing`. The contents of batches are compared once.
+    """
+    phases = [Phases(axis) for axis in axes]
+    is_compared = False
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        handle.remove()
-        check_same_batch(axes, (args, kwargs))
+        nonlocal is_compared
+        kind = "a forward with gradients" if torch.is_grad_enabled() else "a forward without gradients"
+        detail = f"{standing()}; {_describe_shapes((args, kwargs))}"
+        for each in phases:
+            each.confirm(kind, detail)
+        if not is_compared:
+            is_compared = True
+            check_same_batch(axes, (args, kwargs))
 
-    handle = model.register_forward_pre_hook(before, with_kwargs=True)
-    return handle.remove
+    return model.register_forward_pre_hook(before, with_kwargs=True).remove
+
+
+def _describe_shapes(batch: Any) -> str:
+    """The tensors of a batch in words, without their values."""
+    leaves, _ = pytree.tree_flatten_with_path(batch)
+    tensors = [(path[-1], leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return f"a batch of {', '.join(f'{_name(key)} {tuple(leaf.shape)}' for key, leaf in tensors) or 'no tensors'}"
+
+
+def _name(key: Any) -> str:
+    return str(key.key) if isinstance(key, pytree.MappingKey) else "a tensor"
 
 
 def _mark(batch: Any) -> int:

@@ -142,10 +142,10 @@ class Phases:
                 ticket.wait()
             yield
 
-    def confirm(self, alone: str) -> None:
+    def confirm(self, alone: str, detail: str = "") -> None:
         """All ranks of the axis must call this. Returns when every rank is about to do `alone`, in whatever phase."""
         if self._is_shared:
-            self._announce(alone, "").wait()
+            self._announce(alone, detail).wait()
 
     def _announce(self, text: str, detail: str) -> Ticket:
         self._number += 1

@@ -39,7 +39,7 @@ from unbounded.weights.pretrained import install_weights
 from unbounded.zero.parameters.parameter import unmanage
 from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision
-from unbounded.zero.setup.assembly import Assembly, Fill
+from unbounded.zero.setup.assembly import Assembly, Fill, Sharded
 from unbounded.zero.setup.blueprint import plan_units
 from unbounded.zero.setup.initial import Entries, Installer, install_model
 from unbounded.zero.setup.meta import ModuleFill
@@ -96,6 +96,7 @@ def shard(
     with lifted_policies(model), compiled_blocks(model, open_plan.compile) as make_plain:
         state = Assembly(model, sites, blueprint, axes, device).build(optimizer, fill, cast_inputs)
         state.add_detach(make_plain, is_inner=True)
+        parts.standing = partial(_describe_standing, state)
         enrol(model, state, parts)
         if parts.hollow is not None:
             parts.hollow.answer = lambda *call: pipeline(model).answer(*call)
@@ -114,6 +115,12 @@ def shard(
     if blueprint.plan.stage == 3 and axes.data.size > 1:
         state.add_detach(generate_together(model))
     return model, state.optimizer  # type: ignore[return-value]
+
+
+def _describe_standing(state: Sharded) -> str:
+    """The steps that were done and what is trained, in words."""
+    num_steps = 0 if state.optimizer is None else state.optimizer.num_steps
+    return f"{num_steps} steps; {state.engine.phases.standing()}"
 
 
 def _refuse_tiles(model: nn.Module) -> None:

@@ -74,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.kind, self._given = kind_of(optimizer), optimizer
         self.loss_scale = LossScale.of_plan(plan)
         self.skipped_steps = 0
+        self.num_steps = 0  # calls in this process
         self.step_was_skipped = False
         self._scaled = False
         self._members = self._membership()
@@ -125,6 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.updates.drafts.outlook.num_backwards = self.engine.taking.take_num_backwards()
         for unit in self.engine.units:
             unit.gradient.end_step()
+        self.num_steps += 1
 
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
