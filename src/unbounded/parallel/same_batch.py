@@ -45,7 +45,7 @@ def attach_check(model: nn.Module, axes: Sequence[Axis], standing: Callable[[], 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal is_compared
         kind = "a forward with gradients" if torch.is_grad_enabled() else "a forward without gradients"
-        detail = f"{standing()}; {_describe_shapes((args, kwargs))}"
+        detail = f"{standing()}; {describe_shapes((args, kwargs))}"
         for each in phases:
             each.confirm(kind, detail)
         if not is_compared:
@@ -55,7 +55,7 @@ def attach_check(model: nn.Module, axes: Sequence[Axis], standing: Callable[[], 
     return model.register_forward_pre_hook(before, with_kwargs=True).remove
 
 
-def _describe_shapes(batch: Any) -> str:
+def describe_shapes(batch: Any) -> str:
     """The tensors of a batch in words, without their values."""
     leaves, _ = pytree.tree_flatten_with_path(batch)
     tensors = [(path[-1], leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -13,6 +13,7 @@ import unbounded
 from tests import process
 from tests.parallel import models
 from tests.parallel.comparing import optimizer_of, without_dropout
+from unbounded.errors import StateError
 from unbounded.parallel.pipeline import runner
 from unbounded.parallel.pipeline.batches import cut_batch
 from unbounded.parallel.pipeline.runner import Pipeline
@@ -212,20 +213,32 @@ def test_without_gradients_the_model_itself_may_be_called(ranks: Any) -> None:
         assert "a block was called that another pipeline stage has" in part
 
 
-def give_other_shapes(rank: int, size: int) -> tuple[str, float, float]:
-    """The refusal of a later batch that is longer on one rank, and the losses of a batch before and after it."""
+def go_apart(rank: int, size: int) -> tuple[list[str], float, float]:
+    """The refusals of later batches, and the losses of a batch before and after them."""
     model = without_dropout(models.build("gpt2", n_layer=2))
-    model, _ = unbounded.shard(model, optimizer_of(model), {"pipeline": 2, "microbatches": 2})
+    model, optimizer = unbounded.shard(model, optimizer_of(model), {"pipeline": 2, "microbatches": 2})
     pipeline = unbounded.pipeline(model)
-    before = float(pipeline(**models.batch("gpt2", 0)))
-    with pytest.raises(unbounded.errors.StateError) as caught:
-        pipeline(**models.batch("gpt2", 1, length=8 + 2 * rank))
-    return str(caught.value), before, float(pipeline(**models.batch("gpt2", 0)))
+    with torch.no_grad():
+        before = float(pipeline(**models.batch("gpt2", 0)))
+    refusals = []
+    for kind in ("length", "gradients"):
+        with torch.set_grad_enabled(kind == "length" or rank == 0), pytest.raises(StateError) as caught:
+            pipeline(**models.batch("gpt2", 1, length=8 + 2 * rank * (kind == "length")))
+        refusals.append(str(caught.value))
+    with torch.no_grad():
+        after = float(pipeline(**models.batch("gpt2", 0)))
+    if rank == 0:
+        optimizer.step()
+    with pytest.raises(StateError) as caught:
+        pipeline(**models.batch("gpt2", 1))
+    return [*refusals, str(caught.value)], before, after
 
 
-def test_ranks_with_batches_of_different_shapes_raise_and_can_go_on(ranks: Any) -> None:
-    for message, before, after in ranks(2, give_other_shapes):
-        assert "ranks 0 and 1 of the pipeline axis were given different batches" in message
+def test_ranks_that_run_different_batches_raise_and_can_go_on(ranks: Any) -> None:
+    for (length, gradients, steps), before, after in ranks(2, go_apart):
+        assert "rank 1: 2 micro-batches, each a batch of input_ids (2, 10), labels (2, 10)" in length
+        assert "without gradients, after 0 steps" in gradients
+        assert "after 1 steps; rank 1:" in steps
         assert before == after
 
 

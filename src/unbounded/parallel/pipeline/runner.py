@@ -30,7 +30,7 @@ from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.pipeline.schedules import Action, PassKind, check_schedule, make_schedule
 from unbounded.parallel.pipeline.split_backward import Deferring, WeightWork
 from unbounded.parallel.pipeline.stage_exchange import StageExchange, Template, TensorSpec, take_apart
-from unbounded.parallel.same_batch import check_same_batch
+from unbounded.parallel.same_batch import check_same_batch, describe_shapes
 from unbounded.ranks.axis import Axis
 
 Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
@@ -38,6 +38,8 @@ Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
 
 class PipelineOptimizer(Protocol):
     """The optimizer as a pipeline needs it."""
+
+    num_steps: int
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
 
@@ -199,18 +201,23 @@ class Pipeline:
     # -- payloads ------------------------------------------------------------------------------------------------------
 
     def _compare(self, micro: Micro, count: int) -> tuple[int, ...]:
-        """All ranks must call this. Raises on all of them if their batches differ in shape.
+        """All ranks must call this. Raises on all of them if their batches differ in shape, or their numbers of steps.
 
         Returns which parameters the ranks train, as a mark for each: what is sent back between stages depends on that.
         """
         trained = zlib.crc32(bytes(parameter.requires_grad for parameter in self.model.parameters()))
-        told = self._talk.objects((batches.signature(micro), count, trained), "the comparison of batches")
-        for rank, (shapes, number, _) in zip(self.axis.members(), told, strict=True):
-            if (shapes, number) != told[0][:2]:
+        given = f"{count} micro-batches, each {describe_shapes((micro.args, micro.kwargs))}"
+        kind = "" if torch.is_grad_enabled() else ", without gradients"
+        num_steps = 0 if self.trainer is None else self.trainer.num_steps
+        text = f"{given}{kind}, after {num_steps} steps"
+        told = self._talk.objects((text, batches.signature(micro), trained), "the comparison of batches")
+        first, *others = zip(self.axis.members(), told, strict=True)
+        for rank, said in others:
+            if said[:2] != first[1][:2]:
                 raise StateError(
-                    f"ranks {self.axis.members()[0]} and {rank} of the pipeline axis were given different batches: "
-                    f"{told[0][1]} micro-batches of {told[0][0]}, and {number} of {shapes}. They compute one copy of "
-                    "the model: divide the data by optimizer.engine.axes.data alone."
+                    f"ranks of the pipeline axis run different batches: rank {first[0]}: {first[1][0]}; rank {rank}: "
+                    f"{said[0]}. Give them the same batch, divided by optimizer.engine.axes.data alone, and make the "
+                    "same calls on every rank."
                 )
         return tuple(mark for _, _, mark in told)
 
