@@ -102,7 +102,7 @@ def _quietly() -> Iterator[None]:
 
 
 @dataclass
-class _Seen:
+class _SeenBlock:
     """Bytes of one module in one forward."""
 
     kept: int = 0
@@ -111,7 +111,7 @@ class _Seen:
     num_kernels: int = 0
 
 
-def _cost(short: _Seen, long: _Seen, lengths: tuple[int, int]) -> Cost:
+def _cost(short: _SeenBlock, long: _SeenBlock, lengths: tuple[int, int]) -> Cost:
     kept, attention_kept = _by_length(short.kept, long.kept, lengths)
     moved, attention_moved = _by_length(short.moved, long.moved, lengths)
     return Cost(
@@ -131,10 +131,10 @@ def _by_length(short: int, long: int, lengths: tuple[int, int]) -> tuple[float, 
     return max(0.0, long / second - paired * second), paired
 
 
-def _forward(model: nn.Module, length: int) -> dict[str, _Seen]:
+def _forward(model: nn.Module, length: int) -> dict[str, _SeenBlock]:
     """What the modules saw that the engine would gather, by name, but for those that did not run."""
-    seen: dict[str, _Seen] = {}
-    inside = [_Seen()]  # the innermost last
+    seen: dict[str, _SeenBlock] = {}
+    inside = [_SeenBlock()]  # the innermost last
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     alive: list[torch.Tensor] = []  # so that no storage is taken for another one
 
@@ -147,7 +147,7 @@ def _forward(model: nn.Module, length: int) -> dict[str, _Seen]:
         return tensor
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        inside.append(seen.setdefault(name, _Seen()))
+        inside.append(seen.setdefault(name, _SeenBlock()))
         inside[-1].input = next((one.nbytes for one in _tensors((args, kwargs))), 0)
 
     def leave(*_: Any) -> None:
@@ -176,7 +176,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 class _Moves(TorchDispatchMode):
     """Counts operations, and what those read and write that are no products."""
 
-    def __init__(self, inside: list[_Seen]) -> None:
+    def __init__(self, inside: list[_SeenBlock]) -> None:
         super().__init__()
         self._inside = inside
 
@@ -204,11 +204,11 @@ class _FusedAttention(TorchFunctionMode):
         if func is nn.functional.scaled_dot_product_attention:
             query, key, value = (*args, *kwargs.values())[:3]
             if query.shape[1] == key.shape[1] or kwargs.get("enable_gqa"):  # other kernels have none for this
-                return _Attention.apply(query, key, value)
+                return _UnscoredAttention.apply(query, key, value)
         return func(*args, **kwargs)
 
 
-class _Attention(torch.autograd.Function):
+class _UnscoredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(query)[..., : value.shape[-1]]  # with the strides of the query
