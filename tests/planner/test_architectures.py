@@ -193,15 +193,25 @@ RUNNABLE = {
 }
 
 
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "half frozen"])
-@pytest.mark.parametrize("kind", RUNNABLE)
-def test_blocks_keep_what_autograd_saves_in_them(kind: str, is_frozen: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, how) for kind in RUNNABLE for how in ("trained", "half frozen")),
+        *((kind, "with adapters") for kind in ("llama", "gpt2", "gemma2", "gpt_neox")),
+    ],
+)
+def test_blocks_keep_what_autograd_saves_in_them(kind: str, how: str) -> None:
     """Whatever the family: also scores of attention in plain products, and states of scans."""
     described = {**RUNNABLE[kind], **NO_DROPOUT, "max_position_embeddings": 64}
     built = build_model({"model_type": kind, **described}, kind, torch.float32)
     model = type(built)(built.config).train()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not is_frozen or not any(part in name for part in ("mlp", "fc", "norm")))
+        parameter.requires_grad_(how != "half frozen" or not any(part in name for part in ("mlp", "fc", "norm")))
+    if how == "with adapters":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0), adapter_name="first")
+        model.add_adapter("second", peft.LoraConfig(r=2, target_modules="all-linear"))
+        assert dry_run.seen_costs(model, {})
     parts = [part for part in footprint_of_module(model, None, Plan(), 64).parts if part.is_block]
     saved = [saved_in(model, {part.module_name for part in parts}, batch(kind, length)) for length in (32, 64)]
     for length, real in zip((32, 64), saved, strict=True):
@@ -244,9 +254,9 @@ def test_a_dry_run_leaves_random_numbers_and_the_model_alone() -> None:
 
 def test_a_model_that_its_config_does_not_describe_is_counted_from_its_layers() -> None:
     model = build_model({"model_type": "falcon", **CONFIGS["falcon"][1]}, "falcon", torch.float32)
-    assert dry_run.seen_costs(model, torch.float32)
+    assert dry_run.seen_costs(model, {})
     model.transformer.h[0].more = torch.nn.Linear(64, 64)
-    assert dry_run.seen_costs(model, torch.float32) == {}
+    assert dry_run.seen_costs(model, {}) == {}
     parts = footprint_of_module(model, None, Plan(), 32).parts
     assert all(part.cost.kept > 0 for part in parts if part.is_block)
 

@@ -13,7 +13,7 @@ import copy
 import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -35,16 +35,19 @@ SEEN = ("moved", "attention_moved", "kept", "attention_kept", "input", "num_kern
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"})
 
 
-def seen_costs(model: nn.Module, dtype: torch.dtype) -> dict[str, Cost]:
-    """By module, what a token keeps and moves in it, if the model trains in `dtype`; empty if it cannot run so, or does
-    not come from `transformers` as its config says."""
-    kind, config = type(model), getattr(model, "config", None)
-    if not kind.__module__.startswith("transformers.") or getattr(model, "main_input_name", None) != "input_ids":
+def seen_costs(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Cost]:
+    """By module, what a token keeps and moves in it, with parameters of these dtypes; empty if the model cannot run so,
+    or is not one of `transformers`, with or without adapters of `peft`, as its config says."""
+    whole: Any = model
+    base = whole.get_base_model() if type(model).__module__.startswith("peft.") else whole
+    if not type(base).__module__.startswith("transformers.") or base.main_input_name != "input_ids":
         return {}
-    trained = tuple((name, parameter.requires_grad) for name, parameter in model.named_parameters())
+    adapters = dict(whole.peft_config) if base is not whole else {}
+    parameters = tuple((name, one.requires_grad, dtypes.get(name, one.dtype)) for name, one in model.named_parameters())
     try:
-        text = json.dumps(config.to_dict(), sort_keys=True, default=str)  # type: ignore[union-attr]
-        return _run(_Model(kind, text, trained, dtype, config))
+        described = [config.to_dict() for config in (base.config, *adapters.values())]
+        text = json.dumps(described, sort_keys=True, default=str)
+        return _run(_Model(type(base), text, parameters, base.config, adapters))
     except Exception:  # a model's code may need values, and then fails in any way
         return {}
 
@@ -54,10 +57,10 @@ class _Model:
     """What decides what a model does in a forward."""
 
     kind: Any
-    text: str  # of its config
-    trained: tuple[tuple[str, bool], ...]  # its parameters, and whether they get gradients
-    dtype: torch.dtype
+    text: str  # of its configs
+    parameters: tuple[tuple[str, bool, torch.dtype], ...]  # their names, and whether they get gradients
     config: Any = field(compare=False)
+    adapters: dict[str, Any] = field(compare=False)  # configs of `peft` by name
 
     def build(self) -> nn.Module:
         config = copy.deepcopy(self.config)
@@ -65,12 +68,22 @@ class _Model:
         if str(config._attn_implementation).startswith(("flash", "flex", "kernels")):
             config._attn_implementation = "sdpa"  # fused as well
         with torch.device("meta"):
-            model: nn.Module = self.kind(config).to(self.dtype).train()
-        for (name, parameter), (expected, is_trained) in zip(model.named_parameters(), self.trained, strict=True):
+            model: Any = self.kind(config)
+            for index, (name, adapter) in enumerate(copy.deepcopy(self.adapters).items()):
+                if index == 0:
+                    import peft
+
+                    model = peft.get_peft_model(model, adapter, adapter_name=name)
+                else:
+                    model.add_adapter(name, adapter)
+        for (name, parameter), (expected, is_trained, dtype) in zip(
+            model.named_parameters(), self.parameters, strict=True
+        ):
             if name != expected:
                 raise ValueError(f"the model has {expected}, which its config does not describe")
+            parameter.data = parameter.data.to(dtype)
             parameter.requires_grad_(is_trained)
-        return model
+        return model.train()  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=8)

@@ -172,7 +172,8 @@ def footprint_of_module(
         raise PlanError(f"the {type(model).__name__} has no parameters, so there is nothing to plan.")
     shape, towers = _known_shape(model), find_towers(model)
     has_head = any(not isinstance(s.module, nn.Embedding) and _is_leaf(s.module) for s in sites if s.name)
-    seen = seen_costs(model, specs[-1].dtype) if kernels is EAGER else {}
+    dtypes = {slot.name: spec.dtype for spec in specs for slot in spec.layout.slots}
+    seen = seen_costs(model, dtypes) if kernels is EAGER else {}
     reading = _Reading(seen, shape, kernels, active_experts(text_config(model)), has_head, towers, sequence)
     parts, charged = [], set()
     for spec in specs:
