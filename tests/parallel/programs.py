@@ -516,7 +516,8 @@ class Run:
             unbounded.save(f"{self.folder}/saved", self.model, self.optimizer, scheduler=extra)
             self.saved = True
         else:
-            self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), extra))
+            states = self.model.state_dict(), self.optimizer.state_dict(), extra
+            self.saved = *copy.deepcopy(states), torch.get_rng_state()
 
     def load(self, number: int, step: Spec) -> None:
         if self.saved is None:
@@ -524,7 +525,8 @@ class Run:
         if self.is_ours:
             extra = unbounded.load(f"{self.folder}/saved", self.model, self.optimizer)["scheduler"]
         else:
-            weights, states, extra = copy.deepcopy(self.saved)
+            weights, states, extra, random_state = copy.deepcopy(self.saved)
+            torch.set_rng_state(random_state)
             self.model.load_state_dict(weights)
             self.optimizer.load_state_dict(states)
         if self.scheduler is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import unbounded
 from tests.parallel import models
@@ -248,3 +250,21 @@ def differ_later(rank: int, size: int, plan: dict[str, Any], kind: str) -> str:
 def test_ranks_of_one_copy_that_go_apart_say_so(ranks: Any, axis: str, kind: str) -> None:
     for message in ranks(2, differ_later, {axis: 2}, kind):
         assert LATER[kind] in message
+
+
+def copy_model(rank: int, size: int, plans: list[dict[str, Any]]) -> list[str]:
+    refusals = []
+    for plan in plans:
+        model = models.build("gpt2", n_layer=2)
+        model, _ = unbounded.shard(model, optimizer_of(model), plan)
+        for make in (copy.deepcopy, AveragedModel):
+            with pytest.raises(unbounded.errors.StateError) as caught:
+                make(model)
+            refusals.append(str(caught.value))
+    return refusals
+
+
+def test_a_model_over_axes_is_not_copied(ranks: Any) -> None:
+    for refusals in ranks(2, copy_model, [{"tensor": 2}, {"context": 2}, {"pipeline": 2}]):
+        assert len(refusals) == 6
+        assert all("so it cannot be copied" in refusal for refusal in refusals)

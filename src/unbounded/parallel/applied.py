@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbounded.errors import PlanError
+from unbounded.errors import PlanError, StateError
 from unbounded.optim.formats import DTYPES
 from unbounded.parallel.context import ContextParallel
 from unbounded.parallel.pipeline.hollow import HollowModel
@@ -119,6 +119,7 @@ def take_parts(
                 applied.detaches.append(attach_loading(module, places))
         applied.detaches.append(tensor.detach)
     if axes.data.size < axes.world.size:
+        applied.attaches.append(lambda: applied.detaches.append(_refuse_copies(model)))
         records = RecordCheck(model, plan, axes)
         if applied.hollow is not None:
             applied.hollow.check = records.check
@@ -208,6 +209,19 @@ def _match_ranks(model: nn.Module, axis: Axis, device: torch.device) -> None:
             whole = buffer.detach().to(device).contiguous()
             axis.broadcast(whole.view(-1).view(torch.uint8), "the broadcast of buffers")
             buffer.detach().copy_(whole)
+
+
+def _refuse_copies(model: nn.Module) -> Callable[[], None]:
+    """Makes `copy.deepcopy` of the model raise: the copy would run blocks of the original. Returns how to undo it."""
+
+    def refuse(_: Any) -> Any:
+        raise StateError(
+            "this model is cut over a tensor, context or pipeline axis, so it cannot be copied. Build a second model "
+            "and load model.state_dict() into it. For an average of weights, average state dicts."
+        )
+
+    model.__dict__["__deepcopy__"] = refuse
+    return lambda: model.__dict__.pop("__deepcopy__", None)
 
 
 def _replace(optimizer: torch.optim.Optimizer | None, replaced: dict[int, nn.Parameter]) -> None:

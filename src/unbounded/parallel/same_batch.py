@@ -39,17 +39,17 @@ def attach_check(model: nn.Module, axes: Sequence[Axis], standing: Callable[[], 
     Before each, ranks wait until all of them are about to run it, with a batch of the same shapes, and with the same
     `standing`. The contents of batches are compared once.
     """
-    phases = [Phases(axis) for axis in axes]
-    is_compared = False
+    phases: list[Phases] = []  # with lanes of their own, made when the model first runs
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal is_compared
+        is_first = not phases
+        if is_first:
+            phases.extend(Phases(axis) for axis in axes)
         kind = "a forward with gradients" if torch.is_grad_enabled() else "a forward without gradients"
         detail = f"{standing()}; {describe_shapes((args, kwargs))}"
         for each in phases:
             each.confirm(kind, detail)
-        if not is_compared:
-            is_compared = True
+        if is_first:
             check_same_batch(axes, (args, kwargs))
 
     return model.register_forward_pre_hook(before, with_kwargs=True).remove
