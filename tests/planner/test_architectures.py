@@ -259,6 +259,10 @@ def test_a_model_that_its_config_does_not_describe_is_counted_from_its_layers() 
     assert dry_run.seen_costs(model, {}) == {}
     parts = footprint_of_module(model, None, Plan(), 32).parts
     assert all(part.cost.kept > 0 for part in parts if part.is_block)
+    part = model.transformer.h[1]  # no model, though it comes from `transformers`
+    assert footprint_of_module(part, None, Plan(), 32).numel == sum(
+        parameter.numel() for parameter in part.parameters()
+    )
 
 
 @pytest.mark.parametrize(

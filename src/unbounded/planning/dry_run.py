@@ -39,10 +39,12 @@ def seen_costs(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str,
     """By module, what a token keeps and moves in it, with parameters of these dtypes; empty if the model cannot run so,
     or is not one of `transformers`, with or without adapters of `peft`, as its config says."""
     whole: Any = model
-    base = whole.get_base_model() if type(model).__module__.startswith("peft.") else whole
-    if not type(base).__module__.startswith("transformers.") or base.main_input_name != "input_ids":
+    is_adapted = type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model")
+    base = whole.get_base_model() if is_adapted else whole
+    reads_text = getattr(base, "main_input_name", None) == "input_ids"  # parts of models say nothing
+    if not type(base).__module__.startswith("transformers.") or not reads_text:
         return {}
-    adapters = dict(whole.peft_config) if base is not whole else {}
+    adapters = dict(whole.peft_config) if is_adapted else {}
     parameters = tuple((name, one.requires_grad, dtypes.get(name, one.dtype)) for name, one in model.named_parameters())
     try:
         described = [config.to_dict() for config in (base.config, *adapters.values())]
