@@ -142,7 +142,7 @@ def prepare(model: Any, options: argparse.Namespace) -> None:
     model.train()
     if options.activations == "recompute":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if options.compile:
+    if options.compile and options.engine != "unbounded":  # whose plan says so
         for block in blocks_of(model):
             block.compile()
 
@@ -200,6 +200,8 @@ class Unbounded:
         plan |= {key: value == "true" for key, value in plan.items() if value in ("true", "false")}
         if options.activations == "keep":
             plan["activations"] = "keep"
+        if options.compile:
+            plan["compile"] = True
         self.model, self.optimizer = unbounded.shard(model, optimizer, plan or "auto")
 
     def step(self, batches: list[Batch]) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from unbounded.planner.step.logits import TILE_BYTES
 from unbounded.train.gpt import GPT, GPTShape
-from unbounded.train.step import objective
 from unbounded.train.step.learning_rate import lr_factor
 from unbounded.train.step.objective import MicroBatch, summed_loss
 from unbounded.train.step.optimizer_choice import weight_decay_groups
@@ -38,8 +38,8 @@ def test_the_loss_in_tiles_has_the_value_and_gradient_of_the_whole(monkeypatch: 
     inputs, targets = torch.randint(11, (3, 8)), torch.randint(11, (3, 8))
     targets[1, 2:] = -100
     results = []
-    for tile in (1 << 24, 11 * 5):  # five rows at once: does not divide the 24
-        monkeypatch.setattr(objective, "_TILE_LOGITS", tile)
+    for rows in (24, 5):  # five do not divide the 24
+        monkeypatch.setitem(TILE_BYTES, "cpu", rows * 11 * 4)
         loss = summed_loss(model, MicroBatch(inputs, targets))
         results.append((loss.detach(), torch.autograd.grad(loss, list(model.parameters()))))
     torch.testing.assert_close(results[0], results[1])

@@ -7,6 +7,9 @@ So it makes no difference to a training where states are, or when they move.
 Imported only if a CUDA tensor is updated. One launch covers one stretch of flat buffers: states are decoded
 to fp32 in registers, stepped, and encoded again, so every array crosses the memory bus once each way. The
 gradient scale is read from device memory, so clipping never makes the host wait for the norm.
+
+Kernels are made for numbers of elements that 16 divides, and again for others: with the first, whole vectors are read
+and written. Without that an update reaches 85 % of the memory's speed.
 """
 
 from __future__ import annotations
@@ -194,7 +197,7 @@ def _coupled(decay, w, g):  # type: ignore[no-untyped-def]
     return tl.where(decay != 0, tl.fma(decay, w, g), g)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit
 def _sum_squares(part_ptr, sums_ptr, numel, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
     value = tl.load(part_ptr + at, at < numel, 0.0).to(tl.float64)
@@ -209,7 +212,7 @@ def _lerp(start, end, part, FROM_START: tl.constexpr):  # type: ignore[no-untype
         return tl.fma(start - end, part, end)
 
 
-@triton.jit(do_not_specialize=["numel", "toward", "back"])
+@triton.jit(do_not_specialize=["toward", "back"])
 def _muon_direction(  # type: ignore[no-untyped-def]
     grad_ptr, buffer_ptr, direction_ptr, scale_ptr, numel, toward, back,
     TOWARD_FROM_START: tl.constexpr, BACK_FROM_START: tl.constexpr,
@@ -229,7 +232,7 @@ def _muon_direction(  # type: ignore[no-untyped-def]
     tl.store(direction_ptr + at, m.to(tl.bfloat16), live)
 
 
-@triton.jit(do_not_specialize=["numel", "keep", "alpha"])
+@triton.jit(do_not_specialize=["keep", "alpha"])
 def _decay_and_add(  # type: ignore[no-untyped-def]
     weight_ptr, remainder_ptr, direction_ptr, numel, keep, alpha, PLAIN: tl.constexpr
 ):  # fmt: skip
@@ -259,7 +262,7 @@ def _encode_exact(weight_ptr, remainder_ptr, at, live, w):  # type: ignore[no-un
     tl.store(remainder_ptr + at, bits.to(tl.int16), live)
 
 
-@triton.jit(do_not_specialize=["numel", "step"])
+@triton.jit(do_not_specialize=["step"])
 def _update(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, remainder_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, out_ptr, scale_ptr,
     numel, sign, lr, keep, decay, beta1, beta2, rest1, rest2, step_size, eps, momentum, undamped, step,

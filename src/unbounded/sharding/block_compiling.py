@@ -19,6 +19,7 @@ from torch import nn
 from unbounded.errors import PlanError
 from unbounded.planner.spelling import find_closest
 from unbounded.sharding.block_policies import find_blocks
+from unbounded.sharding.faster_graphs import inductor
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def _compile(model: nn.Module, how: bool | str) -> Callable[[], None]:
             stacklevel=5,
         )
     for block in blocks:
-        block.compile(backend=backend)
+        block.compile(backend=inductor if backend == "inductor" else backend)
     return partial(_make_plain, [weakref.ref(block) for block in blocks])
 
 

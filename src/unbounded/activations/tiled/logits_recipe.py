@@ -119,7 +119,7 @@ class RecipeProjection:
         values = [value for layer in weights for value in layer] + list(_tensors_of(recipe))
         self._has_bias = [len(layer) == 2 for layer in weights]
         self._num_inputs, self.num_rows = len(inputs), inputs[0].shape[0]
-        # The loss takes the number of classes from the second tensor, so a weight goes there.
+        self.num_classes = weights[0][0].shape[0]
         self.tensors = [inputs[0], *values, *inputs[1:]]
 
     def begin(self, wanted: Sequence[bool], num_tiles: int) -> None:

@@ -29,10 +29,14 @@ CLASSES_AT_ONCE = 8192
 
 
 class Projection(Protocol):
-    """Makes logits of rows, and carries their gradient back. `tensors` are what it reads."""
+    """Makes logits of rows, and carries their gradient back. `tensors` are what it reads.
+
+    The gradient is written over the logits that `forward` gives.
+    """
 
     tensors: list[torch.Tensor]
     num_rows: int
+    num_classes: int
 
     def begin(self, wanted: Sequence[bool], num_tiles: int) -> None: ...
 
@@ -91,6 +95,18 @@ def tiled_cross_entropy(
     return total if reduction == "sum" else total / (labels != ignore_index).sum().to(total.device)
 
 
+def entropy_of_logits(
+    logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = -100, vocabulary: Vocabulary | None = None
+) -> torch.Tensor:
+    """The summed cross-entropy of logits that exist, (rows, classes), computed in fp32 without a copy of them in fp32.
+
+    If each rank has the logits of a part of the vocabulary, `vocabulary` joins them.
+    """
+    num_classes = logits.shape[1] if vocabulary is None else -(-vocabulary.size // vocabulary.num_parts)
+    tile_rows = choose_tile_rows(num_classes * logits.dtype.itemsize, None, logits.device)
+    return sum_of_losses(_Given(logits), labels, Entropy(ignore_index, vocabulary=vocabulary), tile_rows)
+
+
 def values_of(*parameters: torch.Tensor | None) -> list[torch.Tensor]:
     """The given tensors as ordinary tensors. A view goes through a parameter's own functions, so a sharded one gives
     its value.
@@ -117,7 +133,7 @@ def _round(rows: int) -> int:
 
 def sum_of_losses(projection: Projection, labels: torch.Tensor, entropy: Entropy, tile_rows: int) -> torch.Tensor:
     """The summed loss of all rows of a projection."""
-    check = _start_label_check(labels, entropy, projection.tensors[1].shape[0])
+    check = _start_label_check(labels, entropy, projection.num_classes)
     labels = labels.to(projection.tensors[0].device)
     total: torch.Tensor = _TiledLoss.apply(
         projection, labels, entropy, tile_rows, torch.is_grad_enabled(), *projection.tensors
@@ -210,7 +226,7 @@ class LinearProjection:
                 "Give a weight of (classes, width)."
             )
         self.tensors = [rows, weight] + ([bias] if bias is not None else [])
-        self.num_rows = rows.shape[0]
+        self.num_rows, self.num_classes = rows.shape[0], weight.shape[0]
 
     def begin(self, wanted: Sequence[bool], num_tiles: int) -> None:
         self._rows, self._weight, *rest = (tensor.detach() for tensor in self.tensors)
@@ -256,3 +272,25 @@ class LinearProjection:
             gradient.to(tensor.dtype) if gradient is not None and tensor.dtype != torch.float16 else gradient
             for gradient, tensor in zip(found, self.tensors, strict=True)
         ]
+
+
+class _Given:
+    """Logits that exist. Each tile is copied to where its gradient goes, because others may read them again."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.tensors = [logits]
+        self.num_rows, self.num_classes = logits.shape
+
+    def begin(self, wanted: Sequence[bool], num_tiles: int) -> None:
+        self._logits = self.tensors[0].detach()
+        self._grad = torch.empty_like(self._logits, memory_format=torch.contiguous_format) if wanted[0] else None
+
+    def forward(self, start: int, stop: int) -> torch.Tensor:
+        tile = self._logits[start:stop]
+        return tile.contiguous() if self._grad is None else self._grad[start:stop].copy_(tile)
+
+    def backward(self, start: int, stop: int, gradient: torch.Tensor) -> None:
+        """It is there already."""
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [self._grad]

@@ -11,16 +11,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from unbounded.activations.tiled.loss import entropy_of_logits
 from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.sharding.running import cut_head
 from unbounded.train.data.tokenizer import IGNORED
-
-_TILE_LOGITS = 1 << 24  # logits turned to fp32 at once: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -71,19 +67,9 @@ def logits_as_cut(model: nn.Module) -> Iterator[HeadPart | None]:
 
 
 def sum_losses(output: Any, targets: Tensor, head: HeadPart | None = None) -> Tensor:
-    """The summed loss of what a model returned: all logits, or those of `head`.
-
-    Logits are turned to fp32 a tile of rows at a time, and again in the backward pass: the fp32 copy of all of them
-    would be the largest tensor of a step.
-    """
+    """The summed loss of what a model returned: all logits, or those of `head`."""
     logits = (output if isinstance(output, Tensor) else output.logits).flatten(0, 1)
-    wanted = targets.flatten()
-    width = logits.shape[-1] if head is None else -(-head.size // head.num_parts)  # the same on all ranks
-    rows = max(_TILE_LOGITS // width, 1)
-    if len(logits) <= rows:
-        return _tile_loss(logits, wanted, head)
-    tiles = zip(logits.split(rows), wanted.split(rows), strict=True)
-    return torch.stack([checkpoint(_tile_loss, *tile, head, use_reentrant=False) for tile in tiles]).sum()
+    return entropy_of_logits(logits, targets.flatten(), ignore_index=IGNORED, vocabulary=head)
 
 
 @contextmanager
@@ -100,9 +86,3 @@ def _head_at(model: Any, places: Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _tile_loss(logits: Tensor, targets: Tensor, head: HeadPart | None) -> Tensor:
-    if head is not None:
-        return head.cross_entropy(logits.float(), targets, IGNORED)
-    return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")

@@ -94,11 +94,6 @@ class HeadPart:
         finally:
             self.is_asked = False
 
-    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """All ranks of the axis must call this. The summed loss of this rank's part of the logits."""
-        found = {"start": self.start, "ignore_index": ignore_index}
-        return cross_entropy(logits, labels, self.site, **found, reduction="sum")
-
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, the same on all ranks, for a product with the part: its gradients are summed."""
         entered = self.scene.enter(x, self.site)
