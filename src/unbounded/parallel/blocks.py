@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from unbounded.errors import StateError
+from unbounded.ranks.axis import Axis
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -68,6 +69,36 @@ def asked_loss(base: nn.Module) -> str:
     if code is None or "loss_function" not in code.co_names:
         return ""
     return str(getattr(getattr(base, "loss_function", None), "__name__", ""))
+
+
+def take_tokens(whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's part of the tokens, which are in the second dim."""
+    count = whole.shape[1] // axis.size
+    return whole.narrow(1, axis.rank * count, count)
+
+
+def cut_arguments(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], part: torch.Tensor, axis: Axis
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block with a part of the hidden states, and with it of positions and their tables."""
+    length = part.shape[1] * axis.size
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if isinstance(value, torch.Tensor) and value.dim() in (2, 3) and value.shape[1] == length:
+            return take_tokens(value, axis)
+        return value
+
+    args, kwargs = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
+    return replace_hidden(block, args, kwargs, part)
+
+
+def replace_hidden(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block with other hidden states."""
+    return change_hidden(module, args, kwargs, lambda _: hidden)
 
 
 def change_hidden(

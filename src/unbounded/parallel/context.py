@@ -21,8 +21,9 @@ from torch import nn
 
 from unbounded.errors import PlanError, StateError
 from unbounded.parallel.attachments import Detach, replace_forward, together
-from unbounded.parallel.blocks import change_hidden, find_stacks, unwrap
+from unbounded.parallel.blocks import change_hidden, cut_arguments, find_stacks, unwrap
 from unbounded.parallel.collectives import LayerSite, exchange_parts
+from unbounded.parallel.context_trial import BlockTrial
 from unbounded.parallel.partial_gradients import Partial, attach_sum
 from unbounded.parallel.tensor.attention import head_width
 from unbounded.parallel.tensor.dropout import SlicedDropout
@@ -159,9 +160,11 @@ class ContextParallel:
                 site = self.scene.at(names[block])
                 partials = [Partial(module, name, None) for module in block.modules() for name in module._parameters]
                 self._detaches.append(attach_sum(block, partials, site))
+                trial = BlockTrial(names[block], block, self.axis)
                 self._detaches.append(replace_forward(block, self._make_attending(block, site)))
+                trial.cut = block.forward
                 is_first, is_last = block is stack[0], block is stack[-1]
-                self._detaches.append(self._attach_block(block, site, is_first=is_first, is_last=is_last))
+                self._detaches.append(self._attach_block(block, site, trial, is_first=is_first, is_last=is_last))
 
     def detach(self) -> None:
         together(*self._detaches)()
@@ -186,17 +189,10 @@ class ContextParallel:
 
         return make
 
-    def _attach_block(self, block: nn.Module, site: LayerSite, *, is_first: bool, is_last: bool) -> Detach:
+    def _attach_block(
+        self, block: nn.Module, site: LayerSite, trial: BlockTrial, *, is_first: bool, is_last: bool
+    ) -> Detach:
         scene, axis = self.scene, self.axis
-
-        def cut(value: Any, length: int) -> Any:
-            """Cuts positions and their tables, which go with the tokens."""
-            if isinstance(value, tuple):
-                return tuple(cut(item, length) for item in value)
-            if isinstance(value, torch.Tensor) and value.dim() in (2, 3) and value.shape[1] == length:
-                part = length // axis.size
-                return value.narrow(1, axis.rank * part, part)
-            return value
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             parts: list[torch.Tensor] = []
@@ -208,14 +204,12 @@ class ContextParallel:
             args, kwargs = change_hidden(block, args, kwargs, begin)
             if not scene.is_cut:
                 return args, kwargs
-            length = parts[0].shape[1] * axis.size
-
-            def cut_other(value: Any) -> Any:
+            for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor) and value.requires_grad and value is not parts[0]:
                     raise StateError(f"{type(block).__name__} is given hidden states twice: it {_CROSS}")
-                return value if value is parts[0] else cut(value, length)
-
-            return tuple(map(cut_other, args)), {name: cut_other(value) for name, value in kwargs.items()}
+            if not trial.is_done:
+                trial.run(parts[0], args, kwargs)
+            return cut_arguments(block, args, kwargs, parts[0], axis)
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             return scene.end_block(output, site, is_last=is_last)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import unbounded
 from tests.parallel import models
@@ -78,6 +79,95 @@ def refusals(rank: int, size: int, kind: str) -> str:
 def test_attention_that_cannot_be_cut_is_refused(ranks: Any, kind: str, wanted: str) -> None:
     for message in ranks(2, refusals, kind):
         assert wanted in message
+
+
+class Mixer(nn.Module):
+    """A block that looks at other tokens beside its attention, in one of several ways, and a model of two of them."""
+
+    def __init__(self, way: str, width: int = 16) -> None:
+        super().__init__()
+        self.way, self.qkv, self.out = way, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.share, self.matrix = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width, width))
+        self.table = nn.Parameter(torch.randn(256, width))
+        self.register_buffer("num_runs", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        self.num_runs.add_(1)
+        before, y = F.pad(x, (0, 0, 1, -1)), x
+        if self.way == "shift":
+            y = x + self.share * before
+        elif self.way == "zeros":
+            y = x + before @ self.matrix
+        elif self.way == "mean":
+            y = x - x.mean(1, keepdim=True)
+        elif self.way == "positions":
+            y = x + self.table[: x.shape[1]]
+        elif self.way == "rows of a table":
+            y = x + table[: x.shape[1]]  # type: ignore[index]
+        elif self.way == "the largest":
+            size = x.norm(dim=-1)
+            y = x * (size >= size.quantile(0.5, 1, keepdim=True))[..., None]
+        elif self.way == "chunks":
+            y = x + x.unflatten(1, (-1, 128)).mean(2).repeat_interleave(128, 1)
+        elif self.way == "a table of tokens":
+            y = x + table
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(y).chunk(3, -1))
+        if self.way == "heads as rows":
+            q, k, v = (part.flatten(0, 1) for part in (q, k, v))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).unflatten(0, (x.shape[0], -1)).squeeze(1)
+        return x + self.out(F.dropout(found.transpose(1, 2).flatten(2), 0.1))  # also in evaluation
+
+
+class Mixers(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(11, 16), nn.ModuleList(Mixer(way) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, (block, _) = self.words(tokens), self.blocks
+        tables = {"rows of a table": block.table, "a table of tokens": block.table[None]}
+        for each in self.blocks:
+            x = each(x, tables[block.way].detach()) if block.way in tables else each(x)
+        return x.square().mean()
+
+
+RIGHT = ("chunks", "a table of tokens")
+MIXING = ("shift", "zeros", "mean", "positions", "rows of a table", "the largest", "heads as rows")
+
+
+def mix(rank: int, size: int, ways: tuple[str, ...], precision: str) -> dict[str, Any]:
+    """What is refused, or the error of a gradient."""
+    results: dict[str, Any] = {}
+    for way in ways:
+        torch.manual_seed(0)
+        plain, tokens = Mixers(way), torch.randint(0, 11, (2, 256))
+        model = copy.deepcopy(plain)
+        plan = {"context": 2, "precision": precision}
+        model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+        torch.manual_seed(1)
+        try:
+            model(tokens).backward()
+        except unbounded.UnboundedError as error:
+            results[way] = str(error)
+            continue
+        torch.manual_seed(1)
+        plain(tokens).backward()
+        assert [int(block.num_runs) for block in model.blocks] == [1, 1]
+        with unbounded.full_params(model):
+            found, wanted = model.words.weight.grad, plain.words.weight.grad
+            results[way] = float((found - wanted).norm() / wanted.norm())
+    return results
+
+
+def test_blocks_whose_own_code_mixes_tokens_are_refused(ranks: Any) -> None:
+    for results in ranks(2, mix, (*RIGHT, *MIXING), "fp32"):
+        assert [results[way] for way in RIGHT] == [pytest.approx(0, abs=1e-5)] * len(RIGHT)
+        for way in MIXING:
+            assert str(results[way]).startswith("'blocks.0' (Mixer) gives something else"), (way, results[way])
+            assert "mixes tokens, or counts positions in what it is given" in results[way]
+    for results in ranks(2, mix, ("nothing", "shift"), "bf16"):
+        assert results.pop("nothing") < 0.05
+        assert all("gives something else" in str(result) for result in results.values()), results
 
 
 def pad(family: str) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from tests.parallel.comparing import optimizer_of, without_dropout
 from unbounded.errors import StateError
 from unbounded.parallel.pipeline import runner
 from unbounded.parallel.pipeline.batches import cut_batch
+from unbounded.parallel.pipeline.draws import HostNumbers
 from unbounded.parallel.pipeline.runner import Pipeline
 from unbounded.parallel.pipeline.schedules import PassKind, make_schedule, simulate
 from unbounded.parallel.pipeline.split_backward import WeightWork
@@ -70,6 +71,19 @@ def test_a_loss_over_two_kinds_of_labels_needs_equal_micro_batches() -> None:
     assert [micro.weight for micro in cut_batch((), batch, 2, shifts=False, is_own=False)] == [2 / 3, 1 / 3]
     batch["labels"][0, 0] = -100
     assert [micro.weight for micro in cut_batch((), batch, 2, shifts=False, is_own=True)] == [0.5, 0.5]
+
+
+def test_numbers_from_an_own_generator_are_not_those_that_stages_skip() -> None:
+    numbers, own = HostNumbers(), torch.Generator()
+    with numbers.noting():
+        torch.rand(2, generator=own)
+        torch.randn(3)
+    before = numbers.state()
+    torch.randn(3)
+    after = numbers.state()
+    numbers.go_to(before)
+    numbers.pass_over(numbers.noted())
+    assert torch.equal(numbers.state(), after)
 
 
 class Costly(nn.Module):

@@ -26,7 +26,7 @@ _PLAIN = {torch.rand: "rand", torch.randn: "randn", torch.rand_like: "rand", tor
 
 
 class _DrawRecorder(TorchFunctionMode):
-    """Notes what is drawn."""
+    """Notes what is drawn, but not from somebody's own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _DrawRecorder(TorchFunctionMode):
         elif func is nn.functional.scaled_dot_product_attention:
             self._note_attention(*args, **kwargs)
         result = func(*args, **kwargs)
-        if func in _PLAIN:
+        if func in _PLAIN and kwargs.get("generator") is None:
             self.draws.append((_PLAIN[func], tuple(result.shape), result.dtype, 0.0))
         return result
 

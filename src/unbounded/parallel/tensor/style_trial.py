@@ -22,6 +22,7 @@ from unbounded.parallel.attachments import Detach, replace_forward
 from unbounded.parallel.blocks import change_hidden
 from unbounded.parallel.collectives import take_part
 from unbounded.parallel.tensor.scene import Hold, Scene
+from unbounded.parallel.trials import evaluating, first_tensor, is_cache
 from unbounded.ranks.cut import Cut
 
 # Far above what rounding does to the sum of parts, far below what a wrong head or softmax does.
@@ -77,15 +78,15 @@ class Trial:
         generator = torch.Generator(given.device).manual_seed(0)
         whole = torch.randn(shape, generator=generator, dtype=torch.float32, device=given.device)
         part = take_part(whole, 1, site) if seen else whole
-        args, kwargs = pytree.tree_map(_for_trial, (args, kwargs), is_leaf=_is_cache)
-        with torch.no_grad(), torch.autocast(given.device.type, enabled=False), self._evaluating():
+        args, kwargs = pytree.tree_map(_for_trial, (args, kwargs), is_leaf=is_cache)
+        with torch.no_grad(), torch.autocast(given.device.type, enabled=False), evaluating(self.module):
             values = self._draw(generator)
             given_args, given_kwargs = change_hidden(self.module, args, kwargs, lambda _: whole)
-            wanted = _first(torch.func.functional_call(self.whole, values, given_args, given_kwargs))
+            wanted = first_tensor(torch.func.functional_call(self.whole, values, given_args, given_kwargs))
             given_args, given_kwargs = change_hidden(self.module, args, kwargs, lambda _: part)
             with self.scene.undone(), self._holding(values, cuts):
                 try:
-                    found = _first(forward(*given_args, **given_kwargs))
+                    found = first_tensor(forward(*given_args, **given_kwargs))
                 except (RuntimeError, ValueError) as error:
                     raise self._refusal(f"cannot run ({error})") from error
         if found.shape != wanted.shape and wanted.dim() > 1:
@@ -128,28 +129,8 @@ class Trial:
             for inner, parameters in before:
                 inner._parameters.update(parameters)
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        modes = [(inner, inner.training) for _, inner in self.places]
-        for inner, _ in modes:
-            inner.training = False
-        try:
-            yield
-        finally:
-            for inner, mode in modes:
-                inner.training = mode
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether a value is a transformers cache of keys and values, which a trial would fill."""
-    return hasattr(value, "get_seq_length")
-
 
 def _for_trial(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().float() if value.is_floating_point() else value
-    return None if _is_cache(value) else value
-
-
-def _first(output: Any) -> torch.Tensor:
-    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return None if is_cache(value) else value
