@@ -131,7 +131,7 @@ def batch(kind: str, tokens: int) -> dict[str, Any]:
         return {"input_ids": text, "pixel_values": image}
     if kind == "whisper":
         return {"input_features": torch.randn(1, 16, 100), "decoder_input_ids": text}
-    if kind in ("t5", "bart", "encoder-decoder", "switch_transformers"):
+    if kind in ("t5", "bart", "encoder-decoder", "switch_transformers", "led", "m2m_100"):
         return {"input_ids": text, "decoder_input_ids": text}
     return {"input_ids": text}
 
@@ -191,6 +191,15 @@ RUNNABLE = {
     "gpt_neox": {**WIDE, "intermediate_size": 512},
     "gemma2": {**WIDE, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32},
 }
+# Their forwards ask for values: which experts run, which positions count, whether a block is skipped (`m2m_100`). Or
+# they pad to chunks (`mamba2`).
+BY_VALUES = {
+    **{kind: CONFIGS[kind][1] for kind in ("mixtral", "qwen2_moe", "gpt_oss", "switch_transformers", "t5")},
+    "deepseek_v3": {**CONFIGS["deepseek_v3"][1], "v_head_dim": 24},  # as wide as keys: the CPU has a kernel for it
+    "led": {**TWO_STACKS, "attention_window": 32, "max_encoder_position_embeddings": 64},
+    "m2m_100": {**TWO_STACKS, "encoder_layerdrop": 0.0, "decoder_layerdrop": 1e-9},
+    "mamba2": {**CONFIGS["mamba"][1], "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 32},
+}
 
 
 @pytest.mark.parametrize(
@@ -198,11 +207,12 @@ RUNNABLE = {
     [
         *((kind, how) for kind in RUNNABLE for how in ("trained", "half frozen")),
         *((kind, "with adapters") for kind in ("llama", "gpt2", "gemma2", "gpt_neox")),
+        *((kind, "trained") for kind in BY_VALUES),
     ],
 )
 def test_blocks_keep_what_autograd_saves_in_them(kind: str, how: str) -> None:
     """Whatever the family: also scores of attention in plain products, and states of scans."""
-    described = {**RUNNABLE[kind], **NO_DROPOUT, "max_position_embeddings": 64}
+    described = {**(RUNNABLE | BY_VALUES)[kind], **NO_DROPOUT, "max_position_embeddings": 64}
     built = build_model({"model_type": kind, **described}, kind, torch.float32)
     model = type(built)(built.config).train()
     for name, parameter in model.named_parameters():
@@ -211,10 +221,11 @@ def test_blocks_keep_what_autograd_saves_in_them(kind: str, how: str) -> None:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0), adapter_name="first")
         model.add_adapter("second", peft.LoraConfig(r=2, target_modules="all-linear"))
-        assert dry_run.seen_costs(model, {})
+        assert dry_run.seen_costs(model, {}, 32)
     parts = [part for part in footprint_of_module(model, None, Plan(), 64).parts if part.is_block]
-    saved = [saved_in(model, {part.module_name for part in parts}, batch(kind, length)) for length in (32, 64)]
-    for length, real in zip((32, 64), saved, strict=True):
+    lengths = (32, 64) if kind in RUNNABLE else (64,)
+    saved = [saved_in(model, {part.module_name for part in parts}, batch(kind, length)) for length in lengths]
+    for length, real in zip(lengths, saved, strict=True):
         ours = length * sum(part.cost.kept_bytes(length) for part in parts)
         assert ours == pytest.approx(real, rel=0.05)
 
@@ -241,6 +252,33 @@ def saved_in(model: torch.nn.Module, blocks: set[str], given: dict[str, torch.Te
     return total[0]
 
 
+def test_blocks_that_are_alike_are_seen_like_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with experts and without, and blocks whose attention differs, each several times; the first of a model
+    also keeps what all share."""
+    values = {**TEXT, **EXPERTS, "head_dim": 16, "num_hidden_layers": 6, "mlp_only_layers": [0, 2, 4]}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    model = build_model({"model_type": "qwen3_moe", **values}, "qwen3_moe", torch.float32)
+    other = build_model(
+        {"model_type": "gemma2", **TEXT, "num_hidden_layers": 6, "layer_types": kinds}, "", torch.float32
+    )
+    ran: list[str] = []
+    for one, attention in ((model, "Qwen3MoeAttention"), (other, "Gemma2Attention")):
+        forward = type(one.model.layers[0].self_attn).forward
+
+        def run(self: Any, *args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            ran.append(type(self).__name__)
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(type(one.model.layers[0].self_attn), "forward", run)
+        seen = dry_run.seen_costs(one, {}, 256)
+        assert 6 < ran.count(attention) <= 6 + 2 * 4  # all of them once, then few
+        with monkeypatch.context() as patch:
+            patch.setattr(dry_run, "find_alike", lambda *_: {})
+            dry_run._run.cache_clear()
+            assert dry_run.seen_costs(one, {}, 256) == seen
+        assert len(seen) == 6
+
+
 def test_a_dry_run_leaves_random_numbers_and_the_model_alone() -> None:
     model = build_model({"model_type": "bart", **CONFIGS["bart"][1], "encoder_layerdrop": 0.5}, "bart", torch.float32)
     model.eval()
@@ -254,9 +292,9 @@ def test_a_dry_run_leaves_random_numbers_and_the_model_alone() -> None:
 
 def test_a_model_that_its_config_does_not_describe_is_counted_from_its_layers() -> None:
     model = build_model({"model_type": "falcon", **CONFIGS["falcon"][1]}, "falcon", torch.float32)
-    assert dry_run.seen_costs(model, {})
+    assert dry_run.seen_costs(model, {}, 32)
     model.transformer.h[0].more = torch.nn.Linear(64, 64)
-    assert dry_run.seen_costs(model, {}) == {}
+    assert dry_run.seen_costs(model, {}, 32) == {}
     parts = footprint_of_module(model, None, Plan(), 32).parts
     assert all(part.cost.kept > 0 for part in parts if part.is_block)
     part = model.transformer.h[1]  # no model, though it comes from `transformers`

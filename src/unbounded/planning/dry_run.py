@@ -1,9 +1,9 @@
 """What the blocks of a model of text keep and move, seen by running it without any memory.
 
 Models differ in what their forwards do between products: what norms keep, masks of dropout, scans, attention that keeps
-a score for every pair of positions. So a model like the planned one is built from its config on the meta device, and
-one sequence runs through it, whose tensors have sizes and nothing else. Two lengths tell what grows with the sequence.
-Models that decide by values (which experts a token goes to) may not run so; their costs are counted otherwise.
+a score for every pair of positions, which experts run. So a model like the planned one is built from its config on the
+meta device, and sequences run through it, whose tensors have sizes and nothing else. Three lengths tell what grows with
+the sequence. Models that cannot run so are counted otherwise.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import copy
 import json
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from unbounded.planner.models.footprint import Cost
+from unbounded.planning.alike_blocks import find_alike
+from unbounded.planning.known_values import KnownValues
+from unbounded.planning.watched_forward import SeenBlock, WatchedForward
 from unbounded.zero.setup.sites import find_sites
 
-# Positions of the longer sequence. Few, because some models run through a sequence step by step.
-MOST_POSITIONS = 96
+# Positions of the shortest sequence. Few, because some models run through a sequence step by step.
+FIRST_POSITIONS = 16
+# Positions of the longest one, of models that do not. Many, because some models pad to chunks of hundreds.
+LONGEST = 2048
 # What of a cost it sees.
 SEEN = ("moved", "attention_moved", "kept", "attention_kept", "input", "num_kernels")
-# Bound by computing and not by memory.
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"})
 
 
-def seen_costs(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Cost]:
-    """By module, what a token keeps and moves in it, with parameters of these dtypes; empty if the model cannot run so,
-    or is not one of `transformers`, with or without adapters of `peft`, as its config says."""
+def seen_costs(model: nn.Module, dtypes: Mapping[str, torch.dtype], sequence: int) -> dict[str, Cost]:
+    """By module, what a token of such sequences keeps and moves in it, with parameters of these dtypes; empty if the
+    model cannot run so, or is not one of `transformers`, with or without adapters of `peft`, as its config says."""
     whole: Any = model
     is_adapted = type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model")
     base = whole.get_base_model() if is_adapted else whole
@@ -49,7 +49,7 @@ def seen_costs(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str,
     try:
         described = [config.to_dict() for config in (base.config, *adapters.values())]
         text = json.dumps(described, sort_keys=True, default=str)
-        return _run(_Model(type(base), text, parameters, base.config, adapters))
+        return _run(_Model(type(base), text, parameters, base.config, adapters), sequence)
     except Exception:  # a model's code may need values, and then fails in any way
         return {}
 
@@ -69,6 +69,9 @@ class _Model:
         config.use_cache = False
         if str(config._attn_implementation).startswith(("flash", "flex", "kernels")):
             config._attn_implementation = "sdpa"  # fused as well
+        for part in _configs(config):
+            for name in [name for name in vars(part) if name.endswith("layerdrop")]:
+                setattr(part, name, 0.0)  # every block is to be seen
         with torch.device("meta"):
             model: Any = self.kind(config)
             for index, (name, adapter) in enumerate(copy.deepcopy(self.adapters).items()):
@@ -88,14 +91,53 @@ class _Model:
         return model.train()  # type: ignore[no-any-return]
 
 
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and those inside it."""
+    yield config
+    for part in vars(config).values():
+        if isinstance(part, type(config).__mro__[-2]):
+            yield from _configs(part)
+
+
 @lru_cache(maxsize=8)
-def _run(described: _Model) -> dict[str, Cost]:
+def _run(described: _Model, sequence: int) -> dict[str, Cost]:
     with _quietly():
         model = described.build()
-        longer = min(MOST_POSITIONS, getattr(described.config, "max_position_embeddings", None) or MOST_POSITIONS)
-        lengths = longer // 2, longer
-        short, long = (_forward(model, length) for length in lengths)
-    return {name: _cost(short[name], seen, lengths) for name, seen in long.items() if name in short}
+        most = getattr(described.config, "max_position_embeddings", None) or sequence
+        first = max(1, min(FIRST_POSITIONS, most // 3))
+        short = _forward(model, first, {})
+        alike = find_alike(
+            {site.name: site.module for site in find_sites(model) if site.name and not site.is_outer},
+            {name: seen.done() for name, seen in short.items()},
+        )
+        middle = _forward(model, 2 * first, alike)
+        longest, long = min(sequence, most, LONGEST), None
+        if longest > 3 * first and not _goes_step_by_step(short, middle):
+            with contextlib.suppress(Exception):  # tables of positions may be shorter than configs say
+                long = _forward(model, longest, alike)
+        if long is None:
+            longest = 3 * first
+            long = _forward(model, longest, alike)
+    lengths = first, 2 * first, longest
+    seen = ((name, [run.get(name) for run in (short, middle, long)]) for name in long)
+    return {name: _cost(blocks, lengths, sequence) for name, blocks in seen if None not in blocks}
+
+
+def _forward(model: nn.Module, length: int, alike: Mapping[str, Hashable]) -> dict[str, SeenBlock]:
+    values = KnownValues()
+    with values:
+        ids = torch.full((1, length), 7, dtype=torch.int64, device="meta")
+    given = {"input_ids": ids}
+    if getattr(model.config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = ids
+    watched = WatchedForward(model, values, alike)
+    watched.run(given)
+    return watched.seen
+
+
+def _goes_step_by_step(short: dict[str, SeenBlock], long: dict[str, SeenBlock]) -> bool:
+    """Whether a longer sequence takes more operations, as a scan does that is written in Python."""
+    return sum(seen.num_kernels for seen in long.values()) > sum(seen.num_kernels for seen in short.values())
 
 
 @contextlib.contextmanager
@@ -116,116 +158,34 @@ def _quietly() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-@dataclass
-class _SeenBlock:
-    """Bytes of one module in one forward."""
+@dataclass(frozen=True)
+class _Growth:
+    """Bytes of a sequence: once, per token, and per token and position of its sequence."""
 
-    kept: int = 0
-    moved: int = 0
-    input: int = 0
-    num_kernels: int = 0
+    once: float
+    token: float
+    pair: float
 
 
-def _cost(short: _SeenBlock, long: _SeenBlock, lengths: tuple[int, int]) -> Cost:
-    kept, attention_kept = _by_length(short.kept, long.kept, lengths)
-    moved, attention_moved = _by_length(short.moved, long.moved, lengths)
+def _cost(seen: list[Any], lengths: tuple[int, int, int], sequence: int) -> Cost:
+    kept, moved, given = (
+        _growth([getattr(block, name) for block in seen], lengths) for name in ("kept", "moved", "input")
+    )
     return Cost(
-        moved=moved,
-        attention_moved=attention_moved,
-        kept=kept,
-        attention_kept=attention_kept,
-        input=long.input / lengths[1],
-        num_kernels=long.num_kernels,
+        moved=moved.token + moved.once / sequence,
+        attention_moved=moved.pair,
+        kept=kept.token + kept.once / sequence,
+        attention_kept=kept.pair,
+        input=given.token + given.once / sequence,
+        num_kernels=seen[-1].num_kernels,
     )
 
 
-def _by_length(short: int, long: int, lengths: tuple[int, int]) -> tuple[float, float]:
-    """Bytes per token, and per token and position of its sequence."""
-    first, second = lengths
-    paired = max(0.0, (long / second - short / first) / (second - first))
-    return max(0.0, long / second - paired * second), paired
-
-
-def _forward(model: nn.Module, length: int) -> dict[str, _SeenBlock]:
-    """What the modules saw that the engine would gather, by name, but for those that did not run."""
-    seen: dict[str, _SeenBlock] = {}
-    inside = [_SeenBlock()]  # the innermost last
-    known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    alive: list[torch.Tensor] = []  # so that no storage is taken for another one
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            known.add(storage._cdata)
-            alive.append(tensor)
-            inside[-1].kept += storage.nbytes()
-        return tensor
-
-    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        inside.append(seen.setdefault(name, _SeenBlock()))
-        inside[-1].input = next((one.nbytes for one in _tensors((args, kwargs))), 0)
-
-    def leave(*_: Any) -> None:
-        inside.pop()
-
-    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
-    given = {"input_ids": ids}
-    if getattr(model.config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = ids
-    with contextlib.ExitStack() as stack:
-        for name, module in ((site.name, site.module) for site in find_sites(model) if site.name):
-            stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(leave).remove)
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-        stack.enter_context(_FusedAttention())
-        stack.enter_context(_Moves(inside))
-        model(**given)
-    return seen
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-class _Moves(TorchDispatchMode):
-    """Counts operations, and what those read and write that are no products."""
-
-    def __init__(self, inside: list[_SeenBlock]) -> None:
-        super().__init__()
-        self._inside = inside
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
-        if name == "_local_scalar_dense" and args[0].dtype == torch.bool:
-            return True  # what models ask of masks is whether all tokens count
-        found = func(*args, **(kwargs or {}))
-        made = list(_tensors(found))
-        if not made or func.is_view or name.startswith(("empty", "new_empty", "detach", "_unsafe_view")):
-            return found
-        inside = self._inside[-1]
-        inside.num_kernels += 1
-        if name not in _PRODUCTS:
-            used = (*_tensors((args, kwargs)), *made)
-            inside.moved += sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in used)
-        return found
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Attention as fused kernels do it: they keep no score for a pair of positions."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            query, key, value = (*args, *kwargs.values())[:3]
-            if query.shape[1] == key.shape[1] or kwargs.get("enable_gqa"):  # other kernels have none for this
-                return _UnscoredAttention.apply(query, key, value)
-        return func(*args, **kwargs)
-
-
-class _UnscoredAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(query)[..., : value.shape[-1]]  # with the strides of the query
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return out
+def _growth(found: list[int], lengths: tuple[int, int, int]) -> _Growth:
+    """The parabola through three lengths; less than nothing is nothing, and the longest sequence stays as it was."""
+    first, second, third = lengths
+    early, late = (found[1] - found[0]) / (second - first), (found[2] - found[1]) / (third - second)
+    pair = max(0.0, (late - early) / (third - first))
+    once = max(0.0, found[0] - early * first + pair * first * second)
+    token = (found[2] - once) / third - pair * third
+    return _Growth(once, token, pair) if token >= 0 else _Growth(0.0, found[2] / third, 0.0)

@@ -1,0 +1,81 @@
+"""Blocks of a model that do the same: of those, one runs, and the others give what it gave.
+
+They are alike if they have the same classes, parameters and settings, and did the same in a forward in which all of
+them ran. This is for models on the meta device, whose outputs have sizes and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def find_alike(blocks: Mapping[str, nn.Module], did: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    """For every block, what it has in common with those that are alike."""
+    return {name: (_describe(name, module), did[name]) for name, module in blocks.items() if name in did}
+
+
+def _describe(name: str, block: nn.Module) -> Hashable:
+    position = next((part for part in reversed(name.split(".")) if part.isdecimal()), "")
+
+    def settings(module: nn.Module) -> Hashable:
+        said = ((key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN))
+        return tuple((key, value) for key, value in said if str(value) != position)  # blocks may know their number
+
+    def parameters(module: nn.Module) -> Hashable:
+        own = module.named_parameters(recurse=False)
+        return tuple((key, one.shape, one.dtype, one.requires_grad) for key, one in own)
+
+    return tuple((inner, type(module), settings(module), parameters(module)) for inner, module in block.named_modules())
+
+
+class Repeats:
+    """What blocks gave in a forward, for those that are alike and are given the same."""
+
+    def __init__(self, alike: Mapping[str, Hashable]) -> None:
+        self._alike = alike
+        self._given: dict[Hashable, tuple[list[Any], Any, Any]] = {}
+
+    def remember(self, name: str, taken: Any, given: Any, did: Any) -> None:
+        """`given` is what the block made of `taken`, and `did` whatever else is to be known of that."""
+        leaves = tree_leaves(taken)
+        passed = set(map(id, leaves))
+        made = [leaf for leaf in tree_leaves(given) if id(leaf) not in passed]
+        if name in self._alike and all(map(_is_nothing_but_sizes, made)):
+            self._given[self._key(name, leaves)] = leaves, given, did
+
+    def recall(self, name: str, taken: Any) -> tuple[Any, Any] | None:
+        """What a block would give, and what one that is alike did for it; None if none has run."""
+        leaves = tree_leaves(taken)
+        found = self._given.get(self._key(name, leaves)) if name in self._alike else None
+        if found is None:
+            return None
+        before, given, did = found
+        passed = {id(old): new for old, new in zip(before, leaves, strict=True)}
+        return tree_map(lambda leaf: passed[id(leaf)] if id(leaf) in passed else _like(leaf), given), did
+
+    def _key(self, name: str, leaves: list[Any]) -> Hashable:
+        return self._alike[name], tuple(map(_sketch, leaves))
+
+
+def _sketch(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf).__qualname__
+
+
+def _is_nothing_but_sizes(leaf: Any) -> bool:
+    return leaf is None or (isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf.is_floating_point())
+
+
+def _like(leaf: torch.Tensor | None) -> torch.Tensor | None:
+    if leaf is None:
+        return None
+    made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_().clone() if leaf.requires_grad else made
