@@ -33,6 +33,7 @@ LAYERS = {
     "tiers": 2,
     "optim": 2,
     "ranks": 2,
+    "compiled": 2,
     "native": 1,
 }
 """Higher may import lower. Those of one layer do not import each other, except the front ends of the first line."""

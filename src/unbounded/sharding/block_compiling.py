@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from unbounded.compiled.graphs import inductor
 from unbounded.errors import PlanError
 from unbounded.planner.spelling import find_closest
 from unbounded.sharding.block_policies import find_blocks
-from unbounded.sharding.faster_graphs import inductor
 
 
 @contextmanager

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import unbounded
+from unbounded.activations.tiled.loss import entropy_of_logits
 from unbounded.errors import PlanError
+from unbounded.planner.step.logits import TILE_BYTES
 
 ROWS, WIDTH, CLASSES = 23, 8, 37
 
@@ -250,3 +252,22 @@ def test_ranks_may_hold_a_part_of_the_vocabulary_each(ranks: Any) -> None:
 def test_bad_input_is_one_clear_error(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         unbounded.tiled_cross_entropy(**(make() | changes))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 5e-3)])
+def test_the_loss_of_logits_that_exist_leaves_them_alone(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TILE_BYTES, "cpu", 5 * CLASSES * dtype.itemsize)  # five rows at a time
+    labels = make()["labels"]
+    logits = torch.randn(ROWS, CLASSES, dtype=torch.float64).to(dtype).requires_grad_()
+    before = logits.detach().clone()
+    loss = entropy_of_logits(logits, labels)
+    wanted = nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
+    found = [loss.detach().double(), *torch.autograd.grad(loss * 0.3, logits, retain_graph=True)]
+    expected = [wanted.detach(), *torch.autograd.grad(wanted * 0.3, logits)]
+    assert_close(found, expected, tolerance)
+    assert torch.equal(logits, before)
+    assert torch.equal(*torch.autograd.grad(loss * 0.3, logits), found[1])
+    with pytest.raises(PlanError, match=f"labels go from 0 to {CLASSES}"):
+        entropy_of_logits(logits, torch.tensor([0] * (ROWS - 1) + [CLASSES]))

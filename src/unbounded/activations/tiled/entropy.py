@@ -85,6 +85,7 @@ class TorchKernels:
     @staticmethod
     def write_gradient(
         logits: torch.Tensor,
+        out: torch.Tensor,
         labels: torch.Tensor,
         entropy: Entropy,
         logsumexp: torch.Tensor,
@@ -102,7 +103,7 @@ class TorchKernels:
             gradient.mul_(1.0 - (z / entropy.softcap).square_())
         if entropy.scale != 1.0:
             gradient.mul_(entropy.scale)
-        logits.copy_(gradient)
+        out.copy_(gradient)
 
 
 def _shape(logits: torch.Tensor, entropy: Entropy) -> torch.Tensor:

@@ -37,6 +37,7 @@ class TritonKernels(TorchKernels):
     @staticmethod
     def write_gradient(
         logits: torch.Tensor,
+        out: torch.Tensor,
         labels: torch.Tensor,
         entropy: Entropy,
         logsumexp: torch.Tensor,
@@ -46,11 +47,13 @@ class TritonKernels(TorchKernels):
     ) -> None:
         _write_gradient[(logits.shape[0], triton.cdiv(logits.shape[1], BLOCK))](
             logits,
+            out,
             labels,
             logsumexp,
             factor,
             kept,
             logits.stride(0),
+            out.stride(0),
             logits.shape[1],
             float(entropy.scale),
             float(entropy.softcap or 1.0),
@@ -113,11 +116,13 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 @triton.jit
 def _write_gradient(  # type: ignore[no-untyped-def]
     logits,
+    out,
     labels,
     logsumexps,
     factors,
     kepts,
     stride,
+    out_stride,
     num_classes,
     scale,
     cap,
@@ -129,14 +134,13 @@ def _write_gradient(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_classes
-    places = logits + row * stride + column
     label = tl.load(labels + row)
     kept = tl.load(kepts + row)
-    z = tl.load(places, mask=inside, other=0.0).to(tl.float32) * scale
+    z = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32) * scale
     if HAS_CAP:
         z = _cap(z, cap)
     gradient = tl.exp(z - tl.load(logsumexps + row)) * tl.load(factors + row) - kept * smoothing_each
     gradient = tl.where(column == label, gradient - kept * (1.0 - smoothing), gradient)
     if HAS_CAP:
         gradient = gradient * (1.0 - (z / cap) * (z / cap))
-    tl.store(places, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + column, (gradient * scale).to(out.dtype.element_ty), mask=inside)

@@ -11,7 +11,7 @@ class EntropyRows:
     """The loss of one tile of rows. `labels` are whole-vocabulary classes; ignored rows come out as 0."""
 
     def __init__(self, logits: torch.Tensor, labels: torch.Tensor, entropy: Entropy) -> None:
-        self.logits, self.entropy = logits, entropy
+        self.entropy = entropy
         shards = entropy.vocabulary
         self.num_classes = logits.shape[1] if shards is None else shards.size
         self.counted = labels != entropy.ignore_index
@@ -33,15 +33,19 @@ class EntropyRows:
             losses = losses + entropy.z_loss * logsumexp.square()
         return torch.where(self.counted, losses, 0.0)
 
-    def write_gradient(self) -> torch.Tensor:
-        """The logits, which now hold the gradient of the sum of `losses`."""
+    def write_gradient(
+        self, logits: torch.Tensor, *, out: torch.Tensor | None = None, factor: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The gradient of the sum of `losses`, times `factor`, in the place of the logits or in `out`."""
         peak = 1.0 + 2.0 * self.entropy.z_loss * self._logsumexp
-        factor = torch.where(self.counted, peak, 0.0)
         kept = self.counted.to(peak.dtype)
-        _kernels(self.logits).write_gradient(
-            self.logits, self._labels, self.entropy, self._logsumexp, factor, kept, self.num_classes
+        if factor is not None:
+            kept = kept * factor
+        found = logits if out is None else out
+        _kernels(logits).write_gradient(
+            logits, found, self._labels, self.entropy, self._logsumexp, peak * kept, kept, self.num_classes
         )
-        return self.logits
+        return found
 
 
 def _kernels(logits: torch.Tensor) -> type[TorchKernels]:

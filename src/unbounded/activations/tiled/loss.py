@@ -29,10 +29,7 @@ CLASSES_AT_ONCE = 8192
 
 
 class Projection(Protocol):
-    """Makes logits of rows, and carries their gradient back. `tensors` are what it reads.
-
-    The gradient is written over the logits that `forward` gives.
-    """
+    """Makes logits of rows, and carries their gradient back. `tensors` are what it reads."""
 
     tensors: list[torch.Tensor]
     num_rows: int
@@ -102,9 +99,13 @@ def entropy_of_logits(
 
     If each rank has the logits of a part of the vocabulary, `vocabulary` joins them.
     """
+    entropy = Entropy(ignore_index, vocabulary=vocabulary)
+    check = _start_label_check(labels, entropy, logits.shape[1])
     num_classes = logits.shape[1] if vocabulary is None else -(-vocabulary.size // vocabulary.num_parts)
     tile_rows = choose_tile_rows(num_classes * logits.dtype.itemsize, None, logits.device)
-    return sum_of_losses(_Given(logits), labels, Entropy(ignore_index, vocabulary=vocabulary), tile_rows)
+    total: torch.Tensor = _LogitsLoss.apply(logits, labels.to(logits.device), entropy, tile_rows)
+    check()
+    return total
 
 
 def values_of(*parameters: torch.Tensor | None) -> list[torch.Tensor]:
@@ -188,10 +189,11 @@ class _TiledLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32), device=labels.device)
         for start in starts:
             stop = min(start + tile_rows, projection.num_rows)
-            rows = EntropyRows(projection.forward(start, stop), labels[start:stop], entropy)
+            logits = projection.forward(start, stop)
+            rows = EntropyRows(logits, labels[start:stop], entropy)
             total += rows.losses().sum()
             if any(wanted):
-                projection.backward(start, stop, rows.write_gradient())
+                projection.backward(start, stop, rows.write_gradient(logits))
         gradients = projection.gradients()
         ctx.has = [gradient is not None for gradient in gradients]
         ctx.dtypes = [tensor.dtype for tensor in tensors]
@@ -206,6 +208,31 @@ class _TiledLoss(torch.autograd.Function):
         for has, dtype in zip(ctx.has, ctx.dtypes, strict=True):
             gradients.append(_scale(next(kept), factor, dtype, in_place=is_last) if has else None)
         return None, None, None, None, None, *gradients
+
+
+class _LogitsLoss(torch.autograd.Function):
+    """Of logits that exist. The backward makes their gradient, and needs only a few numbers of each row besides."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, entropy: Entropy, tile_rows: int
+    ) -> torch.Tensor:
+        tiles = zip(logits.split(tile_rows), labels.split(tile_rows), strict=True)
+        ctx.rows = [EntropyRows(*tile, entropy) for tile in tiles]
+        ctx.tile_rows = tile_rows
+        ctx.save_for_backward(logits)
+        losses = [rows.losses().sum() for rows in ctx.rows]
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (logits,) = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        tiles = zip(ctx.rows, logits.split(ctx.tile_rows), gradient.split(ctx.tile_rows), strict=True)
+        for rows, tile, out in tiles:
+            rows.write_gradient(tile, out=out, factor=factor)
+        return gradient, None, None, None
 
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -272,25 +299,3 @@ class LinearProjection:
             gradient.to(tensor.dtype) if gradient is not None and tensor.dtype != torch.float16 else gradient
             for gradient, tensor in zip(found, self.tensors, strict=True)
         ]
-
-
-class _Given:
-    """Logits that exist. Each tile is copied to where its gradient goes, because others may read them again."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.tensors = [logits]
-        self.num_rows, self.num_classes = logits.shape
-
-    def begin(self, wanted: Sequence[bool], num_tiles: int) -> None:
-        self._logits = self.tensors[0].detach()
-        self._grad = torch.empty_like(self._logits, memory_format=torch.contiguous_format) if wanted[0] else None
-
-    def forward(self, start: int, stop: int) -> torch.Tensor:
-        tile = self._logits[start:stop]
-        return tile.contiguous() if self._grad is None else self._grad[start:stop].copy_(tile)
-
-    def backward(self, start: int, stop: int, gradient: torch.Tensor) -> None:
-        """It is there already."""
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        return [self._grad]

@@ -1,0 +1,42 @@
+"""A backend for `torch.compile`: torch's own, after operations that it makes slow on a GPU were replaced in the graph.
+
+The replacements are what the graph says, to the last bits of its dtype; what dropout drops is random, as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from unbounded.compiled.attention import attention
+from unbounded.compiled.dropout import dropout
+from unbounded.compiled.gelu import gelu
+
+# Each takes the arguments of what it replaces. Random ones get their place in the graph, too: the compiler takes two
+# calls with the same arguments for one.
+_RANDOM: dict[Any, Callable[..., Tensor]] = {
+    nn.functional.dropout: dropout,
+    nn.functional.scaled_dot_product_attention: attention,
+}
+_CERTAIN: dict[Any, Callable[..., Tensor]] = {nn.functional.gelu: gelu}
+
+
+def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    rewrite(graph)
+    return torch._dynamo.lookup_backend("inductor")(graph, inputs)  # type: ignore[no-any-return]
+
+
+def rewrite(graph: fx.GraphModule, device_type: str = "cuda") -> None:
+    """Replaces operations on such a device, in place."""
+    for place, node in enumerate(graph.graph.nodes):
+        value = node.meta.get("example_value")
+        if node.op != "call_function" or not isinstance(value, Tensor) or value.device.type != device_type:
+            continue
+        if node.target in _RANDOM:
+            node.target, node.kwargs = _RANDOM[node.target], {**node.kwargs, "place": place}
+        else:
+            node.target = _CERTAIN.get(node.target, node.target)
+    graph.recompile()

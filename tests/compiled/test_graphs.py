@@ -1,0 +1,92 @@
+"""What replaces operations in the graphs of compiled blocks does what they do. The attention's kernels need a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unbounded.compiled.gelu import gelu
+from unbounded.compiled.graphs import rewrite
+
+
+def compile_block(block: nn.Module) -> tuple[Any, list[Any]]:
+    """The block with its operations replaced as on a GPU, and what its graphs call."""
+    called: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        rewrite(graph, "cpu")
+        called.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(block, backend=backend), called
+
+
+class TwoDropouts(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.one, self.two = nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.two(x)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_drops_its_part_and_the_gradient_of_what_it_dropped(p: float) -> None:
+    torch.manual_seed(0)
+    block, called = compile_block(TwoDropouts(p))
+    x = torch.ones(333, 77, requires_grad=True)  # four do not divide 333 x 77
+    one, two = block(x)
+    assert functional.dropout not in called
+    for result in (one, two):
+        kept = result != 0
+        assert float(kept.double().mean()) == pytest.approx(1 - p, abs=0.02)
+        assert torch.equal(result, kept / (1 - round(p * 2**16) / 2**16))
+    both = ((one == 0) & (two == 0)).double().mean()
+    assert float(both) == pytest.approx(p * p, abs=0.02)  # each draws its own
+    (one.sum() + 2 * two.sum()).backward()
+    assert torch.equal(x.grad, one + 2 * two)
+
+
+def test_dropout_is_drawn_from_the_generator_of_torch_and_does_nothing_in_evaluation() -> None:
+    block, _ = compile_block(TwoDropouts(0.3))
+    x, results = torch.randn(8, 8), []
+    for _ in range(2):
+        torch.manual_seed(5)
+        results.append(block(x)[0])
+    assert torch.equal(*results)
+    assert not torch.equal(block(x)[0], results[0])
+    block.eval()
+    assert torch.equal(block(x)[0], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gelu_is_exact_to_the_last_bits_of_its_dtype(dtype: torch.dtype) -> None:
+    x = torch.linspace(-12, 12, 20_001).to(dtype).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    result, expected = gelu(x), functional.gelu(exact)
+    grads = [torch.autograd.grad(value.sum(), leaf)[0] for value, leaf in ((result, x), (expected, exact))]
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(result.double(), expected, rtol=step, atol=1e-6)
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=step, atol=2e-6)
+    wide = torch.randn(10)
+    assert torch.equal(gelu(wide), functional.gelu(wide))
+    assert torch.equal(gelu(x, approximate="tanh"), functional.gelu(x, approximate="tanh"))
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.gelu(functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+
+
+def test_a_graph_with_replaced_operations_gives_what_it_gave() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 64)
+    block, called = compile_block(Attention())
+    torch.testing.assert_close(block(x), Attention()(x))
+    assert functional.scaled_dot_product_attention not in called
+    assert functional.gelu not in called
