@@ -32,7 +32,7 @@ def kept(seed: int, shape: torch.Size, p: float) -> Tensor:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("length", [7, 100, 128, 300, 512])
 def test_attention_with_dropout_is_what_its_formula_says(length: int, is_causal: bool) -> None:
-    from unbounded.compiled.attention import _attend
+    from unbounded.compiled.attention_with_dropout import _attend
 
     torch.manual_seed(0)
     joined = torch.randn(2, length, 3, 3, 64, device="cuda", dtype=torch.bfloat16)  # as after one product for all

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from unbounded.compiled.attention import attention
-from unbounded.compiled.dropout import dropout
+from unbounded.compiled.attention_with_dropout import attention
 from unbounded.compiled.gelu import gelu
+from unbounded.compiled.packed_dropout import dropout
 
 # Each takes the arguments of what it replaces. Random ones get their place in the graph, too: the compiler takes two
 # calls with the same arguments for one.
