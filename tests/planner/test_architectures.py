@@ -129,6 +129,12 @@ def batch(kind: str, tokens: int) -> dict[str, Any]:
         return {"input_ids": text, "pixel_values": image}
     if kind == "clip":
         return {"input_ids": text, "pixel_values": image}
+    if kind in ("vit", "convnext"):
+        return {"pixel_values": image if kind == "vit" else torch.randn(1, 3, 32, 32)}
+    if kind == "wav2vec2":
+        return {"input_values": torch.randn(1, ((tokens * 2 + 2) * 4 + 4) * 5 + 5)}
+    if kind == "speech_to_text":
+        return {"input_features": torch.randn(1, 4 * tokens, 16), "decoder_input_ids": text}
     if kind == "whisper":
         return {"input_features": torch.randn(1, 16, 100), "decoder_input_ids": text}
     if kind in ("t5", "bart", "encoder-decoder", "switch_transformers", "led", "m2m_100"):
@@ -230,6 +236,68 @@ def test_blocks_keep_what_autograd_saves_in_them(kind: str, how: str) -> None:
         assert ours == pytest.approx(real, rel=0.05)
 
 
+SEEN_AND_HEARD: dict[str, dict[str, Any]] = {
+    **{kind: CONFIGS[kind][1] for kind in ("llava", "clip", "vit", "whisper")},
+    "wav2vec2": {**TEXT, "conv_dim": [16] * 3, "conv_kernel": [10, 8, 4], "conv_stride": [5, 4, 2]},
+    "speech_to_text": {**TWO_STACKS, "input_feat_per_channel": 16, "max_target_positions": 64},
+    "convnext": {"hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "image_size": 32, "patch_size": 4},
+    "qwen3_vl": {
+        "text_config": {
+            **TEXT,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 64,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SEEN_AND_HEARD)
+def test_blocks_of_images_and_sound_keep_what_autograd_saves_in_them(kind: str) -> None:
+    """Of a fixed size, beside a text or alone, and of any size."""
+    built = build_model({"model_type": kind, **_calm(SEEN_AND_HEARD[kind])}, kind, torch.float32)
+    model = type(built)(built.config).train()
+    footprint = footprint_of_module(model, None, Plan(), 64)
+    parts = [part for part in footprint.parts if part.is_block]
+    names = {part.module_name for part in parts}
+    if kind == "qwen3_vl":  # its image alone, which is as large as the text
+        parts = [part for part in parts if "visual" in part.name]
+        given = {"hidden_states": torch.randn(64, 3 * 2 * 16**2), "grid_thw": torch.tensor([[1, 4, 16]])}
+        real = saved_in(model.model.visual, {part.module_name.removeprefix("model.visual.") for part in parts}, given)
+    else:
+        real = saved_in(model, names, batch(kind, 64))
+    tokens = 4 if kind == "vit" else 64  # positions of an image, if there is nothing else
+    assert dry_run.seen_costs(model, {}, 64).keys() >= names
+    assert tokens * sum(part.cost.kept_bytes(64) for part in parts) == pytest.approx(real, rel=0.05)
+
+
+def test_where_a_whole_model_cannot_run_models_inside_it_do() -> None:
+    model = build_model({"model_type": "blip-2", **CONFIGS["blip-2"][1]}, "blip-2", torch.bfloat16)
+    seen = dry_run.seen_costs(model, {}, 64)
+    for stack in ("vision_model.encoder", "language_model.model.decoder"):
+        assert {f"{stack}.layers.{index}" for index in range(2)} <= seen.keys()
+    assert seen["vision_model.encoder.layers.1"].attention_kept == 0
+
+
+def test_a_decoder_does_not_run_without_its_source() -> None:
+    model = build_model({"model_type": "bart", **CONFIGS["bart"][1]}, "bart", torch.bfloat16)
+    assert [name for name, _ in dry_run._runnables(model)] == ["", "model", "model.encoder"]
+
+
+def _calm(values: dict[str, Any]) -> dict[str, Any]:
+    """Without dropout, also inside."""
+    inner = {key: _calm(value) for key, value in values.items() if key.endswith("_config")}
+    quiet = dict.fromkeys(("layerdrop", "feat_proj_dropout", "mask_time_prob"), 0.0)
+    return {**values, **NO_DROPOUT, **quiet, **inner}
+
+
 def saved_in(model: torch.nn.Module, blocks: set[str], given: dict[str, torch.Tensor]) -> int:
     """Bytes that autograd saves while one of these modules runs."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -248,7 +316,7 @@ def saved_in(model: torch.nn.Module, blocks: set[str], given: dict[str, torch.Te
         block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, inside[0] + 1))
         block.register_forward_hook(lambda *_: inside.__setitem__(0, inside[0] - 1))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(**given, use_cache=False)
+        model(**given, **({"use_cache": False} if "input_ids" in given else {}))
     return total[0]
 
 
@@ -309,6 +377,8 @@ def test_a_model_that_its_config_does_not_describe_is_counted_from_its_layers() 
         ("llava", ["one image of 4 positions per sequence"]),
         ("qwen2_vl", ["one image with as many positions as the text per sequence"]),
         ("whisper", ["one sound of 50 positions per sequence"]),
+        ("vit", ["tokens are positions of inputs, 4 in each image"]),
+        ("wav2vec2", ["one sound per sequence"]),
         ("bart", ["a source with as many tokens as its target"]),
         ("llama", []),
     ],

@@ -1,15 +1,17 @@
-"""What the blocks of a model of text keep and move, seen by running it without any memory.
+"""What the blocks of a model keep and move, seen by running it without any memory.
 
 Models differ in what their forwards do between products: what norms keep, masks of dropout, scans, attention that keeps
 a score for every pair of positions, which experts run. So a model like the planned one is built from its config on the
 meta device, and sequences run through it, whose tensors have sizes and nothing else. Three lengths tell what grows with
-the sequence. Models that cannot run so are counted otherwise.
+the sequence. Images and sounds of fixed sizes do not, and are there once per sequence. Where a whole model cannot run,
+or does not reach its encoder of images, models inside it run alone. What cannot run so is counted otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import random
 import warnings
@@ -24,6 +26,7 @@ from torch import nn
 from unbounded.planner.models.footprint import Cost
 from unbounded.planning.alike_blocks import find_alike
 from unbounded.planning.known_values import KnownValues
+from unbounded.planning.sample_inputs import find_configs, sample_inputs
 from unbounded.planning.watched_forward import SeenBlock, WatchedForward
 from unbounded.zero.setup.sites import find_sites
 
@@ -41,8 +44,8 @@ def seen_costs(model: nn.Module, dtypes: Mapping[str, torch.dtype], sequence: in
     whole: Any = model
     is_adapted = type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model")
     base = whole.get_base_model() if is_adapted else whole
-    reads_text = getattr(base, "main_input_name", None) == "input_ids"  # parts of models say nothing
-    if not type(base).__module__.startswith("transformers.") or not reads_text:
+    is_model = hasattr(base, "main_input_name")  # parts of models say nothing
+    if not type(base).__module__.startswith("transformers.") or not is_model:
         return {}
     adapters = dict(whole.peft_config) if is_adapted else {}
     parameters = tuple((name, one.requires_grad, dtypes.get(name, one.dtype)) for name, one in model.named_parameters())
@@ -69,7 +72,7 @@ class _Model:
         config.use_cache = False
         if str(config._attn_implementation).startswith(("flash", "flex", "kernels")):
             config._attn_implementation = "sdpa"  # fused as well
-        for part in _configs(config):
+        for part in find_configs(config):
             for name in [name for name in vars(part) if name.endswith("layerdrop")]:
                 setattr(part, name, 0.0)  # every block is to be seen
         with torch.device("meta"):
@@ -91,48 +94,89 @@ class _Model:
         return model.train()  # type: ignore[no-any-return]
 
 
-def _configs(config: Any) -> Iterator[Any]:
-    """A config and those inside it."""
-    yield config
-    for part in vars(config).values():
-        if isinstance(part, type(config).__mro__[-2]):
-            yield from _configs(part)
-
-
 @lru_cache(maxsize=8)
 def _run(described: _Model, sequence: int) -> dict[str, Cost]:
     with _quietly():
         model = described.build()
-        most = getattr(described.config, "max_position_embeddings", None) or sequence
+        sites = {site.name: site.module for site in find_sites(model) if site.name and not site.is_outer}
+        found: dict[str, Cost] = {}
+        for name, inner in _runnables(model):
+            inside = [site for site in sites if not name or site.startswith(f"{name}.")]
+            if inside and found.keys().isdisjoint(inside):
+                with contextlib.suppress(
+                    Exception
+                ):  # a model's code may need more than it is given, and fail in any way
+                    found = {**_Runnable(model, inner, sites).costs(sequence), **found}
+    return found
+
+
+def _runnables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A model, then the models inside it, which may run where the whole does not, or does not reach them. Decoders that
+    read a source do not run alone."""
+    for name, module in model.named_modules():
+        is_model = hasattr(module, "main_input_name") and hasattr(module, "config")
+        takes = inspect.signature(module.forward).parameters if is_model else {}
+        if not name or (is_model and ("encoder_hidden_states" not in takes or not _has_source(module.config))):
+            yield name, module
+
+
+def _has_source(config: Any) -> bool:
+    return getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+
+
+@dataclass(frozen=True)
+class _Runnable:
+    """A model, alone or inside another one, that can be called with inputs of its own."""
+
+    model: nn.Module
+    inner: Any
+    sites: Mapping[str, nn.Module]
+
+    def costs(self, sequence: int) -> dict[str, Cost]:
+        most = min([sequence, LONGEST, *_most_positions(self._base.config)])
         first = max(1, min(FIRST_POSITIONS, most // 3))
-        short = _forward(model, first, {})
-        alike = find_alike(
-            {site.name: site.module for site in find_sites(model) if site.name and not site.is_outer},
-            {name: seen.done() for name, seen in short.items()},
-        )
-        middle = _forward(model, 2 * first, alike)
-        longest, long = min(sequence, most, LONGEST), None
+        way, short = self._find_way(first)
+        alike = find_alike(self.sites, {name: seen.done() for name, seen in short.items()})
+        middle = self._forward(2 * first, way, alike)
+        longest, long = most, None
         if longest > 3 * first and not _goes_step_by_step(short, middle):
             with contextlib.suppress(Exception):  # tables of positions may be shorter than configs say
-                long = _forward(model, longest, alike)
+                long = self._forward(longest, way, alike)
         if long is None:
             longest = 3 * first
-            long = _forward(model, longest, alike)
-    lengths = first, 2 * first, longest
-    seen = ((name, [run.get(name) for run in (short, middle, long)]) for name in long)
-    return {name: _cost(blocks, lengths, sequence) for name, blocks in seen if None not in blocks}
+            long = self._forward(longest, way, alike)
+        lengths = first, 2 * first, longest
+        seen = ((name, [run.get(name) for run in (short, middle, long)]) for name in long)
+        return {name: _cost(blocks, lengths, sequence) for name, blocks in seen if None not in blocks}
+
+    @property
+    def _base(self) -> Any:
+        return self.inner.get_base_model() if hasattr(self.inner, "get_base_model") else self.inner
+
+    def _find_way(self, length: int) -> tuple[int, dict[str, SeenBlock]]:
+        """The first of the inputs that it can read, and what it did."""
+        failed: Exception | None = None
+        for way in range(len(sample_inputs(self._base, length))):
+            try:
+                return way, self._forward(length, way, {})
+            except Exception as error:
+                failed = error
+        raise failed or ValueError(f"{type(self._base).__name__} reads nothing that is known")
+
+    def _forward(self, length: int, way: int, alike: Mapping[str, Hashable]) -> dict[str, SeenBlock]:
+        values = KnownValues()
+        with values:
+            given = sample_inputs(self._base, length)[way]
+        watched = WatchedForward(self.model, values, alike)
+        watched.run(self.inner, given)
+        return watched.seen
 
 
-def _forward(model: nn.Module, length: int, alike: Mapping[str, Hashable]) -> dict[str, SeenBlock]:
-    values = KnownValues()
-    with values:
-        ids = torch.full((1, length), 7, dtype=torch.int64, device="meta")
-    given = {"input_ids": ids}
-    if getattr(model.config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = ids
-    watched = WatchedForward(model, values, alike)
-    watched.run(given)
-    return watched.seen
+def _most_positions(config: Any) -> list[int]:
+    """How long a text may be, by its tables of positions."""
+    names = ("max_position_embeddings", "max_target_positions", "n_positions")
+    said = (getattr(one, name, None) for one in find_configs(config) for name in names)
+    return [number for number in said if isinstance(number, int) and number > 0]
 
 
 def _goes_step_by_step(short: dict[str, SeenBlock], long: dict[str, SeenBlock]) -> bool:

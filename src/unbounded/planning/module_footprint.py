@@ -173,7 +173,8 @@ def footprint_of_module(
     shape, towers = _known_shape(model), find_towers(model)
     has_head = any(not isinstance(s.module, nn.Embedding) and _is_leaf(s.module) for s in sites if s.name)
     dtypes = {slot.name: spec.dtype for spec in specs for slot in spec.layout.slots}
-    seen = seen_costs(model, dtypes, sequence) if kernels is EAGER else {}
+    positions = next((tower.positions for tower in towers if not tower.name), None) or sequence
+    seen = seen_costs(model, dtypes, positions) if kernels is EAGER else {}
     reading = _Reading(seen, shape, kernels, active_experts(text_config(model)), has_head, towers, sequence)
     parts, charged = [], set()
     for spec in specs:

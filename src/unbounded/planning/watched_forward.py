@@ -35,7 +35,7 @@ class SeenBlock:
 
 
 class WatchedForward:
-    """One forward of a model, with what its modules did that the engine would gather, by name; none of those that did
+    """One forward of a model or of a model inside it, with what happened at its sites, by name; not at those that did
     not run. Blocks that are `alike` run once."""
 
     def __init__(self, model: nn.Module, values: KnownValues, alike: Mapping[str, Hashable]) -> None:
@@ -45,7 +45,7 @@ class WatchedForward:
         self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         self._alive: list[torch.Tensor] = []  # so that no storage is taken for another one
 
-    def run(self, given: Mapping[str, torch.Tensor]) -> None:
+    def run(self, inner: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
         with contextlib.ExitStack() as stack:
             for site in find_sites(self._model):
                 if site.name:
@@ -57,7 +57,7 @@ class WatchedForward:
             stack.enter_context(WrittenValues())
             stack.enter_context(self._values)
             stack.enter_context(_Moves(self._inside))
-            self._model(**given)
+            inner(**given)
 
     def _run_site(self, site: Site, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         block = self.seen.setdefault(site.name, SeenBlock())
