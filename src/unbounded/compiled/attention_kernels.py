@@ -20,7 +20,8 @@ from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 FORWARD = {"ROWS": 128, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
-BACKWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
+BACKWARD_QUERY = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
+BACKWARD_KEY = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 WHOLE = {"num_warps": 8, "num_stages": 1}
 LONGEST_WHOLE = 128
 
@@ -66,15 +67,14 @@ def backward(
             LENGTH=whole, EVEN=whole == length, **options, **WHOLE,
         )  # fmt: skip
         return grads
-    options["EVEN"] = _divides(BACKWARD, length)
     shared = torch.empty_like(logs)
-    _backward_query[(triton.cdiv(length, BACKWARD["ROWS"]), batch * heads)](
+    _backward_query[(triton.cdiv(length, BACKWARD_QUERY["ROWS"]), batch * heads)](
         query, key, value, result, grad, grads[0], logs, shared, seed, *strides, *numbers,
-        **options, **BACKWARD,
+        EVEN=_divides(BACKWARD_QUERY, length), **options, **BACKWARD_QUERY,
     )  # fmt: skip
-    _backward_key[(triton.cdiv(length, BACKWARD["COLUMNS"]), batch * heads)](
+    _backward_key[(triton.cdiv(length, BACKWARD_KEY["COLUMNS"]), batch * heads)](
         query, key, value, grad, grads[1], grads[2], logs, shared, seed, *strides, *numbers,
-        **options, **BACKWARD,
+        EVEN=_divides(BACKWARD_KEY, length), **options, **BACKWARD_KEY,
     )  # fmt: skip
     return grads
 

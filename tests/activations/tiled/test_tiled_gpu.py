@@ -111,6 +111,8 @@ def test_the_driver_counts_no_more_than_the_budget_and_a_batch_too_large_is_an_e
         return float(loss.detach())
 
     losses = [step(tokens) for _ in range(3)]
+    with pytest.raises(PlanError, match="the labels go from 64000 to 64000, but the head has 64000 classes"):
+        model(input_ids=tokens, labels=torch.full_like(tokens, 64000))
     with pytest.raises(
         unbounded.BudgetError, match=r"The batch \(input_ids \[64, 1024\], labels .* does not fit into devi"
     ):

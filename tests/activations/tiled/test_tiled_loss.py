@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import unbounded
-from unbounded.activations.tiled.loss import entropy_of_logits
+from unbounded.activations.tiled.loss import LabelRange, entropy_of_logits
 from unbounded.errors import PlanError
 from unbounded.planner.step.logits import TILE_BYTES
 
@@ -271,3 +272,16 @@ def test_the_loss_of_logits_that_exist_leaves_them_alone(
     assert torch.equal(*torch.autograd.grad(loss * 0.3, logits), found[1])
     with pytest.raises(PlanError, match=f"labels go from 0 to {CLASSES}"):
         entropy_of_logits(logits, torch.tensor([0] * (ROWS - 1) + [CLASSES]))
+
+
+def test_labels_that_were_looked_at_early_are_not_waited_for_and_never_wrong_in_silence() -> None:
+    logits, good = torch.zeros(3, CLASSES), torch.tensor([0, -100, CLASSES - 1])
+    bad = torch.tensor([0, 1, CLASSES])
+    early = LabelRange(good, -100)
+    assert float(entropy_of_logits(logits, good, early=early)) == pytest.approx(2 * math.log(CLASSES))
+    assert math.isnan(float(entropy_of_logits(logits, bad, early=early)))  # labels that were changed after the look
+    assert float(entropy_of_logits(logits, good, early=LabelRange(bad, -100))) > 0  # the loss has its own look
+    for early in (LabelRange(bad, -100), LabelRange(good, -1), None):
+        with pytest.raises(PlanError, match=f"labels go from 0 to {CLASSES}"):
+            entropy_of_logits(logits, bad, early=early)
+    assert float(entropy_of_logits(logits, torch.full((3,), -100))) == 0

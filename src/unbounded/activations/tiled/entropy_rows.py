@@ -8,13 +8,17 @@ from unbounded.activations.tiled.entropy import Entropy, TorchKernels
 
 
 class EntropyRows:
-    """The loss of one tile of rows. `labels` are whole-vocabulary classes; ignored rows come out as 0."""
+    """The loss of one tile of rows. `labels` are whole-vocabulary classes; ignored rows come out as 0.
+
+    A label that is no class makes the loss NaN, if nobody has refused it before.
+    """
 
     def __init__(self, logits: torch.Tensor, labels: torch.Tensor, entropy: Entropy) -> None:
         self.entropy = entropy
         shards = entropy.vocabulary
         self.num_classes = logits.shape[1] if shards is None else shards.size
         self.counted = labels != entropy.ignore_index
+        self._is_class = (labels >= 0) & (labels < self.num_classes)
         local = labels if shards is None else labels - shards.start
         is_here = self.counted & (local >= 0) & (local < logits.shape[1])
         self._labels = torch.where(is_here, local, -1)  # in this part of the vocabulary; -1: none
@@ -31,7 +35,7 @@ class EntropyRows:
             losses = losses - smoothing * sums.total / self.num_classes
         if entropy.z_loss:
             losses = losses + entropy.z_loss * logsumexp.square()
-        return torch.where(self.counted, losses, 0.0)
+        return torch.where(self.counted, torch.where(self._is_class, losses, torch.nan), 0.0)
 
     def write_gradient(
         self, logits: torch.Tensor, *, out: torch.Tensor | None = None, factor: torch.Tensor | None = None

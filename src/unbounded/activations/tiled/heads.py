@@ -32,9 +32,11 @@ from unbounded.activations.tiled.logits_recipe import (
     products_of,
     read_head,
 )
-from unbounded.activations.tiled.loss import LinearProjection, choose_tile_rows, sum_of_losses, values_of
+from unbounded.activations.tiled.loss import LabelRange, LinearProjection, choose_tile_rows, sum_of_losses, values_of
 from unbounded.own_hook import OwnHook
 from unbounded.planner.step.logits import tile_bytes
+
+USUAL_IGNORED = -100  # in labels of transformers
 
 
 class CutHead(Vocabulary, Protocol):
@@ -76,13 +78,17 @@ class DeferredHeads:
             if torch.compiler.is_compiling():
                 return
             labels = kwargs.get("labels", args[position] if position < len(args) else None)
+            is_early = isinstance(labels, torch.Tensor) and labels.is_cuda and not labels.is_floating_point()
+            early = LabelRange(labels, USUAL_IGNORED) if is_early else None
             for layer in layers:
                 layer.depth += labels is not None
                 layer.answers.append(labels is not None)
+                layer.early = early
 
         def end(*_: Any) -> None:
             for layer in () if torch.compiler.is_compiling() else layers:
                 layer.depth -= layer.answers.pop() if layer.answers else 0
+                layer.early = None
 
         handles = [
             owner.register_forward_pre_hook(OwnHook(begin), with_kwargs=True, prepend=True),
@@ -135,6 +141,7 @@ class _HeadLayer:
     def __init__(self, linear: nn.Linear, device_bytes: int | None, part: CutHead | None) -> None:
         self.linear, self.device_bytes, self.part, self.depth = linear, device_bytes, part, 0
         self.answers: list[bool] = []
+        self.early: LabelRange | None = None  # of the running forward's labels
         self._num_hooks = 0
         self._forward = linear.__dict__.get("forward") if part is not None else None
         self._call = partial(_call, self)
@@ -259,7 +266,7 @@ def _reduce(layer: _HeadLayer, recipe: LogitsRecipe, labels: torch.Tensor, optio
     else:
         entropy = Entropy(ignore_index, options["label_smoothing"], vocabulary=layer.part)
         projection = RecipeProjection(recipe, weights)
-    total = sum_of_losses(projection, labels, entropy, layer.tile_rows(dtype, device))
+    total = sum_of_losses(projection, labels, entropy, layer.tile_rows(dtype, device), layer.early)
     if options["reduction"] == "sum":
         return total
     return total / (labels != ignore_index).sum().to(total.device)

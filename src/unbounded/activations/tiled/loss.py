@@ -93,14 +93,19 @@ def tiled_cross_entropy(
 
 
 def entropy_of_logits(
-    logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = -100, vocabulary: Vocabulary | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    vocabulary: Vocabulary | None = None,
+    early: LabelRange | None = None,
 ) -> torch.Tensor:
     """The summed cross-entropy of logits that exist, (rows, classes), computed in fp32 without a copy of them in fp32.
 
-    If each rank has the logits of a part of the vocabulary, `vocabulary` joins them.
+    If each rank has the logits of a part of the vocabulary, `vocabulary` joins them. `early` is the labels' range.
     """
     entropy = Entropy(ignore_index, vocabulary=vocabulary)
-    check = _start_label_check(labels, entropy, logits.shape[1])
+    check = _check_labels(labels, entropy, logits.shape[1], early)
     num_classes = logits.shape[1] if vocabulary is None else -(-vocabulary.size // vocabulary.num_parts)
     tile_rows = choose_tile_rows(num_classes * logits.dtype.itemsize, None, logits.device)
     total: torch.Tensor = _LogitsLoss.apply(logits, labels.to(logits.device), entropy, tile_rows)
@@ -132,9 +137,15 @@ def _round(rows: int) -> int:
     return rows // 128 * 128 if rows >= 128 else rows
 
 
-def sum_of_losses(projection: Projection, labels: torch.Tensor, entropy: Entropy, tile_rows: int) -> torch.Tensor:
-    """The summed loss of all rows of a projection."""
-    check = _start_label_check(labels, entropy, projection.num_classes)
+def sum_of_losses(
+    projection: Projection,
+    labels: torch.Tensor,
+    entropy: Entropy,
+    tile_rows: int,
+    early: LabelRange | None = None,
+) -> torch.Tensor:
+    """The summed loss of all rows of a projection. `early` is the range of what the labels are taken from."""
+    check = _check_labels(labels, entropy, projection.num_classes, early)
     labels = labels.to(projection.tensors[0].device)
     total: torch.Tensor = _TiledLoss.apply(
         projection, labels, entropy, tile_rows, torch.is_grad_enabled(), *projection.tensors
@@ -143,31 +154,51 @@ def sum_of_losses(projection: Projection, labels: torch.Tensor, entropy: Entropy
     return total
 
 
-def _start_label_check(labels: torch.Tensor, entropy: Entropy, num_here: int) -> Callable[[], None]:
-    """Reads the labels' range now; the returned function raises. On a GPU it waits only for work before the tiles."""
-    num_classes = num_here if entropy.vocabulary is None else entropy.vocabulary.size
-    if labels.numel() == 0:
-        return lambda: None
-    counted = labels != entropy.ignore_index
-    wide = labels.long()
-    ends = torch.stack([torch.where(counted, wide, 2**62).amin(), torch.where(counted, wide, -(2**62)).amax()])
-    event = None
-    if ends.is_cuda:
-        ends = torch.empty(2, dtype=ends.dtype, device="cpu", pin_memory=True).copy_(ends, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+class LabelRange:
+    """The lowest and highest label, read from a GPU while other work goes on."""
 
-    def check() -> None:
-        if event is not None:
-            event.synchronize()
-        low, high = (int(end) for end in ends)
-        if low <= high and (low < 0 or high >= num_classes):
+    def __init__(self, labels: torch.Tensor, ignore_index: int) -> None:
+        self.ignore_index = ignore_index
+        self._event = None
+        self._ends = torch.tensor([2**62, -(2**62)], dtype=torch.long, device="cpu")
+        if labels.numel() == 0:
+            return
+        counted = labels != ignore_index
+        wide = labels.long()
+        self._ends = torch.stack(
+            [torch.where(counted, wide, 2**62).amin(), torch.where(counted, wide, -(2**62)).amax()]
+        )
+        if labels.is_cuda:
+            ends = torch.empty(2, dtype=torch.long, device="cpu", pin_memory=True)
+            self._ends = ends.copy_(self._ends, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_below(self, num_classes: int) -> bool:
+        """Waits for the labels, on a GPU also for what was launched before them."""
+        if self._event is not None:
+            self._event.synchronize()
+        low, high = self._ends.tolist()
+        return bool(low > high or (low >= 0 and high < num_classes))  # none, or all are
+
+    def check(self, num_classes: int) -> None:
+        if not self.is_below(num_classes):
+            low, high = self._ends.tolist()
             raise PlanError(
                 f"the labels go from {low} to {high}, but the head has {num_classes} classes. Labels must lie between "
-                f"0 and {num_classes - 1}, or be ignore_index ({entropy.ignore_index})."
+                f"0 and {num_classes - 1}, or be ignore_index ({self.ignore_index})."
             )
 
-    return check
+
+def _check_labels(
+    labels: torch.Tensor, entropy: Entropy, num_here: int, early: LabelRange | None
+) -> Callable[[], None]:
+    """To be called when all work is launched. If an early look at the labels was fine, nobody waits for that work."""
+    num_classes = num_here if entropy.vocabulary is None else entropy.vocabulary.size
+    if early is None or early.ignore_index != entropy.ignore_index or not early.is_below(num_classes):
+        found = LabelRange(labels, entropy.ignore_index)
+        return lambda: found.check(num_classes)
+    return lambda: None
 
 
 class _TiledLoss(torch.autograd.Function):

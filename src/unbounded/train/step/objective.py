@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unbounded.activations.tiled.loss import entropy_of_logits
+from unbounded.activations.tiled.loss import LabelRange, entropy_of_logits
 from unbounded.parallel.tensor.head.vocabulary import HeadPart
 from unbounded.sharding.running import cut_head
 from unbounded.train.data.tokenizer import IGNORED
@@ -53,9 +53,10 @@ def _takes_cache(model: Any) -> bool:
 def summed_loss(model: nn.Module, part: MicroBatch) -> Tensor:
     """Cross entropy in fp32, summed over the targets that are not ignored."""
     targets = part.targets.flatten() if part.places is None else part.targets.flatten()[part.places]
+    early = LabelRange(targets, IGNORED)
     with logits_as_cut(model) as head, nullcontext() if part.places is None else _head_at(model, part.places):
         logits = logits_of(model, part.inputs, part.positions)
-    return sum_losses(logits, targets, head)
+    return sum_losses(logits, targets, head, early)
 
 
 @contextmanager
@@ -66,10 +67,10 @@ def logits_as_cut(model: nn.Module) -> Iterator[HeadPart | None]:
         yield head
 
 
-def sum_losses(output: Any, targets: Tensor, head: HeadPart | None = None) -> Tensor:
-    """The summed loss of what a model returned: all logits, or those of `head`."""
+def sum_losses(output: Any, targets: Tensor, head: HeadPart | None = None, early: LabelRange | None = None) -> Tensor:
+    """The summed loss of what a model returned: all logits, or those of `head`. `early` is the targets' range."""
     logits = (output if isinstance(output, Tensor) else output.logits).flatten(0, 1)
-    return entropy_of_logits(logits, targets.flatten(), ignore_index=IGNORED, vocabulary=head)
+    return entropy_of_logits(logits, targets.flatten(), ignore_index=IGNORED, vocabulary=head, early=early)
 
 
 @contextmanager
