@@ -23,6 +23,7 @@ import torch
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _WAITING = (os.path.join(_OURS, "ranks") + os.sep, os.path.join(_OURS, "tiers", "lane.py"))
+_EVENTS = os.path.join(_OURS, "held_interrupts.py")  # waits on behalf of its caller, whose state counts
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
 _PACKAGES = os.sep + "site-packages" + os.sep  # often inside the standard library's folder
@@ -80,7 +81,7 @@ def _state_of(frame: FrameType | None) -> str:
 
 
 def _is_transparent(name: str) -> bool:
-    return name.startswith(_TORCH) or (name.startswith(_PYTHON) and _PACKAGES not in name)
+    return name == _EVENTS or name.startswith(_TORCH) or (name.startswith(_PYTHON) and _PACKAGES not in name)
 
 
 def _place_in_users_code(frame: FrameType) -> str:
