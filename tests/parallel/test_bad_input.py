@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -219,7 +221,7 @@ def test_every_rank_refuses_alike(ranks: Any, case: str) -> None:
 LATER = {
     "rows": "a batch of input_ids (2, 8), labels (2, 8) instead of a batch of input_ids (4, 8), labels (4, 8)",
     "no labels": "a batch of input_ids (4, 8) instead of a batch of input_ids (4, 8), labels (4, 8)",
-    "step": "rank 1 has different settings in a forward with gradients from rank 0: 0 steps instead of 1 steps",
+    "step": "rank 0 is in optimizer.step(); rank 1 is in a forward with gradients",
     "eval": "rank 0 is in a forward with gradients; rank 1 is in a forward without gradients",
     "frozen": "frozen since shard: transformer.wpe.weight instead of frozen since shard: nothing",
 }
@@ -231,8 +233,11 @@ def differ_later(rank: int, size: int, plan: dict[str, Any], kind: str) -> str:
     model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
     model(**models.batch("gpt2", 0)).loss.backward()
     batch, is_other = models.batch("gpt2", 1), rank == size - 1
-    if not (is_other and kind == "step"):
-        optimizer.step()
+    if kind == "step":
+        with pytest.raises(PeerError) as caught:
+            model(**batch) if is_other else optimizer.step()
+        return str(caught.value)
+    optimizer.step()
     optimizer.zero_grad()
     if is_other and kind == "rows":
         batch = {name: value[:2] for name, value in batch.items()}
@@ -250,6 +255,79 @@ def differ_later(rank: int, size: int, plan: dict[str, Any], kind: str) -> str:
 def test_ranks_of_one_copy_that_go_apart_say_so(ranks: Any, axis: str, kind: str) -> None:
     for message in ranks(2, differ_later, {axis: 2}, kind):
         assert LATER[kind] in message
+
+
+APART = {
+    "mode": "model.eval() instead of model.train()",
+    "seed": "instead of the random state",
+    "kept": "gradients of an earlier backward instead of no gradients",
+    "rate": "rank 1 has different settings in optimizer.step() from rank 0: lr=0.02 instead of lr=0.002",
+    "norm": "rank 0 is in optimizer.clip_grad_norm_(1.0); rank 1 is in optimizer.clip_grad_norm_(2.0)",
+    "only clips": "rank 0 is in optimizer.step(); rank 1 is in optimizer.clip_grad_norm_(2.0)",
+}
+OVER_STAGES = {
+    "mode": "labels (1, 8), in model.eval(). Give",
+    "kept": "before this batch only ranks [1] of the pipeline axis have gradients of an earlier one",
+}
+
+
+def go_apart(rank: int, size: int, plan: dict[str, Any]) -> dict[str, str]:
+    """What a rank raises in the second step, in which rank 1 does something else."""
+    found = {}
+    for kind in APART:
+        model = models.build("gpt2", n_layer=2)
+        model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+        run = unbounded.pipeline(model) if "pipeline" in plan else lambda m=model, **batch: m(**batch).loss.backward()
+        run(**models.batch("gpt2", 0))
+        optimizer.step()
+        is_other = rank == 1
+        if not (is_other and kind == "kept"):
+            optimizer.zero_grad()
+        if is_other and kind == "mode":
+            model.eval()
+        if is_other and kind == "seed":
+            torch.manual_seed(1)
+        if is_other and kind == "rate":
+            optimizer.param_groups[0]["lr"] *= 10
+        try:
+            run(**models.batch("gpt2", 1))
+            if kind == "norm" or (kind == "only clips" and is_other):
+                optimizer.clip_grad_norm_(1.0 + is_other)
+            optimizer.step()
+        except unbounded.UnboundedError as error:
+            found[kind] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+def test_ranks_of_one_copy_that_train_it_differently_say_so(ranks: Any, axis: str) -> None:
+    wanted = APART if axis != "pipeline" else {key: OVER_STAGES.get(key, APART[key]) for key in APART if key != "seed"}
+    for found in ranks(2, go_apart, {axis: 2}):
+        assert found.keys() == wanted.keys()  # stages draw their own numbers
+        for kind, text in wanted.items():
+            assert text in found[kind], kind
+
+
+def catch(rank: int, size: int, plan: dict[str, Any]) -> str:
+    """What a rank raises when rank 1 has caught an exception of a forward, and goes on with the step."""
+    model = models.build("gpt2", n_layer=2)
+    model, optimizer = unbounded.shard(model, optimizer_of(model), plan | {"watchdog_seconds": 1})
+    model(**models.batch("gpt2", 0)).loss.backward()
+    optimizer.step()
+    if rank == 1:
+        model.transformer.h[0].mlp.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            model(**models.batch("gpt2", 1)).loss.backward()
+        optimizer.step()
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_catches_an_exception_ends_the_others(ranks: Any) -> None:
+    for message in ranks(2, catch, {"tensor": 2}):
+        assert re.search(r"in the sum of layer 'transformer\.h\.\d\.attn.c_proj'", message), message
 
 
 def copy_model(rank: int, size: int, plans: list[dict[str, Any]]) -> list[str]:

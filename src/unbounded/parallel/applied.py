@@ -31,6 +31,7 @@ from unbounded.planner.plan import Plan
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
 from unbounded.ranks.mesh import Axes
+from unbounded.ranks.phases import CopyPhases
 
 # Chunks of layers per rank in the interleaved schedule.
 CHUNKS = 2
@@ -48,6 +49,7 @@ class Applied:
     )  # parameters that several stages hold
     heads: dict[nn.Module, HeadPart] = field(default_factory=dict)  # last layers whose logits stay cut
     replaced: dict[int, nn.Parameter] = field(default_factory=dict)  # what replaces a parameter, by its id
+    phases: CopyPhases = field(default_factory=CopyPhases)
     standing: Callable[[], str] = str  # what must be the same on ranks that compute one copy of the model
     attaches: list[Callable[[], None]] = field(default_factory=list)
     detaches: list[Callable[[], None]] = field(default_factory=list)
@@ -69,7 +71,7 @@ def take_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, axes: Axes, device: torch.device
 ) -> Applied:
     """All ranks must call this. Leaves only this rank's part in the model; the result's `attach` does the rest."""
-    applied, error, cutting = Applied(), None, None
+    applied, error, cutting = Applied(phases=CopyPhases((axes.tensor, axes.context, axes.pipeline))), None, None
     try:
         _check_fields(plan, axes)
         cutting = _find_stages(model, plan, axes)
@@ -127,7 +129,7 @@ def take_parts(
     sharing = [axis for axis in (axes.tensor, axes.context) if axis.size > 1]
     if sharing and not isinstance(tensor, GivenTensors):  # torch's own layers may take parts of a batch
         applied.attaches.append(
-            lambda: applied.detaches.append(attach_check(model, sharing, lambda: applied.standing()))
+            lambda: applied.detaches.append(attach_check(model, sharing, applied.phases, lambda: applied.standing()))
         )
     applied.uncounted = frozenset(uncounted)
     return applied

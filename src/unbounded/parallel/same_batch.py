@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
+from unbounded.parallel.tensor.dropout import drops_anything
 from unbounded.ranks.axis import Axis
-from unbounded.ranks.phases import Phases
+from unbounded.ranks.phases import CopyPhases
 
 
 def check_same_batch(axes: Sequence[Axis], batch: Any) -> None:
@@ -33,26 +34,38 @@ def check_same_batch(axes: Sequence[Axis], batch: Any) -> None:
         )
 
 
-def attach_check(model: nn.Module, axes: Sequence[Axis], standing: Callable[[], str]) -> Callable[[], None]:
+def attach_check(
+    model: nn.Module, axes: Sequence[Axis], phases: CopyPhases, standing: Callable[[], str]
+) -> Callable[[], None]:
     """All ranks of the axes must call this. Compares every forward of the model; the returned function ends that.
 
-    Before each, ranks wait until all of them are about to run it, with a batch of the same shapes, and with the same
-    `standing`. The contents of batches are compared once.
+    Before each, ranks wait until all of them are about to run it, with a batch of the same shapes, in the same mode and
+    with the same `standing`; if anything is dropped, also with the same random state. The contents of batches are
+    compared once.
     """
-    phases: list[Phases] = []  # with lanes of their own, made when the model first runs
+    is_first, drops = True, drops_anything(model)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_first = not phases
-        if is_first:
-            phases.extend(Phases(axis) for axis in axes)
+        nonlocal is_first
         kind = "a forward with gradients" if torch.is_grad_enabled() else "a forward without gradients"
-        detail = f"{standing()}; {describe_shapes((args, kwargs))}"
-        for each in phases:
-            each.confirm(kind, detail)
+        mode = "model.train()" if model.training else "model.eval()"
+        numbers = _describe_numbers(model) if drops and model.training else "no dropout"
+        detail = f"{standing()}; {mode}; {numbers}; {describe_shapes((args, kwargs))}"
+        phases.confirm(kind, detail, [axis.name for axis in axes])
         if is_first:
+            is_first = False
             check_same_batch(axes, (args, kwargs))
 
     return model.register_forward_pre_hook(before, with_kwargs=True).remove
+
+
+def _describe_numbers(model: nn.Module) -> str:
+    """The random state from which dropout draws, in words. On CUDA it is a seed and a counter."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+        return f"a random state of seed {generator.initial_seed()} after {generator.get_offset()} numbers"
+    return f"the random state {zlib.crc32(torch.get_rng_state().numpy().data):08x}"
 
 
 def describe_shapes(batch: Any) -> str:

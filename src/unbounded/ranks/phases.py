@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ from unbounded.ranks.watchdog.verdict import ADVICE
 # How long a rank waits to hear what its peers are doing, once it knows that they differ.
 _HEAR_SECONDS = 10.0
 
+# How often ranks of a group have heard each other. The next model of a job may use the same group, and must not hear
+# what was said before.
+_num_heard: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
 
 class Said(NamedTuple):
     """What a rank is about to do, what must be the same on all ranks, and the number of collectives so far."""
@@ -42,8 +47,8 @@ class Said(NamedTuple):
 class Ticket:
     """What one phase waits for before its first collective. It does not hold its `Phases`, which hold it."""
 
-    def __init__(self, axis: Axis, number: int, said: Said, before: Ticket | None) -> None:
-        self._axis, self._number, self._said, self._before = axis, number, said, before
+    def __init__(self, axis: Axis, said: Said, before: Ticket | None) -> None:
+        self._axis, self._said, self._before = axis, said, before
         marks = [zlib.crc32(said.text.encode()), zlib.crc32(said.detail.encode()), said.issued]
         with torch.inference_mode(False):  # another thread writes to it, in any grad mode
             self._votes = torch.tensor([*marks, *(-mark for mark in marks)], dtype=torch.int64, device="cpu")
@@ -83,7 +88,8 @@ class Ticket:
         axis, ranks = self._axis, self._axis.members()
         if axis.watch is None or axis.group is None:
             return {ranks[axis.rank]: self._said}
-        key = f"phase/{axis.group.group_name}/{self._number}"
+        number = _num_heard[axis.group] = _num_heard.get(axis.group, 0) + 1
+        key = f"phase/{axis.group.group_name}/{number}"
         heard = axis.watch.exchange(key, json.dumps(self._said), ranks, _HEAR_SECONDS)
         said = {rank: Said(*json.loads(text)) for rank, text in sorted(heard.items())}
         return said or {ranks[axis.rank]: self._said}
@@ -100,7 +106,7 @@ class Phases:
         self.standing: Callable[[], str] = str  # what must be the same on every rank in all phases
         self._ticket: Ticket | None = None
         self._last: Ticket | None = None
-        self._number = self._issued = 0
+        self._issued = 0
 
     def enter(self, text: str, detail: str = "") -> None:
         """Begins the phase `text`, until `leave` or the next `enter`; `detail` must be the same on every rank."""
@@ -148,12 +154,32 @@ class Phases:
             self._announce(alone, detail).wait()
 
     def _announce(self, text: str, detail: str) -> Ticket:
-        self._number += 1
         before = self._last if self._last is not None and self._last.is_pending else None
         detail = "; ".join(filter(None, (detail, self.standing())))
-        ticket = self._last = Ticket(self._axis, self._number, Said(text, detail, self._issued), before)
+        ticket = self._last = Ticket(self._axis, Said(text, detail, self._issued), before)
         ticket.launch()
         return ticket
+
+
+class CopyPhases:
+    """What the ranks that compute one copy of a model are about to do, compared on each of `axes`.
+
+    Lanes are made when something is first compared. On an axis of one rank nothing is.
+    """
+
+    def __init__(self, axes: Iterable[Axis] = ()) -> None:
+        self._axes = {axis.name: axis for axis in axes if axis.size > 1}
+        self._phases: dict[str, Phases] = {}
+
+    def confirm(self, text: str, detail: str = "", names: Iterable[str] | None = None) -> None:
+        """All ranks of the axes must call this. Returns when all are about to do `text`, with the same `detail`.
+
+        With `names`, it goes over those axes alone.
+        """
+        for name in self._axes if names is None else [name for name in names if name in self._axes]:
+            if name not in self._phases:
+                self._phases[name] = Phases(self._axes[name])
+            self._phases[name].confirm(text, detail)
 
 
 def describe_difference(said: Mapping[int, Said]) -> str:

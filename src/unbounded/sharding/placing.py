@@ -94,7 +94,7 @@ def shard(
     cast_inputs = lowered if lowered != torch.float32 else None
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
     with lifted_policies(model), compiled_blocks(model, open_plan.compile) as make_plain:
-        state = Assembly(model, sites, blueprint, axes, device).build(optimizer, fill, cast_inputs)
+        state = Assembly(model, sites, blueprint, axes, device, parts.phases).build(optimizer, fill, cast_inputs)
         state.add_detach(make_plain, is_inner=True)
         parts.standing = partial(_describe_standing, state)
         enrol(model, state, parts)
@@ -118,9 +118,9 @@ def shard(
 
 
 def _describe_standing(state: Sharded) -> str:
-    """The steps that were done and what is trained, in words."""
-    num_steps = 0 if state.optimizer is None else state.optimizer.num_steps
-    return f"{num_steps} steps; {state.engine.phases.standing()}"
+    """Whether gradients are held and what is trained, in words."""
+    held = "gradients of an earlier backward" if state.engine.has_gradients else "no gradients"
+    return f"{held}; {state.engine.phases.standing()}"
 
 
 def _refuse_tiles(model: nn.Module) -> None:

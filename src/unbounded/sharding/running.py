@@ -125,7 +125,7 @@ def pipeline(
     if reduction not in ("mean", "sum"):
         raise PlanError(f'reduction is {reduction!r}. Choose "mean" or "sum".')
     state = sharded(model)
-    axes, parts = state.engine.axes, model.__dict__[_PARTS]
+    engine, axes, parts = state.engine, state.engine.axes, model.__dict__[_PARTS]
     wire = Wire(axes.pipeline)
 
     @contextmanager
@@ -147,6 +147,8 @@ def pipeline(
         num_micros=state.plan.microbatches if axes.pipeline.size > 1 else 1,
         trainer=state.optimizer,
         summed=summed,
+        confirm=lambda text: parts.phases.confirm(text, names=["pipeline"]),
+        holds=lambda: engine.has_gradients,
         loss=loss,
         targets=targets,
         reduction=reduction,

@@ -26,7 +26,8 @@ from unbounded.errors import StateError
 from unbounded.process import OwningProcess
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
-from unbounded.ranks.phases import Phases
+from unbounded.ranks.phases import CopyPhases, Phases
+from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.parameters.lending import Lending
 from unbounded.zero.parameters.views import refuse_stray_gradients, refuse_unasked_gradients, take_unasked
 from unbounded.zero.parameters.writes import Writes
@@ -69,6 +70,7 @@ class Engine:
         axes: Axes,
         device: torch.device,
         phases: Phases,
+        copy_phases: CopyPhases,
         gathering: Gathering,
         reduction: Reduction,
         prefetch_units: int,
@@ -84,6 +86,7 @@ class Engine:
         self.axes, self.ranks = axes, axes.data
         self.gathering, self.reduction, self.failures, self.writes = gathering, reduction, failures, writes
         self._thawing, phases.standing = thawing, thawing.describe
+        self.copy_phases = copy_phases  # of the ranks that compute one copy of the model
         self._buffers = buffers
         self.units = [unit for site in sites for unit in site.units]
         self.pending = PendingStep()
@@ -107,6 +110,12 @@ class Engine:
         self.lending = Lending(own, gathering, writes, phases, num_ranks=axes.data.size, tensor=axes.tensor)
         for unit in self.units:
             unit.engine = own
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank holds the gradient of an earlier backward. Waits for nobody."""
+        gradients = (unit.gradient for unit in self.units if unit.trainable)
+        return any(each.local is not None or each.state is GradientState.HELD for each in gradients)
 
     def turn(self) -> AbstractContextManager[None]:
         """For everything that is done to the model outside its passes: inside, no other thread uses it."""

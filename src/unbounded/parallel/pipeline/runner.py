@@ -39,8 +39,6 @@ Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
 class PipelineOptimizer(Protocol):
     """The optimizer as a pipeline needs it."""
 
-    num_steps: int
-
     def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
@@ -70,6 +68,8 @@ class Pipeline:
         num_micros: int | None,
         trainer: PipelineOptimizer | None,
         summed: Callable[[], AbstractContextManager[None]],
+        confirm: Callable[[str], None],
+        holds: Callable[[], bool],
         loss: Loss | None = None,
         targets: Sequence[str] = (),
         reduction: str = "mean",
@@ -78,6 +78,8 @@ class Pipeline:
         self.schedule, self.num_micros, self.loss = schedule, num_micros, loss
         self.targets, self.reduction = frozenset(targets), reduction
         self.trainer, self.summed = trainer, summed  # around the passes of a batch: adds up what several stages hold
+        self.confirm = confirm  # returns when all stages are about to do the same
+        self.holds, self._has_held = holds, False  # gradients of earlier batches; a stage may train nothing
         self.chunks, self.num_stages = hollow.cutting.chunks, axis.size * hollow.cutting.chunks
         self.exchange = StageExchange(axis, device) if axis.size > 1 else None
         self._talk = axis.lane("batches", "gloo")  # what every rank is about to run
@@ -112,6 +114,7 @@ class Pipeline:
         with self.hollow.shared_buffers(), deferring, self.summed() if trains else nullcontext():
             for action in order:
                 self._do(action, micros[action.micro])
+        self._has_held = self._has_held or self.holds()
         if self.exchange is not None:
             self.exchange.finish()
         self._draws.finish()
@@ -134,6 +137,7 @@ class Pipeline:
                 "the model is cut into pipeline stages, each of which would cache the keys and values of its own "
                 "layers only. Call the model, or model.generate, with use_cache=False."
             )
+        self.confirm("a call of the model")
         args, kwargs = self._on_device(args), self._on_device(kwargs)
         if self._without_cache:
             kwargs.setdefault("use_cache", False)
@@ -201,16 +205,18 @@ class Pipeline:
     # -- payloads ------------------------------------------------------------------------------------------------------
 
     def _compare(self, micro: Micro, count: int) -> tuple[int, ...]:
-        """All ranks must call this. Raises on all of them if their batches differ in shape, or their numbers of steps.
+        """All ranks must call this. Raises on all of them if their batches differ in shape, or what they did before.
 
         Returns which parameters the ranks train, as a mark for each: what is sent back between stages depends on that.
         """
+        self.confirm("a batch of the pipeline")
         trained = zlib.crc32(bytes(parameter.requires_grad for parameter in self.model.parameters()))
         given = f"{count} micro-batches, each {describe_shapes((micro.args, micro.kwargs))}"
         kind = "" if torch.is_grad_enabled() else ", without gradients"
-        num_steps = 0 if self.trainer is None else self.trainer.num_steps
-        text = f"{given}{kind}, after {num_steps} steps"
-        told = self._talk.objects((text, batches.signature(micro), trained), "the comparison of batches")
+        mode = "" if self.model.training else ", in model.eval()"
+        text = f"{given}{kind}{mode}"
+        held = self.holds() if self._has_held and torch.is_grad_enabled() else None
+        told = self._talk.objects((text, batches.signature(micro), trained, held), "the comparison of batches")
         first, *others = zip(self.axis.members(), told, strict=True)
         for rank, said in others:
             if said[:2] != first[1][:2]:
@@ -219,7 +225,13 @@ class Pipeline:
                     f"{said[0]}. Give them the same batch, divided by optimizer.engine.axes.data alone, and make the "
                     "same calls on every rank."
                 )
-        return tuple(mark for _, _, mark in told)
+        if {True, False} <= {held for *_, held in told}:
+            has = [rank for rank, (*_, held) in zip(self.axis.members(), told, strict=True) if held]
+            raise StateError(
+                f"before this batch only ranks {has} of the pipeline axis have gradients of an earlier one. Call "
+                "optimizer.zero_grad() on every rank alike."
+            )
+        return tuple(mark for _, _, mark, _ in told)
 
     def _receive(self, stage: int, micro: Micro, state: _MicroState) -> Any:
         wire, source = self._wire(), (stage - 1) % self.axis.size

@@ -15,7 +15,7 @@ from unbounded.optim.rules import NativeRule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
-from unbounded.ranks.phases import Phases
+from unbounded.ranks.phases import CopyPhases, Phases
 from unbounded.tiers.array import Array
 from unbounded.tiers.budget import BOUNCE_BUFFERS, host_threads
 from unbounded.tiers.lane import Lane
@@ -78,9 +78,16 @@ class Assembly:
     """The parts of one sharded model, made in order by `build`."""
 
     def __init__(
-        self, model: nn.Module, sites: Sequence[Site], blueprint: Blueprint, axes: Axes, device: torch.device
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        blueprint: Blueprint,
+        axes: Axes,
+        device: torch.device,
+        copy_phases: CopyPhases,
     ) -> None:
         self.model, self.sites, self.blueprint, self.axes, self.device = model, sites, blueprint, axes, device
+        self.copy_phases = copy_phases
         self.ranks = axes.data
         self.plan = blueprint.plan
         self.threads = host_threads(self.plan, axes.world.size)
@@ -171,6 +178,7 @@ class Assembly:
             axes=self.axes,
             device=self.device,
             phases=phases,
+            copy_phases=self.copy_phases,
             gathering=Gathering(
                 ranks,
                 phases,

@@ -174,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{len(self.engine.pending.units)} units were updated inside last_backward(), before anything could be "
                 f"clipped. Announce the clipping there: `with optimizer.last_backward(max_norm={max_norm}):`."
             )
-        units = self._collect("optimizer.clip_grad_norm_()")
+        units = self._collect(f"optimizer.clip_grad_norm_({max_norm})")
         norm = self._total_norm(units)
         if self.loss_scale is not None and self._scaled:
             norm = norm / self.loss_scale.value
@@ -328,7 +328,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "parameters were added to, taken out of or moved between groups of a sharded optimizer, whose states "
                 "are laid out by group. Change the groups before `shard`; their options may change at any time."
             )
-        with self.engine.phases.together(call, describe_groups(self.kind, self.param_groups)):
+        options = describe_groups(self.kind, self.param_groups)
+        self.engine.copy_phases.confirm(call, options)
+        with self.engine.phases.together(call, options):
             self.engine.gradients.finish()
         for unit in self.engine.units:
             with self.engine.failures.noting():
