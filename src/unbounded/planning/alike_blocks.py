@@ -71,7 +71,7 @@ def _sketch(leaf: Any) -> Hashable:
 
 
 def _is_nothing_but_sizes(leaf: Any) -> bool:
-    return leaf is None or (isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf.is_floating_point())
+    return leaf is None or (isinstance(leaf, torch.Tensor) and leaf.is_meta)
 
 
 def _like(leaf: torch.Tensor | None) -> torch.Tensor | None:
