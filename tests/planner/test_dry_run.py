@@ -1,12 +1,19 @@
-"""Runs on the meta device: values that models ask for, and what grows with the length of a sequence."""
+"""Runs on the meta device: values that models ask for, what grows with the length of a sequence, and given inputs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+import unbounded
+from unbounded.errors import PlanError
+from unbounded.planner.plan import Plan
 from unbounded.planning.dry_run import _growth
 from unbounded.planning.known_values import KnownValues, WrittenValues
+from unbounded.planning.module_footprint import footprint_of_module
 
 
 def on_meta(*values: int) -> torch.Tensor:
@@ -62,3 +69,89 @@ def test_three_lengths_tell_what_grows(found: list[int], expected: tuple[int, in
     assert growth.once + 100 * growth.token + 100**2 * growth.pair == pytest.approx(found[-1])
     if found[0] != 640:
         assert (growth.once, growth.token, growth.pair) == pytest.approx(expected)
+
+
+class Residual(nn.Module):
+    """A block of a conv net, and the only one here that changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image + self.layers(image)  # type: ignore[no-any-return]
+
+
+class Reader(nn.Module):
+    """Embeds ids, of which it counts only those above 4, and reads them with torch's own blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.blocks = nn.ModuleList([layer, nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)])
+        self.shift = torch.ones(32)  # no buffer
+
+    def forward(self, ids: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        read = self.table(ids[ids > 4])[None] * scale + self.shift
+        for block in self.blocks:
+            read = block(read)
+        return read
+
+
+IDS = torch.arange(12)[None]
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (nn.Sequential(*(Residual() for _ in range(3))), torch.randn(2, 8, 6, 6)),
+        (
+            nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3))),
+            (torch.ones(5, 8),),
+        ),
+        (Reader(), {"ids": IDS, "scale": 2.0}),
+        (Reader(), IDS),
+    ],
+)
+def test_blocks_of_any_module_keep_what_autograd_saves_with_given_inputs(model: nn.Module, inputs: Any) -> None:
+    parts = [part for part in footprint_of_module(model, None, Plan(), 7, inputs=inputs).parts if part.is_block]
+    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    inside, saved, alive = [0], [0], []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            own.add(storage.data_ptr())
+            alive.append(tensor)
+            saved[0] += storage.nbytes() * inside[0]
+        return tensor
+
+    for part in parts:
+        block = model.get_submodule(part.module_name)
+        block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, 1))
+        block.register_forward_hook(lambda *_: inside.__setitem__(0, 0))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if isinstance(inputs, dict):
+            model(**inputs)
+        else:
+            model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    assert len(parts) >= 2
+    assert 7 * sum(part.cost.kept_bytes(7) for part in parts) == pytest.approx(saved[0])
+
+
+def test_given_inputs_leave_the_module_alone() -> None:
+    model = nn.Sequential(*(Residual() for _ in range(3))).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    unbounded.plan(model, machine="h200:1", sequence=64, inputs=torch.randn(1, 8, 6, 6))
+    assert not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_inputs_that_a_model_cannot_read_are_one_clear_line() -> None:
+    model = nn.Sequential(*(Residual() for _ in range(3)))
+    with pytest.raises(PlanError, match="the Sequential does not run on the meta device with these inputs: ") as raised:
+        unbounded.plan(model, machine="h200:1", inputs=torch.randn(1, 5, 6, 6))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(PlanError, match="given inputs for a str"):
+        unbounded.plan("llama-7b", machine="h200:1", inputs=IDS)

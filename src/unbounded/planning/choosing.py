@@ -32,13 +32,16 @@ def plan(
     machine: MachineRates | str | os.PathLike[str] | None = None,
     tokens_per_step: int | None = None,
     sequence: int = 2048,
+    inputs: Any = None,
     **budgets: Any,
 ) -> Plan:
     """What "auto" would choose, closed, with the predicted step time and why (`plan.reasons`).
 
     `model` is a module (also on the meta device), a `transformers` config, or what `unbounded plan` takes: a config
     folder, a preset's name, `layers=..,hidden=..`. `machine` is a Machine, a preset's name or a saved file; by
-    default it is this machine as it was measured. `budgets` are any fields of a Plan, which are kept as given.
+    default it is this machine as it was measured. `inputs` is what a module's forward takes for one sequence: a dict, a
+    tuple, or a tensor. Only modules that are no models of `transformers` need it, to see what their blocks keep.
+    `budgets` are any fields of a Plan, which are kept as given.
     """
     found = this_machine() if machine is None else _read(machine)
     asked = read_plan(budgets)
@@ -50,7 +53,7 @@ def plan(
             f'`shard`: plan={{"optimizer": {optimizer!r}}}.'
         )
     joined = unwrap(optimizer) if optimizer is not None else None
-    footprint, precision, formats = read_footprint(model, joined, asked, sequence)
+    footprint, precision, formats = read_footprint(model, joined, asked, sequence, inputs)
     tokens = assumed_tokens(found, sequence) if tokens_per_step is None else tokens_per_step
     request = Request(
         tokens,

@@ -14,10 +14,11 @@ import copy
 import inspect
 import json
 import random
+import sys
 import warnings
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class _Model:
 
 @lru_cache(maxsize=8)
 def _run(described: _Model, sequence: int) -> dict[str, Cost]:
-    with _quietly():
+    with quietly():
         model = described.build()
         sites = {site.name: site.module for site in find_sites(model) if site.name and not site.is_outer}
         found: dict[str, Cost] = {}
@@ -172,7 +173,7 @@ class _Runnable:
         with values:
             given = sample_inputs(self._base, length)[way]
         watched = WatchedForward(self.model, values, alike)
-        watched.run(self.inner, given)
+        watched.run(partial(self.inner, **given))
         return watched.seen
 
 
@@ -189,12 +190,12 @@ def _goes_step_by_step(short: dict[str, SeenBlock], long: dict[str, SeenBlock]) 
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Leaves no trace: random numbers of the program are as they were, and nothing is said twice."""
-    from transformers.utils import logging
-
-    before, verbosity = random.getstate(), logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging = getattr(sys.modules.get("transformers"), "logging", None)
+    before, verbosity = random.getstate(), logging.get_verbosity() if logging is not None else 0
+    if logging is not None:
+        logging.set_verbosity_error()
     try:
         with torch.random.fork_rng(devices=()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -203,7 +204,8 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         random.setstate(before)
-        logging.set_verbosity(verbosity)
+        if logging is not None:
+            logging.set_verbosity(verbosity)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from unbounded.planner.models.shapes import Shape, read_shape
 from unbounded.planner.plan import Plan
 from unbounded.planning.config_model import build_model
 from unbounded.planning.dry_run import SEEN, seen_costs
+from unbounded.planning.given_inputs import costs_with
 from unbounded.planning.layer_costs import active_experts, count_cost, own_modules
 from unbounded.planning.towers import Tower, describe_parts, find_towers, split_by_tower, text_config
 from unbounded.sharding.block_policies import find_blocks
@@ -50,12 +51,16 @@ from unbounded.zero.setup.specs import UnitSpec, find_specs
 
 
 def read_footprint(
-    model: Any, optimizer: torch.optim.Optimizer | None, asked: Plan, sequence: int
+    model: Any, optimizer: torch.optim.Optimizer | None, asked: Plan, sequence: int, inputs: Any = None
 ) -> tuple[Footprint, str, Mapping[str, StateBytes]]:
     """The footprint of whatever describes a model, its precision, and the bytes of its states."""
     if isinstance(model, nn.Module):
         precision = asked.precision or common_precision(model)
-        footprint = footprint_of_module(model, optimizer, asked, sequence)
+        footprint = footprint_of_module(model, optimizer, asked, sequence, inputs=inputs)
+    elif inputs is not None:
+        raise PlanError(
+            f"plan was given inputs for a {type(model).__name__}. They are for an nn.Module: leave them out."
+        )
     else:
         precision = asked.precision or "bf16"
         footprint = footprint_of_description(model, DTYPES[precision], sequence, _kernels_of(asked))
@@ -162,8 +167,10 @@ def footprint_of_module(
     asked: Plan,
     sequence: int = 2048,
     kernels: Kernels | None = None,
+    inputs: Any = None,
 ) -> Footprint:
-    """The units that `shard` would make of `model`, with what each costs per token of sequences of that length."""
+    """The units that `shard` would make of `model`, with what each costs per token of sequences of that length.
+    `inputs` are those of one sequence; without them, models of `transformers` make their own."""
     kernels = kernels or _kernels_of(asked, model)
     sites = find_sites(model)
     lowered = DTYPES[asked.precision] if asked.precision is not None else None
@@ -174,7 +181,11 @@ def footprint_of_module(
     has_head = any(not isinstance(s.module, nn.Embedding) and _is_leaf(s.module) for s in sites if s.name)
     dtypes = {slot.name: spec.dtype for spec in specs for slot in spec.layout.slots}
     positions = next((tower.positions for tower in towers if not tower.name), None) or sequence
-    seen = seen_costs(model, dtypes, positions) if kernels is EAGER else {}
+    seen: Mapping[str, Cost] = {}
+    if kernels is EAGER:
+        seen = (
+            costs_with(inputs, model, dtypes, sequence) if inputs is not None else seen_costs(model, dtypes, positions)
+        )
     reading = _Reading(seen, shape, kernels, active_experts(text_config(model)), has_head, towers, sequence)
     parts, charged = [], set()
     for spec in specs:

@@ -45,7 +45,7 @@ class WatchedForward:
         self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         self._alive: list[torch.Tensor] = []  # so that no storage is taken for another one
 
-    def run(self, inner: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+    def run(self, call: Callable[[], Any]) -> None:
         with contextlib.ExitStack() as stack:
             for site in find_sites(self._model):
                 if site.name:
@@ -57,7 +57,7 @@ class WatchedForward:
             stack.enter_context(WrittenValues())
             stack.enter_context(self._values)
             stack.enter_context(_Moves(self._inside))
-            inner(**given)
+            call()
 
     def _run_site(self, site: Site, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         block = self.seen.setdefault(site.name, SeenBlock())
@@ -114,14 +114,32 @@ class _FusedAttention(TorchFunctionMode):
     """Attention as fused kernels do it: they keep no score for a pair of positions, only what is added to scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            given: dict[str, Any] = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
-            query, key, bias = given["query"], given["key"], given.get("attn_mask")
-            if query.shape[1] == key.shape[1] or given.get("enable_gqa"):  # other kernels have none for this
-                bias = bias.to(query.dtype) if bias is not None else None
-                return _UnscoredAttention.apply(query, key, given["value"], bias)
-        return func(*args, **kwargs)
+        if func is _attention:
+            return _attend(*args, **(kwargs or {}))
+        if func is not nn.functional.multi_head_attention_forward:
+            return func(*args, **(kwargs or {}))
+        nn.functional.scaled_dot_product_attention = _attend  # inside, torch calls what it finds here
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            nn.functional.scaled_dot_product_attention = _attention
+
+
+_attention: Callable[..., torch.Tensor] = nn.functional.scaled_dot_product_attention
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *more: Any,
+    **options: Any,
+) -> Any:
+    is_fused = query.shape[-3] == key.shape[-3] or options.get("enable_gqa")  # other kernels have none for this
+    if not query.is_meta or not is_fused:  # another thread's, or none
+        return _attention(query, key, value, attn_mask, *more, **options)
+    return _UnscoredAttention.apply(query, key, value, attn_mask.to(query.dtype) if attn_mask is not None else None)
 
 
 class _UnscoredAttention(torch.autograd.Function):
