@@ -1,7 +1,8 @@
-"""Blocks of a model that do the same: of those, one runs, and the others give what it gave.
+"""Blocks of a model that do the same: after two of them have run, the others give what those gave.
 
-They are alike if they have the same classes, parameters and settings, and did the same in a forward in which all of
-them ran. This is for models on the meta device, whose outputs have sizes and nothing else.
+They are alike if they have the same classes, parameters and settings, are given the same, and two of them did the same.
+(The first block of a model may keep what all of them share.) This is for models on the meta device, whose outputs have
+sizes and nothing else.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def find_alike(blocks: Mapping[str, nn.Module], did: Mapping[str, Hashable]) -> dict[str, Hashable]:
+def find_alike(blocks: Mapping[str, nn.Module]) -> dict[str, Hashable]:
     """For every block, what it has in common with those that are alike."""
-    return {name: (_describe(name, module), did[name]) for name, module in blocks.items() if name in did}
+    return {name: _describe(name, module) for name, module in blocks.items()}
 
 
 def _describe(name: str, block: nn.Module) -> Hashable:
@@ -41,6 +42,7 @@ class Repeats:
     def __init__(self, alike: Mapping[str, Hashable]) -> None:
         self._alike = alike
         self._given: dict[Hashable, tuple[list[Any], Any, Any]] = {}
+        self._agreed: set[Hashable] = set()
 
     def remember(self, name: str, taken: Any, given: Any, did: Any) -> None:
         """`given` is what the block made of `taken`, and `did` whatever else is to be known of that."""
@@ -48,15 +50,17 @@ class Repeats:
         passed = set(map(id, leaves))
         made = [leaf for leaf in tree_leaves(given) if id(leaf) not in passed]
         if name in self._alike and all(map(_is_nothing_but_sizes, made)):
-            self._given[self._key(name, leaves)] = leaves, given, did
+            key = self._key(name, leaves)
+            if key in self._given and self._given[key][-1] == did:
+                self._agreed.add(key)
+            self._given[key] = leaves, given, did
 
     def recall(self, name: str, taken: Any) -> tuple[Any, Any] | None:
-        """What a block would give, and what one that is alike did for it; None if none has run."""
+        """What a block would give, and what those that are alike did for it; None if no two of them have run."""
         leaves = tree_leaves(taken)
-        found = self._given.get(self._key(name, leaves)) if name in self._alike else None
-        if found is None:
+        if name not in self._alike or (key := self._key(name, leaves)) not in self._agreed:
             return None
-        before, given, did = found
+        before, given, did = self._given[key]
         passed = {id(old): new for old, new in zip(before, leaves, strict=True)}
         return tree_map(lambda leaf: passed[id(leaf)] if id(leaf) in passed else _like(leaf), given), did
 

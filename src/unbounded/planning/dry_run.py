@@ -134,15 +134,16 @@ class _Runnable:
     sites: Mapping[str, nn.Module]
 
     def costs(self, sequence: int) -> dict[str, Cost]:
+        try:
+            return self._costs(sequence, find_alike(self.sites))
+        except Exception:  # blocks may do more than give something, such as filling a cache, so that all have to run
+            return self._costs(sequence, {})
+
+    def _costs(self, sequence: int, alike: Mapping[str, Hashable]) -> dict[str, Cost]:
         most = min([sequence, LONGEST, *_most_positions(self._base.config)])
         first = max(1, min(FIRST_POSITIONS, most // 3))
-        way, short = self._find_way(first)
-        alike = find_alike(self.sites, {name: seen.done() for name, seen in short.items()})
-        try:
-            middle = self._forward(2 * first, way, alike)
-        except Exception:  # blocks may do more than give something, such as filling a cache, so all of them run
-            alike = {}
-            middle = self._forward(2 * first, way, alike)
+        way, short = self._find_way(first, alike)
+        middle = self._forward(2 * first, way, alike)
         longest, long = most, None
         if longest > 3 * first and not _goes_step_by_step(short, middle):
             with contextlib.suppress(Exception):  # tables of positions may be shorter than configs say
@@ -158,12 +159,12 @@ class _Runnable:
     def _base(self) -> Any:
         return self.inner.get_base_model() if hasattr(self.inner, "get_base_model") else self.inner
 
-    def _find_way(self, length: int) -> tuple[int, dict[str, SeenBlock]]:
+    def _find_way(self, length: int, alike: Mapping[str, Hashable]) -> tuple[int, dict[str, SeenBlock]]:
         """The first of the inputs that it can read, and what it did."""
         failed: Exception | None = None
         for way in range(len(sample_inputs(self._base, length))):
             try:
-                return way, self._forward(length, way, {})
+                return way, self._forward(length, way, alike)
             except Exception as error:
                 failed = error
         raise failed or ValueError(f"{type(self._base).__name__} reads nothing that is known")
