@@ -263,6 +263,7 @@ APART = {
     "kept": "gradients of an earlier backward instead of no gradients",
     "rate": "rank 1 has different settings in optimizer.step() from rank 0: lr=0.02 instead of lr=0.002",
     "norm": "rank 0 is in optimizer.clip_grad_norm_(1.0); rank 1 is in optimizer.clip_grad_norm_(2.0)",
+    "loads": "rank 1 is in model.load_state_dict()",
     "only clips": "rank 0 is in optimizer.step(); rank 1 is in optimizer.clip_grad_norm_(2.0)",
 }
 OVER_STAGES = {
@@ -276,6 +277,7 @@ def go_apart(rank: int, size: int, plan: dict[str, Any]) -> dict[str, str]:
     found = {}
     for kind in APART:
         model = models.build("gpt2", n_layer=2)
+        values = {name: value.clone() for name, value in model.state_dict().items()}
         model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
         run = unbounded.pipeline(model) if "pipeline" in plan else lambda m=model, **batch: m(**batch).loss.backward()
         run(**models.batch("gpt2", 0))
@@ -290,6 +292,8 @@ def go_apart(rank: int, size: int, plan: dict[str, Any]) -> dict[str, str]:
         if is_other and kind == "rate":
             optimizer.param_groups[0]["lr"] *= 10
         try:
+            if is_other and kind == "loads":
+                model.load_state_dict(values)
             run(**models.batch("gpt2", 1))
             if kind == "norm" or (kind == "only clips" and is_other):
                 optimizer.clip_grad_norm_(1.0 + is_other)

@@ -100,6 +100,12 @@ def lonely_state_dict(job: Job, rank: int, folder: str) -> None:
     job.train()
 
 
+def lonely_load(job: Job, rank: int, folder: str) -> None:
+    if rank == 0:
+        job.model.load_state_dict(Net().state_dict())
+    job.train()
+
+
 def lonely_clipping(job: Job, rank: int, folder: str) -> None:
     job.backward()
     if rank == 0:
@@ -163,6 +169,8 @@ CASES = [
     (lonely_save, 0, r"rank 0 is in unbounded.save\(\); rank 1 is in a "),
     (lonely_save, 3, r"rank 0 is in unbounded.save\(\); rank 1 is in a forward with gradients"),
     (lonely_state_dict, 3, r"rank 0 is in model.state_dict\(\); rank 1 is in a forward with gradients"),
+    (lonely_load, 1, r"rank 0 is in model.load_state_dict\(\); rank 1 is in "),
+    (lonely_load, 3, r"rank 0 is in model.load_state_dict\(\); rank 1 is in a forward with gradients"),
     (lonely_clipping, 0, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),
     (lonely_clipping, 1, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),
     (lonely_clipping, 2, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),

@@ -307,6 +307,13 @@ class Engine:
 
     # -- between passes --------------------------------------------------------------------------------------------
 
+    def begin_load(self) -> None:
+        """All ranks that hold a part of the model must call this, before values are loaded into each part."""
+        text = "model.load_state_dict()"
+        self.copy_phases.confirm(text)
+        if not all(unit.is_whole for unit in self.units):
+            self.phases.confirm(text)
+
     def settle(self) -> None:
         """Releases whatever is still gathered."""
         self.lending.forget_look()

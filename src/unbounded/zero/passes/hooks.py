@@ -85,23 +85,25 @@ def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> 
     return partial(_remove, handles)
 
 
-def guard_loads(model: nn.Module) -> Callable[[], None]:
-    """Makes `load_state_dict(assign=True)` of any module raise before it changes anything; the result undoes it."""
-    handles = [module.register_load_state_dict_pre_hook(_Hook(_refuse_assignment)) for module in model.modules()]
+def guard_loads(model: nn.Module, begin: Callable[[], None]) -> Callable[[], None]:
+    """Calls `begin` before `load_state_dict` of any module, or refuses `assign=True`; the result undoes it."""
+
+    def before(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise StateError(
+                "load_state_dict(assign=True) would put new parameters in place of those that are sharded, which the "
+                "optimizer trains. Leave out `assign`: the values are then copied to where the plan keeps them."
+            )
+        if not prefix:  # the module that it was called of
+            begin()
+
+    handles = [module.register_load_state_dict_pre_hook(_Hook(before)) for module in model.modules()]
     return partial(_remove, handles)
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    if metadata.get("assign_to_params_buffers", False):
-        raise StateError(
-            "load_state_dict(assign=True) would put new parameters in place of those that are sharded, which the "
-            "optimizer trains. Leave out `assign`: the values are then copied to where the plan keeps them."
-        )
 
 
 def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> Callable[[], None]:

@@ -229,7 +229,7 @@ class Assembly:
 
     def _attach(self, engine: Engine) -> Callable[[], None]:
         detaches = [hooks.attach(site.module, i, engine, is_root=i == 0) for i, site in enumerate(self.sites)]
-        detaches.append(hooks.guard_loads(self.model))
+        detaches.append(hooks.guard_loads(self.model, engine.begin_load))
         detaches += [unit.views.stop_watching for unit in engine.units]
 
         def detach() -> None:
