@@ -414,6 +414,8 @@ def test_a_number_that_json_lacks_is_read_as_transformers_writes_it(tmp_path: Pa
         ({"model_type": "llama", "num_hidden_layers": 2**31}, "num_hidden_layers=2147483648, but no model has more"),
         ({"model_type": "llama", "hidden_size": "x"}, "describes no model that can be built: .*hidden_size"),
         ({"model_type": "mamba", "hidden_size": {"a": 1}}, "describes no model that can be built"),
+        ({"model_type": "llama", "num_key_value_heads": 0}, r"by zero \(at `.*num_key_value_heads`\)"),
+        ({"model_type": "blip_text_model"}, 'no model for a BlipTextConfig alone. Name its class in "architectures"'),
         ([1], "is not the config of a model"),
     ],
 )

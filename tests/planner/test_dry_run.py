@@ -11,6 +11,7 @@ from torch import nn
 import unbounded
 from unbounded.errors import PlanError
 from unbounded.planner.plan import Plan
+from unbounded.planning.alike_blocks import find_alike
 from unbounded.planning.dry_run import _growth
 from unbounded.planning.known_values import KnownValues, WrittenValues
 from unbounded.planning.module_footprint import footprint_of_module
@@ -69,6 +70,16 @@ def test_three_lengths_tell_what_grows(found: list[int], expected: tuple[int, in
     assert growth.once + 100 * growth.token + 100**2 * growth.pair == pytest.approx(found[-1])
     if found[0] != 640:
         assert (growth.once, growth.token, growth.pair) == pytest.approx(expected)
+
+
+def test_blocks_that_know_other_numbers_are_alike() -> None:
+    blocks = {f"layers.{number}": nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for number in range(3)}
+    for number, block in enumerate(blocks.values()):
+        block.number, block[0].layer_idx = number, 2 * number + 1
+    first, second, third = find_alike(blocks).values()
+    assert first == second == third
+    blocks["layers.2"][1].p = 0.5
+    assert find_alike(blocks)["layers.2"] != first
 
 
 class Residual(nn.Module):

@@ -27,7 +27,10 @@ def _describe(name: str, block: nn.Module) -> Hashable:
 
     def settings(module: nn.Module) -> Hashable:
         said = ((key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN))
-        return tuple((key, value) for key, value in said if str(value) != position)  # blocks may know their number
+        # blocks may know their number, or those of the caches of what is inside
+        return tuple(
+            (key, value) for key, value in said if str(value) != position and not key.endswith(("idx", "index"))
+        )
 
     def parameters(module: nn.Module) -> Hashable:
         own = module.named_parameters(recurse=False)

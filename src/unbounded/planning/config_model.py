@@ -6,6 +6,7 @@ Only code of `transformers` itself runs, never code that comes with a config. No
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -58,7 +59,15 @@ def build_model(values: Any, what: str, dtype: torch.dtype) -> nn.Module:
             return _find_class(transformers, config)(config).to(dtype)
     except Exception as error:  # a model's code may fail in any way on an odd config
         said = " ".join(str(error).split())[:_SHOWN_CHARS] or type(error).__name__
-        raise PlanError(f"{what} describes no model that can be built: {said}") from None
+        raise PlanError(f"{what} describes no model that can be built: {said}{_place(error)}") from None
+
+
+def _place(error: Exception) -> str:
+    """The line of a model's code that stumbled over a value, which says what the value was for."""
+    if not isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError):
+        return ""  # it was raised on purpose, with words
+    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if "transformers" in frame.filename]
+    return f" (at `{lines[-1]}`)" if lines and lines[-1] else ""
 
 
 def _find_class(transformers: Any, config: Any) -> Any:
@@ -70,7 +79,9 @@ def _find_class(transformers: Any, config: Any) -> Any:
     known = (getattr(transformers, purpose, {}) for purpose in _PURPOSES)
     found = next((mapping[type(config)] for mapping in known if type(config) in mapping), None)
     if found is None:
-        raise PlanError(f"transformers has no model for a {type(config).__name__}")
+        raise PlanError(
+            f'transformers has no model for a {type(config).__name__} alone. Name its class in "architectures".'
+        )
     return found[0] if isinstance(found, tuple) else found
 
 
