@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -114,18 +115,7 @@ class _FusedAttention(TorchFunctionMode):
     """Attention as fused kernels do it: they keep no score for a pair of positions, only what is added to scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _attention:
-            return _attend(*args, **(kwargs or {}))
-        if func is not nn.functional.multi_head_attention_forward:
-            return func(*args, **(kwargs or {}))
-        nn.functional.scaled_dot_product_attention = _attend  # inside, torch calls what it finds here
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            nn.functional.scaled_dot_product_attention = _attention
-
-
-_attention: Callable[..., torch.Tensor] = nn.functional.scaled_dot_product_attention
+        return _FUSED.get(func, func)(*args, **(kwargs or {}))
 
 
 def _attend(
@@ -137,8 +127,8 @@ def _attend(
     **options: Any,
 ) -> Any:
     is_fused = query.shape[-3] == key.shape[-3] or options.get("enable_gqa")  # other kernels have none for this
-    if not query.is_meta or not is_fused:  # another thread's, or none
-        return _attention(query, key, value, attn_mask, *more, **options)
+    if not is_fused:
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, *more, **options)
     return _UnscoredAttention.apply(query, key, value, attn_mask.to(query.dtype) if attn_mask is not None else None)
 
 
@@ -152,3 +142,18 @@ class _UnscoredAttention(torch.autograd.Function):
         out = torch.empty_permuted(sizes, order, dtype=query.dtype, device=query.device)
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32), bias)
         return out
+
+
+def _with_global(function: Any, name: str, value: Any) -> Any:
+    """The same code, in which a name means something else: a mode does not see what torch calls inside."""
+    changed = FunctionType(function.__code__, {**function.__globals__, name: value}, function.__name__)
+    changed.__defaults__, changed.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return changed
+
+
+_FUSED = {
+    nn.functional.scaled_dot_product_attention: _attend,
+    nn.functional.multi_head_attention_forward: _with_global(
+        nn.functional.multi_head_attention_forward, "scaled_dot_product_attention", _attend
+    ),
+}
