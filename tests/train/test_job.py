@@ -185,6 +185,13 @@ def test_the_learning_rate_warms_up_and_falls_also_across_a_resumption(tmp_path:
     assert rates == pytest.approx([5e-3, 1e-2, *expected])
 
 
+def test_a_first_step_with_nothing_to_predict_ends_the_run(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "y"}]
+    data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat}] * 3)
+    with pytest.raises(DataError, match="the 256 tokens of the first step have nothing to predict"):
+        train(tiny(tmp_path / "out", data))
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_naming_step_module_and_checkpoint(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

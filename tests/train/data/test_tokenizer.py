@@ -87,3 +87,6 @@ def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> 
     with pytest.raises(DataError, match="no tokenizer can be read") as caught:
         FolderTokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # of which transformers makes an empty tokenizer
+    with pytest.raises(DataError, match=r"no vocabulary but 1 special tokens\. .*--tokenizer PATH"):
+        FolderTokenizer(tmp_path)

@@ -12,6 +12,7 @@ A prompt with its completion is the two texts, one after the other.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -204,8 +205,13 @@ def _load_tokenizer(folder: str | Path) -> Any:
         raise DataError(f'tokenizer "{folder}" needs transformers. Install it: pip install "unbounded[hf]".') from None
     if not Path(folder).is_dir():
         raise DataError(f'tokenizer folder "{folder}" does not exist. Give a folder that from_pretrained can read.')
+    remedy = "Put its files there (tokenizer.json), or name a folder that has them: --tokenizer PATH."
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises a dozen kinds here; the user needs the one line
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(f'no tokenizer can be read from "{folder}": {reason}') from None
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...").rstrip(".")
+        raise DataError(f'no tokenizer can be read from "{folder}": {reason}. {remedy}') from None
+    special = len(set(found.all_special_ids))
+    if len(found.get_vocab()) <= special:  # what transformers makes of a model's configuration alone
+        raise DataError(f'"{folder}" has no tokenizer: there is no vocabulary but {special} special tokens. {remedy}')
+    return found

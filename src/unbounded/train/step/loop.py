@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from unbounded.errors import DataError
 from unbounded.observe import trace
 from unbounded.observe.lanes import PASS, STEP
 from unbounded.train.data.heldout import share
@@ -61,8 +62,15 @@ class Trainer:
     def _step(self, number: int, batch: Batch, vote: Callable[[], tuple[float, ...]]) -> Outcome:
         start = time.perf_counter()
         self._seed(number)
-        num_targets = max(int(self.world.sum([batch.num_targets])[0]), 1)
+        num_targets = int(self.world.sum([batch.num_targets])[0])
         length = self.settings.length_at(number)
+        if num_targets == 0 and number == 0:
+            raise DataError(
+                f"the {self.settings.batch_tokens} tokens of the first step have nothing to predict: they are prompts "
+                f"without their answers, or special tokens. Look at the data, or raise --sequence-length ({length}) or "
+                "--batch-tokens."
+            )
+        num_targets = max(num_targets, 1)
         total = self._run(batch, length, self.world.data.size / num_targets)
         norm = float(self.optimizer.clip_grad_norm_(math.inf))
         if self.settings.clip and math.isfinite(norm):  # otherwise a NaN would spread to the units that have none
