@@ -209,7 +209,7 @@ def _load_tokenizer(folder: str | Path) -> Any:
     try:
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises a dozen kinds here; the user needs the one line
-        reason = textwrap.shorten(str(error), 200, placeholder=" ...").rstrip(".")
+        reason = textwrap.shorten(str(error), 200, placeholder=" (...)").rstrip(".")
         raise DataError(f'no tokenizer can be read from "{folder}": {reason}. {remedy}') from None
     special = len(set(found.all_special_ids))
     if len(found.get_vocab()) <= special:  # what transformers makes of a model's configuration alone
