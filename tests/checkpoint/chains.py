@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,8 @@ def run_chain(seed: int, folder: Path, hops: int = HOPS) -> list[tuple[int, dict
     return layouts
 
 
-def main() -> int:
-    first, last = int(sys.argv[1]), int(sys.argv[2])
+def run_chains(first: int, last: int, run_chain: Callable[[int, Path], object]) -> int:
+    """Runs chains by their seeds and names those that are wrong. Returns the exit code."""
     wrong = []
     for seed in range(first, last):
         try:
@@ -140,4 +141,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_chains(int(sys.argv[1]), int(sys.argv[2]), run_chain))

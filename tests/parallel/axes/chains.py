@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 
 import tests.ranks
 import unbounded
+from tests.checkpoint.chains import run_chains
 from tests.checkpoint.jobs import assert_same, whole
 from tests.parallel import models
 from tests.parallel.programs import Spec, build, draw_model, draw_plan, optimizer_of
-from tests.ranks import close_ranks, run_ranks
+from tests.ranks import run_ranks
 
 HOPS = 4
 
@@ -112,22 +112,7 @@ def run_chain(seed: int, folder: Path, hops: int = HOPS) -> Spec:
     return chain
 
 
-def main() -> int:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     tests.ranks.PRELOAD.append("transformers.modeling_utils")
-    first, last = int(sys.argv[1]), int(sys.argv[2])
-    wrong = []
-    for seed in range(first, last):
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                run_chain(seed, Path(folder))
-        except Exception as error:  # the next chains may show whether it is one fault or several
-            wrong.append(seed)
-            print(f"chain {seed}: {type(error).__name__}: {str(error)[-1500:]}\n{draw_chain(seed, HOPS)}", flush=True)
-    close_ranks()
-    print(f"{last - first} chains, {len(wrong)} wrong {wrong or ''}")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_chains(int(sys.argv[1]), int(sys.argv[2]), run_chain))
