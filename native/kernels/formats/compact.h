@@ -49,8 +49,9 @@ struct First {
   using Code = int8_t;  // sign and magnitude
   static constexpr uint32_t headroom = 0xa0000;
   static constexpr float offset = 0x1p-7f;
-  template <class W> static typename W::I code(typename W::I z, typename W::I x) {  // in the highest byte
-    return W::pick(W::all(0x80000000u), x, W::template left<24 - CODE_SHIFT>(z));
+  template <class W>
+  static typename W::I code(const Literals& l, typename W::I z, typename W::I x) {  // in the highest byte
+    return W::pick(W::all(l.sign), x, W::template left<24 - CODE_SHIFT>(z));
   }
   template <class W>
   static typename W::F decode(const Literals& l, const int8_t* code, typename W::F scale, typename W::F offset) {
@@ -64,7 +65,7 @@ struct Second {
   using Code = uint8_t;
   static constexpr uint32_t headroom = 0x80200;
   static constexpr float offset = 0x1p-15f;
-  template <class W> static typename W::I code(typename W::I z, typename W::I) {
+  template <class W> static typename W::I code(const Literals&, typename W::I z, typename W::I) {
     return W::template left<24 - CODE_SHIFT>(W::max(z, W::all(SECOND_BASE + (1 << CODE_SHIFT))));
   }
   template <class W>
@@ -152,15 +153,16 @@ inline uint32_t highest_magnitude(const float* x, size_t n) {
 }
 
 template <class V, class M> inline void encode_moment(const float* x, typename M::Code* codes, float* scales, size_t n) {
+  const Literals l;
   for (size_t begin = 0; begin < n; begin += BLOCK) {
     const size_t count = n - begin < BLOCK ? n - begin : BLOCK;
     const uint32_t scale = block_scale(highest_magnitude(x + begin, count), M::headroom);
     const float inverse = inverse_scale(scale);
     scales[begin / BLOCK] = float_of(scale);
-    sweep<V>(count, [=]<class W>(size_t i) {
+    sweep<V>(count, [=, &l]<class W>(size_t i) {
       const auto value = W::load(x + begin + i), magnitude = W::floats(W::bits(value) & W::all(0x7fffffff));
       const auto z = rounded<W>(magnitude, W::all(inverse), M::offset, W::all(HALF_CODE));
-      W::template store_byte<3>(codes + begin + i, M::template code<W>(z, W::bits(value)));
+      W::template store_byte<3>(codes + begin + i, M::template code<W>(l, z, W::bits(value)));
     });
   }
 }

@@ -30,7 +30,7 @@ template <class V> struct Highest {
 
 // Bytes of four vectors before they are stored.
 template <class V> struct Quads {
-  typename V::Quad remainder, first, sign, second;
+  typename V::Quad remainder, first, second;
 };
 
 // What stays the same for all blocks.
@@ -93,7 +93,7 @@ template <class V, class R, int q, class T>
   if (R::first) {
     const auto magnitude = V::floats(m & V::all(c.l.magnitude));
     const auto z = rounded<V>(magnitude, shared.first_inverse, c.l.first_offset, noise);
-    V::template put<q, CODE_SHIFT>(c.masks, out.first, z), V::template put<q, 24>(c.masks, out.sign, m);
+    V::template put<q, 24>(c.masks, out.first, First::code<V>(c.l, z, m));
   }
   if (R::second) {
     const auto z = rounded<V>(V::load(b.second + k), shared.second_inverse, c.l.second_offset, noise);
@@ -103,9 +103,8 @@ template <class V, class R, int q, class T>
 
 template <class V, class R, class T>
 [[gnu::always_inline]] inline void store_at(const Place<T>& p, size_t k, const Quads<V>& quads) {
-  const auto top = V::all_bytes(0x80);
-  V::store(p.remainder + k, V::flip(V::packed(quads.remainder), top));
-  if (R::first) V::store(p.first + k, V::pick(top, V::packed(quads.sign), V::packed(quads.first)));
+  V::store(p.remainder + k, V::flip(V::packed(quads.remainder), V::all_bytes(0x80)));
+  if (R::first) V::store(p.first + k, V::packed(quads.first));
   if (R::second) V::store(p.second + k, V::max(V::packed(quads.second), V::all_bytes(1)));
 }
 

@@ -107,7 +107,7 @@ struct Avx2 {
   };
   struct Masks {};  // what put() needs, made once
   template <int q, int shift> static void put(const Masks&, Quad& quad, I a) {
-    quad.x[q] = right<shift>(a) & all(0xff);
+    quad.x[q] = shift == 24 ? right<24>(a) : right<shift>(a) & all(0xff);
   }
   static Bytes packed(const Quad& quad) {
     const __m256i low = _mm256_packus_epi32(quad.x[0].x, quad.x[1].x);
@@ -117,9 +117,6 @@ struct Avx2 {
   }
   static Bytes all_bytes(uint8_t x) { return {_mm256_set1_epi8(char(x))}; }
   static Bytes max(Bytes a, Bytes b) { return {_mm256_max_epu8(a.x, b.x)}; }
-  static Bytes pick(Bytes mask, Bytes yes, Bytes no) {
-    return {_mm256_or_si256(_mm256_and_si256(mask.x, yes.x), _mm256_andnot_si256(mask.x, no.x))};
-  }
   static Bytes flip(Bytes a, Bytes b) { return {_mm256_xor_si256(a.x, b.x)}; }
   static void store(void* p, Bytes a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a.x); }
 

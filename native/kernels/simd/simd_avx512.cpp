@@ -1,4 +1,4 @@
-// AVX-512 with byte shuffles (VBMI: Ice Lake, Zen 4 and later): 16 lanes.
+// AVX-512 with bytes and words (Skylake, Zen 4 and later): 16 lanes.
 #include <immintrin.h>
 
 #include "kernels/table.h"
@@ -99,40 +99,36 @@ struct Avx512 {
     const __m512i odd = place<int16_t>([](int j) { return (2 * j + 1) & 31; });
     store256(p, _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, a.x)));
   }
-  template <int n> static void store_byte(void* p, I a) {
-    const __m512i every_fourth = place<int8_t>([](int j) { return (4 * j + n) & 63; });
-    store128(p, _mm512_castsi512_si128(_mm512_permutexvar_epi8(every_fourth, a.x)));
-  }
+  template <int n> static void store_byte(void* p, I a) { store128(p, _mm512_cvtepi32_epi8(right<8 * n>(a).x)); }
 
   struct Bytes {
     __m512i x;
   };
-  using Quad = Bytes;  // while it fills: of every two lanes, the bytes of vector q are bytes 2q and 2q + 1
+  using Quad = Bytes;  // while it fills: of every four lanes, the bytes of vector q are bytes 4q to 4q + 3
   struct Masks {  // out of the compiler's sight, which would make them again for every use
     __mmask64 of[4];
     Masks() {
       for (int q = 0; q < 4; ++q) {
-        of[q] = 0x0303030303030303u << 2 * q;
+        of[q] = 0x000f000f000f000fu << 4 * q;
         asm("" : "+k"(of[q]));
       }
     }
   };
   template <int q, int shift> static void put(const Masks& masks, Quad& quad, I a) {
-    const __m512i bits = place<int8_t>([](int j) { return shift + 32 * (j % 2); });
+    constexpr int up = (8 - shift % 8) % 8;  // bits to the next whole byte
+    const __m512i places = place<int8_t>([](int j) { return j % 4 * 4 + (shift + up) / 8; });
+    const I aligned = up ? left<up>(a) : a;
     if (q == 0)
-      quad.x = _mm512_multishift_epi64_epi8(bits, a.x);
+      quad.x = _mm512_shuffle_epi8(aligned.x, places);
     else
-      quad.x = _mm512_mask_multishift_epi64_epi8(quad.x, masks.of[q], bits, a.x);
+      quad.x = _mm512_mask_shuffle_epi8(quad.x, masks.of[q], aligned.x, places);
   }
   static Bytes packed(Quad quad) {
-    const __m512i order = place<int8_t>([](int j) { return j % 16 / 2 * 8 + j / 16 * 2 + j % 2; });
-    return {_mm512_permutexvar_epi8(order, quad.x)};
+    const __m512i order = place<int32_t>([](int j) { return j % 4 * 4 + j / 4; });
+    return {_mm512_permutexvar_epi32(order, quad.x)};
   }
   static Bytes all_bytes(uint8_t x) { return {_mm512_set1_epi8(int8_t(x))}; }
   static Bytes max(Bytes a, Bytes b) { return {_mm512_max_epu8(a.x, b.x)}; }
-  static Bytes pick(Bytes mask, Bytes yes, Bytes no) {
-    return {_mm512_ternarylogic_epi32(yes.x, no.x, mask.x, 0xe4)};
-  }
   static Bytes flip(Bytes a, Bytes b) { return {_mm512_xor_si512(a.x, b.x)}; }
   static void store(void* p, Bytes a) { _mm512_storeu_si512(p, a.x); }
 

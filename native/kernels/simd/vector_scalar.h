@@ -76,9 +76,6 @@ struct Scalar {
   static Bytes max(Bytes a, Bytes b) {
     return each([&](int i) { return a.x[i] < b.x[i] ? b.x[i] : a.x[i]; });
   }
-  static Bytes pick(Bytes mask, Bytes yes, Bytes no) {
-    return each([&](int i) { return uint8_t((mask.x[i] & yes.x[i]) | (~mask.x[i] & no.x[i])); });
-  }
   static Bytes flip(Bytes a, Bytes b) {
     return each([&](int i) { return uint8_t(a.x[i] ^ b.x[i]); });
   }
