@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,6 +110,12 @@ def test_every_import_names_something_that_exists() -> None:
                 named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             wrong += [f"{path}: {name}" for name in named if name.startswith("unbounded.") and not _exists(name)]
     assert not wrong
+
+
+@pytest.mark.parametrize("package", ["unbounded", "unbounded.train", "unbounded.hf"])
+def test_no_public_name_is_also_a_module(package: str) -> None:
+    """The module would take its place as soon as anything imports it."""
+    assert [name for name in import_module(package)._HOMES if _is_module(f"{package}.{name}")] == []
 
 
 def _exists(name: str) -> bool:

@@ -378,7 +378,7 @@ def test_a_pipeline_and_its_micro_batches_are_planned_as_they_are_asked_for() ->
 
 
 def test_a_summary_compares_the_run_with_its_prediction(tmp_path: Path) -> None:
-    from unbounded.train.run.summary import Summary, describe_summary
+    from unbounded.train.job.summary import Summary, describe_summary
 
     summary = Summary(tmp_path, None, 3, 3, 10, 10, 1.0, 0.5, None, 100.0, 1.0, 9.0)
     assert not any("predicted" in line for line in describe_summary(summary))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from unbounded.observe.metrics import read_metrics
+from unbounded.train.job.summary import Summary
 from unbounded.train.options.config import Config
-from unbounded.train.run.summary import Summary
 from unbounded.train.training import run
 
 

@@ -25,8 +25,8 @@ from unbounded.errors import DataError, InputError, TrainingError
 from unbounded.observe import trace
 from unbounded.observe.metrics import Metrics, read_metrics
 from unbounded.observe.replacing import write_file
-from unbounded.train.run.guard import name_shortage
-from unbounded.train.run.summary import describe_summary
+from unbounded.train.job.guard import name_shortage
+from unbounded.train.job.summary import describe_summary
 from unbounded.train.step import loop
 
 PRELOAD_IN_RANKS = ["unbounded.train.training", "unbounded.sharding.placing"]

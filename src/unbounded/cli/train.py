@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unbounded.train.run.summary import Summary
+    from unbounded.train.job.summary import Summary
 
 HELP = "train a model that does not fit in memory; without arguments, run a small real job"
 
@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
     """Train; 0: done, 1: failed, 2: bad input, 130 and 143: interrupted by Ctrl-C or SIGTERM, after saving."""
     from unbounded.errors import CheckpointError, InputError, PlanError, UnboundedError
     from unbounded.launcher import read_numbers
+    from unbounded.train.job.interrupts import exit_code
     from unbounded.train.options.flags import make_config
-    from unbounded.train.run.interrupts import exit_code
 
     read_numbers(os.environ)  # refuses numbers that make no sense before torch is imported
     config = make_config(vars(args))
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(summary: Summary) -> None:
-    from unbounded.train.run.summary import describe_summary
+    from unbounded.train.job.summary import describe_summary
 
     if summary.sample:
         print(f"\n--- a sample ---\n{summary.sample}\n----------------")

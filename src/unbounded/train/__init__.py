@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "Config": "unbounded.train.options.config",
     "run": "unbounded.train.training",
-    "Summary": "unbounded.train.run.summary",
+    "Summary": "unbounded.train.job.summary",
 }
 
 __all__ = ["Config", "Summary", "run"]
@@ -25,6 +25,6 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from unbounded.train.job.summary import Summary
     from unbounded.train.options.config import Config
-    from unbounded.train.run.summary import Summary
     from unbounded.train.training import run

@@ -18,18 +18,18 @@ from unbounded.train.data.encoding import describe_replaced
 from unbounded.train.data.heldout import pack_held_out
 from unbounded.train.data.loader import Loader, merge
 from unbounded.train.data.sample import Sequence
+from unbounded.train.job.finish import export_model, sample_text
+from unbounded.train.job.guard import Guard, name_shortage
+from unbounded.train.job.interrupts import Interrupts
+from unbounded.train.job.output import RunFolder
+from unbounded.train.job.outputs import check_outputs, describe_run
+from unbounded.train.job.prepare import count_epoch, open_data, set_schedule, shard_subject
+from unbounded.train.job.run_record import RunRecord
+from unbounded.train.job.summary import Summary, predict_seconds
 from unbounded.train.model import build
 from unbounded.train.options.config import Config
 from unbounded.train.options.contradictions import check, plan_fields
 from unbounded.train.options.settings import close_length, close_settings
-from unbounded.train.run.finish import export_model, sample_text
-from unbounded.train.run.guard import Guard, name_shortage
-from unbounded.train.run.interrupts import Interrupts
-from unbounded.train.run.output import RunFolder
-from unbounded.train.run.outputs import check_outputs, describe_run
-from unbounded.train.run.prepare import count_epoch, open_data, set_schedule, shard_subject
-from unbounded.train.run.run_record import RunRecord
-from unbounded.train.run.summary import Summary, predict_seconds
 from unbounded.train.step.loop import Outcome, Trainer
 from unbounded.train.step.meter import SpeedMeter, tiers_of
 from unbounded.train.step.packing import check_separation

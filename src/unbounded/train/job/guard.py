@@ -9,8 +9,8 @@ import torch
 
 from unbounded.errors import BudgetError, TrainingError
 from unbounded.train.data.loader import Batch
+from unbounded.train.job.output import RunFolder
 from unbounded.train.options.settings import Settings
-from unbounded.train.run.output import RunFolder
 from unbounded.train.step.loop import Outcome, Trainer, find_culprit
 
 _MAX_SKIPPED = 10  # in a row: so many are not an accident
