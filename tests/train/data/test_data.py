@@ -209,6 +209,12 @@ def test_evaluation_rows_are_shared_evenly_and_each_target_counts_once(tmp_path:
     assert sum(batch.num_targets for part in parts for batch in part) == 31 * 32
 
 
+def test_evaluation_data_with_nothing_to_predict_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "long " * 99, "completion": "cut off"}])
+    with pytest.raises(DataError, match=r"the \d+ tokens of the evaluation data have nothing to predict: they are pro"):
+        pack_held_out(make_corpus(path), max_tokens=64)
+
+
 def test_the_tokens_of_an_epoch_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "b.txt").write_text("defgh")

@@ -70,6 +70,27 @@ def test_an_alpaca_record_without_input_is_its_instruction(tmp_path: Path) -> No
     assert documents_of(open_one(path))[0][0] == {"role": "user", "content": "Say 4."}
 
 
+def test_the_texts_of_a_turn_in_parts_are_one_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]
+    assert documents_of(open_one(write_jsonl(tmp_path / "a.jsonl", [{"messages": turns}]))) == [ASKED]
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"content": [{"type": "image", "url": "a.png"}]}, 'line 1: the "content" of a message holds a part of type'),
+        ({"content": [None]}, "holds NoneType, not text"),
+        ({"content": 0}, "holds int, not text"),
+        ({"content": None, "tool_calls": [{"name": "add"}]}, '"tool_calls", but only its "content" would be trained'),
+    ],
+)
+def test_a_turn_that_holds_more_than_text_is_refused(tmp_path: Path, turn: dict[str, Any], said: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [*ASKED, {"role": "assistant", **turn}]}])
+    with pytest.raises(DataError, match=said):
+        documents_of(open_one(path))
+
+
 def test_a_completion_alone_is_trained_on_and_ends_with_the_end_of_text() -> None:
     (encoded,) = ByteTokenizer().encode([Prompted("2+2=", "4")])
     assert encoded.tokens.tolist() == [*b"2+2=4", 256]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,19 @@ def test_a_template_that_hides_where_answers_begin_is_refused(tmp_path: Path) ->
     tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template="{{ messages|length }}"))
     with pytest.raises(DataError, match="does not put answers after their prompt"):
         tokenizer.encode([CHAT])
+
+
+def test_a_length_that_the_tokenizer_cuts_and_pads_to_does_not_change_documents(tmp_path: Path) -> None:
+    whole = FolderTokenizer(save_tokenizer(tmp_path)).encode(["the host and the disk " * 9, "the"])
+    path, about = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    core = json.loads(path.read_text())
+    core["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    core["padding"] = {"strategy": {"Fixed": 4}, "direction": "Right", "pad_to_multiple_of": None}
+    core["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"}
+    path.write_text(json.dumps(core))
+    about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "bos_token"}))
+    again = FolderTokenizer(tmp_path).encode(["the host and the disk " * 9, "the"])
+    assert [encoded.tokens.tolist() for encoded in again] == [encoded.tokens.tolist() for encoded in whole]
 
 
 @pytest.mark.parametrize("begins", [False, True])

@@ -44,7 +44,13 @@ def pack_held_out(corpus: Corpus, max_tokens: int) -> list[Sequence]:
             "Raise --eval-fraction, give --eval-data, or turn evaluation off with --eval-fraction 0."
         )
     whole = Sequence(*(np.concatenate(parts)[:limit] for parts in (tokens, targets, starts)))
-    return list(_cut(whole, corpus))
+    sequences = list(_cut(whole, corpus))
+    if all((sequence.targets == IGNORED).all() for sequence in sequences):
+        raise DataError(
+            f"the {len(whole.inputs)} tokens of the evaluation data have nothing to predict: they are prompts without "
+            f"their answers, or special tokens. Look at the data, or raise --eval-tokens ({max_tokens})."
+        )
+    return sequences
 
 
 def _cut(whole: Sequence, corpus: Corpus) -> Iterator[Sequence]:

@@ -34,6 +34,7 @@ Where = Callable[[], str]
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 _SPEAKERS = (("role", "content"), ("from", "value"))
+_CALLS = ("tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,33 @@ def _messages(value: Any, name: str, where: Where) -> list[Message]:
         for speaker, content in _SPEAKERS:
             if all(isinstance(turn, dict) and {speaker, content} <= turn.keys() for turn in value):
                 return [
-                    {"role": _ROLES.get(str(turn[speaker]), str(turn[speaker])), "content": str(turn[content] or "")}
+                    {
+                        "role": _ROLES.get(str(turn[speaker]), str(turn[speaker])),
+                        "content": _content(turn, content, where),
+                    }
                     for turn in value
                 ]
     raise DataError(
         f'{where()}: "{name}" is not a list of messages with "role" and "content", nor with "from" and "value".'
     )
+
+
+def _content(turn: Mapping[str, Any], name: str, where: Where) -> str:
+    """What is said in a turn: a text, or the texts of its parts, one after another."""
+    call = next((key for key in _CALLS if turn.get(key)), None)
+    if call is not None:
+        raise DataError(
+            f'{where()}: a message has "{call}", but only its "{name}" would be trained on. Render the conversations '
+            'yourself, and give their "prompt" and "completion" or their "text".'
+        )
+    said = turn[name]
+    parts = said if isinstance(said, list) else ["" if said is None else said]
+    return "".join(_part(part, name, where) for part in parts)
+
+
+def _part(part: Any, name: str, where: Where) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        kind = f'a part of type "{part.get("type")}"' if isinstance(part, dict) else type(part).__name__
+        raise DataError(f'{where()}: the "{name}" of a message holds {kind}, not text. Leave out such records.')
+    return text

@@ -100,6 +100,9 @@ class FolderTokenizer:
         self.end = end
         self._begin = [begin] if begin is not None and self.inner("a")["input_ids"][:1] == [begin] else []
         self._fast = getattr(self.inner, "backend_tokenizer", None)
+        if self._fast is not None:  # documents are whole, whatever length tokenizer.json cuts or pads texts to
+            self._fast.no_truncation()
+            self._fast.no_padding()
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded]:
         """See `Tokenizer.encode`."""
