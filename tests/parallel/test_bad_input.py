@@ -263,7 +263,12 @@ APART = {
     "kept": "gradients of an earlier backward instead of no gradients",
     "rate": "rank 1 has different settings in optimizer.step() from rank 0: lr=0.02 instead of lr=0.002",
     "norm": "rank 0 is in optimizer.clip_grad_norm_(1.0); rank 1 is in optimizer.clip_grad_norm_(2.0)",
+    "cleared": "rank 1 has different settings in optimizer.step() from rank 0: gradients of 0 parameters instead of",
     "loads": "rank 1 is in model.load_state_dict()",
+    "shows": "rank 1 is in unbounded.full_params()",
+    "saves": "rank 1 is in unbounded.save()",
+    "resumes": "rank 1 is in unbounded.load()",
+    "exports": "rank 1 is in unbounded.export()",
     "only clips": "rank 0 is in optimizer.step(); rank 1 is in optimizer.clip_grad_norm_(2.0)",
 }
 OVER_STAGES = {
@@ -294,7 +299,18 @@ def go_apart(rank: int, size: int, plan: dict[str, Any]) -> dict[str, str]:
         try:
             if is_other and kind == "loads":
                 model.load_state_dict(values)
+            if is_other and kind == "shows":
+                with unbounded.full_params(model):
+                    pass
+            if is_other and kind == "saves":
+                unbounded.save("never", model, optimizer)
+            if is_other and kind == "resumes":
+                unbounded.load("never", model, optimizer)
+            if is_other and kind == "exports":
+                unbounded.export("never", model)
             run(**models.batch("gpt2", 1))
+            if is_other and kind == "cleared":
+                optimizer.zero_grad()
             if kind == "norm" or (kind == "only clips" and is_other):
                 optimizer.clip_grad_norm_(1.0 + is_other)
             optimizer.step()
@@ -305,9 +321,10 @@ def go_apart(rank: int, size: int, plan: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_ranks_of_one_copy_that_train_it_differently_say_so(ranks: Any, axis: str) -> None:
-    wanted = APART if axis != "pipeline" else {key: OVER_STAGES.get(key, APART[key]) for key in APART if key != "seed"}
+    own = ("seed", "cleared") if axis == "pipeline" else ()  # stages have their own random numbers and gradients
+    wanted = {key: OVER_STAGES.get(key, text) if own else text for key, text in APART.items() if key not in own}
     for found in ranks(2, go_apart, {axis: 2}):
-        assert found.keys() == wanted.keys()  # stages draw their own numbers
+        assert found.keys() == wanted.keys()
         for kind, text in wanted.items():
             assert text in found[kind], kind
 

@@ -101,6 +101,14 @@ def test_a_collective_that_all_are_in_may_take_as_long_as_its_bytes() -> None:
     assert "a link between them is lost" in str(judge(wait(61), seen(other), LIMIT, BEAT))
 
 
+def test_ranks_in_different_collectives_are_named_and_not_the_network() -> None:
+    other = waiting(1, "gather", 5, "the sum of layer 'v'")
+    assert judge(wait(59), seen(other), LIMIT, BEAT) is None
+    reason = str(judge(wait(61), seen(other), LIMIT, BEAT))
+    assert "different collectives, which never end: rank 0 in the gather of unit 'u'; rank 1 in the sum of" in reason
+    assert "link" not in reason
+
+
 def test_ranks_of_other_communicators_are_no_concern() -> None:
     stopped = replace(elsewhere(2), silent_seconds=1000.0)
     assert judge(wait(59), seen(elsewhere(1, gather=4), stopped), LIMIT, BEAT) is None

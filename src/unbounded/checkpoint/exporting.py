@@ -49,7 +49,7 @@ def export(
     """
     state = sharded(model)
     refuse_strangers(model)
-    state.engine.phases.confirm("unbounded.export()")
+    state.engine.confirm("unbounded.export()")
     settle(state)
     peers = peers_of(model, state.engine.axes.world)
     target = expand_home(folder)

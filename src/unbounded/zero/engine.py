@@ -117,6 +117,11 @@ class Engine:
         gradients = (unit.gradient for unit in self.units if unit.trainable)
         return any(each.local is not None or each.state is GradientState.HELD for each in gradients)
 
+    def describe_gradients(self) -> str:
+        """What the next step will use, in words, the same on ranks that compute the same layers."""
+        num_held = sum(sum(map(bool, unit.gradient.used)) for unit in self.units if unit.trainable)
+        return f"gradients of {num_held} parameters; backwards since the last step: {self.taking.num_backwards}"
+
     def turn(self) -> AbstractContextManager[None]:
         """For everything that is done to the model outside its passes: inside, no other thread uses it."""
         self.check_process()
@@ -306,6 +311,11 @@ class Engine:
         return [unit for site in self.forward.sites_by_first_visit() for unit in site.units]
 
     # -- between passes --------------------------------------------------------------------------------------------
+
+    def confirm(self, text: str) -> None:
+        """All ranks must call this. Returns when all that hold a part of this model are about to do `text`."""
+        self.copy_phases.confirm(text)
+        self.phases.confirm(text)
 
     def begin_load(self) -> None:
         """All ranks that hold a part of the model must call this, before values are loaded into each part."""

@@ -43,6 +43,7 @@ def shown_values(engine: Engine) -> Iterator[None]:
 def _show(engine: Engine) -> dict[Unit, _Shown]:
     """Gathers all units and shows their values; returns what these were."""
     engine.settle()
+    engine.copy_phases.confirm("unbounded.full_params()")
     with engine.phases.during("unbounded.full_params()"):
         for unit in engine.units:
             engine.gathering.request(unit)

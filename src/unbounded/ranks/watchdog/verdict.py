@@ -93,7 +93,7 @@ def judge(wait: Wait, seen: Mapping[int, Seen], limit: float, beat: float) -> st
             return f"the ranks wait for each other: {shown}. {ADVICE}"
     if not all(other.has_beaten and other.silent_seconds <= 3 * beat for other in peers):
         return None  # until it is heard from again, or has been silent for long enough
-    return _judge_patience(wait, seen, absent, limit)
+    return _judge_patience(wait, seen, peers, absent, limit)
 
 
 def silence_limit(beat: float, gaps: Iterable[float]) -> float:
@@ -112,10 +112,17 @@ def describe_silence(other: Seen) -> str:
     )
 
 
-def _judge_patience(wait: Wait, seen: Mapping[int, Seen], absent: list[Seen], limit: float) -> str | None:
+def _judge_patience(
+    wait: Wait, seen: Mapping[int, Seen], peers: list[Seen], absent: list[Seen], limit: float
+) -> str | None:
     if not absent:
         if wait.seconds < limit + wait.num_bytes / LEAST_BYTES_PER_SECOND:
             return None
+        places = {other.rank: other.places[wait.key] for other in peers if other.begun(wait.key) == wait.number}
+        inside = {wait.rank: wait.what, **{rank: place.what for rank, place in places.items()}}
+        if len(set(inside.values())) > 1:
+            shown = "; ".join(f"rank {rank} in {what}" for rank, what in sorted(inside.items()))
+            return f"the ranks are in different collectives, which never end: {shown}. {ADVICE}"
         fact = f"rank {wait.rank} has been in {wait.what} for {wait.seconds:.0f} s, and so has every other rank"
         return f"{fact}: a link between them is lost. Check the network between the machines."
     if wait.seconds < limit:

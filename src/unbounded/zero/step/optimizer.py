@@ -329,7 +329,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "are laid out by group. Change the groups before `shard`; their options may change at any time."
             )
         options = describe_groups(self.kind, self.param_groups)
-        self.engine.copy_phases.confirm(call, options)
+        self.engine.copy_phases.confirm(call, f"{options}; {self.engine.describe_gradients()}", ["tensor", "context"])
+        self.engine.copy_phases.confirm(call, options, ["pipeline"])  # stages hold gradients of their own
         with self.engine.phases.together(call, options):
             self.engine.gradients.finish()
         for unit in self.engine.units:
