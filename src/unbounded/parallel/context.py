@@ -6,7 +6,8 @@
     last block    join the sequence
 
 Everything outside the blocks (masks, positions, the embedding, the head and the loss) is the model's own code on whole
-sequences, the same on every rank, and attention, which sees whole sequences too, takes its masks as they are. Gradients
+sequences, the same on every rank, and attention, which sees whole sequences too, takes their masks as they are; masks
+that a block makes from its part of a mask for tokens are joined. Gradients
 of the blocks are parts and are summed, one collective per block. It works for `scaled_dot_product_attention`. A block
 with another attention is refused when it first runs, and so is a mask that a block makes from its part.
 """
@@ -22,7 +23,7 @@ from torch import nn
 from unbounded.errors import PlanError, StateError
 from unbounded.parallel.attachments import Detach, replace_forward, together
 from unbounded.parallel.blocks import change_hidden, cut_arguments, find_stacks, unwrap
-from unbounded.parallel.collectives import LayerSite, exchange_parts
+from unbounded.parallel.collectives import LayerSite, exchange_parts, join_parts
 from unbounded.parallel.context_trial import BlockTrial
 from unbounded.parallel.partial_gradients import Partial, attach_sum
 from unbounded.parallel.tensor.attention import head_width
@@ -91,12 +92,20 @@ class ContextAttention(SlicedDropout):
         return _Exchange.apply(result, self.site, False)  # type: ignore[no-any-return]
 
     def _own_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of a mask of whole sequences; most masks have only one head."""
-        length, others = query.shape[2], key.shape[2]
+        """This rank's heads of a mask of whole sequences; most masks have only one head.
+
+        A block was given a part of [rows, tokens] and [tokens, tokens], like positions, and so of [rows, tokens,
+        tokens]. If it made the mask from that, the parts of all ranks are the mask.
+        """
+        length, others, given = query.shape[2], key.shape[2], tuple(mask.shape)
+        cut = [dim for dim, count in ((-1, others), (-2, length)) if given[dim:][:1] == (count // self.site.size,)]
+        if len(cut) == 1 and not mask.requires_grad:
+            mask = join_parts(mask, cut[0], self.site, f"the mask of {self.site.output}")
         if mask.dim() < 2 or mask.shape[-1] not in (1, others) or mask.shape[-2] not in (1, length):
             raise StateError(
-                f"attention has a mask of {tuple(mask.shape)} for sequences of {length} tokens: it was made inside a "
-                "block, from a part of them. Leave context out of the plan."
+                f"attention has a mask of {given} for sequences of {length} tokens, of which a block is given "
+                f"{length // self.site.size} on each rank: it was made inside a block, from its part. Make the mask "
+                "outside the blocks, or leave context out of the plan."
             )
         heads = query.shape[1]
         if mask.dim() == 4 and mask.shape[1] == heads * self.scene.axis.size:

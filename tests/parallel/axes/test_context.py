@@ -170,6 +170,63 @@ def test_blocks_whose_own_code_mixes_tokens_are_refused(ranks: Any) -> None:
         assert all("gives something else" in str(result) for result in results.values()), results
 
 
+class MaskedBlock(nn.Module):
+    """Attention in a stranger's hand, whose blocks are given a mask of 2 or 3 dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, *, by_row: bool) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if by_row:  # [rows, tokens] or [rows, tokens, tokens]; otherwise [tokens, tokens]
+            mask = mask[:, None, None] if mask.dim() == 2 else mask[:, None]
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(11, 16), nn.ModuleList(MaskedBlock() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor, by_row: bool) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x, mask, by_row=by_row)
+        return x.square().mean()
+
+
+def mask_tokens(rank: int, size: int, plan: dict[str, Any]) -> list[float]:
+    """The errors of gradients under masks of each kind."""
+    torch.manual_seed(0)
+    length = 160  # the trial takes less
+    plain, tokens = Masked(), torch.randint(0, 11, (4, length))
+    seen = torch.ones(4, length, dtype=torch.bool)
+    seen[0, -7:] = seen[2, :90] = False
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    both = seen[:, None] & causal | torch.eye(length, dtype=torch.bool)
+    floats = torch.zeros(length, length).masked_fill(~causal, -1e9)
+    model = copy.deepcopy(plain)
+    model, optimizer = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    errors = []
+    for mask, by_row in ((seen, True), (causal, False), (floats, False), (both, True)):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        plain(tokens, mask, by_row).backward()
+        model(tokens, mask, by_row).backward()
+        with unbounded.full_params(model):
+            pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+            errors.append(max(float((a - b).norm() / b.norm()) for a, b in pairs))
+    return errors
+
+
+def test_masks_for_tokens_that_blocks_are_given_work_as_on_one_rank(ranks: Any) -> None:
+    styles = (("blocks.*.qkv", "column_of_3"), ("blocks.*.out", "row"))
+    for size, plan in ((2, {"context": 2}), (4, {"context": 2, "tensor": 2, "styles": styles})):
+        for errors in ranks(size, mask_tokens, plan):
+            assert errors == [pytest.approx(0, abs=1e-5)] * 4
+
+
 def pad(family: str) -> dict[str, torch.Tensor]:
     batch = models.batch(family, 0)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
