@@ -10,6 +10,7 @@ import pytest
 from tests.train.corpora import make_corpus, save_tokenizer, write_jsonl
 from unbounded.errors import DataError
 from unbounded.train.data.loader import Loader
+from unbounded.train.data.records import Prompted
 from unbounded.train.data.tokenizer import IGNORED, ByteTokenizer, Encoded, FolderTokenizer, Tokenizer
 
 CHAT = [
@@ -74,6 +75,28 @@ def test_a_length_that_the_tokenizer_cuts_and_pads_to_does_not_change_documents(
     about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "bos_token"}))
     again = FolderTokenizer(tmp_path).encode(["the host and the disk " * 9, "the"])
     assert [encoded.tokens.tolist() for encoded in again] == [encoded.tokens.tolist() for encoded in whole]
+
+
+@pytest.mark.parametrize("puts_space", ["prepend", "metaspace"])
+def test_an_answer_gets_no_space_that_it_does_not_have(tmp_path: Path, puts_space: str) -> None:
+    """Tokenizers such as Llama 2's put a space before every text, also before one that continues another."""
+    from tokenizers import Tokenizer as Core
+    from tokenizers import models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Core(models.BPE())
+    if puts_space == "prepend":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace("_", prepend_scheme="first", split=False)
+    core.train_from_iterator(["2+2=4 ?"], trainers.BpeTrainer(vocab_size=9, special_tokens=["</s>"]))
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>").save_pretrained(tmp_path)
+    tokenizer = FolderTokenizer(tmp_path)
+    tokens = [
+        "".join(tokenizer.inner.convert_ids_to_tokens(encoded.tokens.tolist()))
+        for encoded in tokenizer.encode([Prompted("2+2=", "4"), Prompted("2+2=", " 4"), Prompted("", "4")])
+    ]
+    assert tokens == ["_2+2=4</s>", "_2+2=_4</s>", "_4</s>"]
 
 
 @pytest.mark.parametrize("begins", [False, True])

@@ -2,7 +2,7 @@
 
 Two tokenizers with one protocol: the bytes themselves, for the built-in model, and a Hugging Face tokenizer.
 A conversation is rendered in segments with and without loss, each tokenised on its own, so that the loss begins
-exactly where an answer does:
+exactly where an answer does, as the text that it continues there:
 
 1. the tokenizer's chat template, where each answer is what the template adds to the turns before it;
 2. without a template: `<|role|>\\n`, the content, and for an answer the end-of-text token, one turn after another.
@@ -24,6 +24,7 @@ from unbounded.errors import DataError
 from unbounded.train.data.records import Document, Message, Prompted
 
 IGNORED = -100
+_BEFORE = "\n"  # stands before a text that follows another one: hardly any tokenizer joins it with what comes next
 Ids = NDArray[np.int32]
 
 
@@ -103,6 +104,7 @@ class FolderTokenizer:
         if self._fast is not None:  # documents are whole, whatever length tokenizer.json cuts or pads texts to
             self._fast.no_truncation()
             self._fast.no_padding()
+        self._puts_space = self._ids([_BEFORE + "a"])[0] != [*self._ids([_BEFORE])[0], *self._ids(["a"])[0]]
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded]:
         """See `Tokenizer.encode`."""
@@ -125,10 +127,22 @@ class FolderTokenizer:
         ids: list[list[int]] = self.inner(texts, add_special_tokens=False)["input_ids"]
         return ids
 
+    def _continue(self, texts: list[str]) -> list[list[int]]:
+        """Tokens of texts that follow another one: without the space that some tokenizers put before every text."""
+        alone = self._ids(texts)
+        if not self._puts_space:
+            return alone
+        (before,) = self._ids([_BEFORE])
+        after = self._ids([_BEFORE + text for text in texts])
+        cut = len(before)
+        return [ids[cut:] if ids[:cut] == before else own for ids, own in zip(after, alone, strict=True)]
+
     def _encode_segments(self, document: list[Message] | Prompted) -> Encoded:
         renders = bool(self.inner.chat_template) and not isinstance(document, Prompted)
         segments = self._render(document) if renders else _plain_segments(document)  # type: ignore[arg-type]
-        ids = self._ids([segment.text for segment in segments])
+        texts = [segment.text for segment in segments]
+        first = next((index for index, text in enumerate(texts) if text), len(texts)) + 1
+        ids = [*self._ids(texts[:first]), *self._continue(texts[first:])]
         if ids and not renders:
             ids[0] = [*self._begin, *ids[0]]
         return _join(segments, [np.array(piece, np.int32) for piece in ids], self.end)
