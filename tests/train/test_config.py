@@ -102,6 +102,7 @@ def test_values_of_the_wrong_type_are_refused_with_their_key(tmp_path: Path) -> 
         (["--model", "m", "--data", "d", "--layers", "2"], "--layers shapes the built-in GPT"),
         (["--lora-rank", "4"], "--lora-rank needs a Hugging Face model"),
         (["--lora-alpha", "4"], "without --lora-rank"),
+        (["--model", "m", "--data", "d", "--lora-rank", "4", "--lora-alpha", "0"], "must be more than 0"),
         (["--model", "m"], "needs data"),
         (["--objective", "masked"], "the built-in GPT cannot see later tokens"),
         (["--objective", "masked", "--model", "m", "--data", "d", "--lora-rank", "4"], "predict the next token"),

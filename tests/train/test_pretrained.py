@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,14 @@ def test_adapters_train_while_the_rest_stays_and_are_exported_alone(tmp_path: Pa
     assert (logits(adapted) - before).abs().max() > 1e-3
     same = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), export)
     assert torch.equal(logits(same), logits(adapted))
+
+
+def test_adapters_do_not_continue_with_another_scale(tmp_path: Path, folder: Path, texts: Path) -> None:
+    config = fine_tune(tmp_path / "out", texts, model=str(folder), lora_rank=2, steps=1)
+    train(config)
+    assert train(replace(config, lora_alpha=4.0, steps=2)).step == 2  # twice the rank, as before
+    with pytest.raises(InputError, match=r"holds another run: its lora_alpha is 4\.0, not 32\.0"):
+        train(replace(config, lora_alpha=32.0, steps=3))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -101,7 +101,7 @@ def _adapt(settings: Settings, rank: int, model: nn.Module) -> nn.Module:
         raise InputError('--lora-rank needs peft. Install it: pip install "unbounded[hf]".') from None
     adapters = LoraConfig(
         r=rank,
-        lora_alpha=settings.lora_alpha or 2 * rank,  # type: ignore[arg-type]
+        lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=settings.lora_dropout,
         target_modules=list(settings.lora_targets) if settings.lora_targets else "all-linear",
         task_type="CAUSAL_LM",

@@ -55,7 +55,7 @@ def _covers(target: Path, held: Path, *, within: bool) -> bool:
 
 
 def describe_run(settings: Settings) -> dict[str, Any]:
-    """What cannot change when a run is resumed, because its checkpoints would not fit."""
+    """What cannot change when a run is resumed, because its checkpoints would not fit, or would mean another model."""
     given = settings.model or settings.from_config
     model = Path(os.path.realpath(given)).name if given else "the built-in GPT"
     shape = None if given else [settings.layers, settings.width, settings.heads, settings.sequence_length]
@@ -64,5 +64,6 @@ def describe_run(settings: Settings) -> dict[str, Any]:
         "shape": shape,
         "optimizer": settings.optimizer,
         "lora_rank": settings.lora_rank,
+        "lora_alpha": settings.lora_alpha,
         "lora_targets": settings.lora_targets and [*settings.lora_targets],
     }

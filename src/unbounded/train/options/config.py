@@ -54,7 +54,7 @@ class Config:
     lora_rank: int | None = _setting(
         _MODEL, "train only low-rank peft adapters of this rank", shown="none", least=1, most=1 << 16
     )
-    lora_alpha: float | None = _setting(_MODEL, "scale of the adapters", shown="twice the rank")
+    lora_alpha: float | None = _setting(_MODEL, "scale of the adapters", shown="twice the rank", above=0)
     lora_dropout: float = _setting(_MODEL, "dropout of the adapters", 0.0, least=0, below=1)
     lora_targets: tuple[str, ...] | None = _setting(
         _MODEL, "names of the layers to adapt", shown="every linear layer except the head"

@@ -75,7 +75,7 @@ def close_settings(config: Config, *, kind: str, num_ranks: int, device_bytes: i
     size = size_for(kind, is_given=not ours, device_bytes=device_bytes)
     defaults = asdict(size)
     if config.lora_rank is not None:
-        defaults["lr"] = LORA_LR
+        defaults |= {"lr": LORA_LR, "lora_alpha": 2 * config.lora_rank}
     if config.epochs is not None:
         defaults["steps"] = 0
     elif config.steps is None and not ours:
