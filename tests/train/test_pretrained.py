@@ -14,7 +14,7 @@ import torch
 from tests.train.corpora import save_model, save_tokenizer, sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, train
 from unbounded.cli import main
-from unbounded.errors import InputError
+from unbounded.errors import CheckpointError, InputError
 from unbounded.train.options.config import Config
 
 CHAT_TEMPLATE = (
@@ -100,6 +100,18 @@ def test_adapters_train_while_the_rest_stays_and_are_exported_alone(tmp_path: Pa
     assert (logits(adapted) - before).abs().max() > 1e-3
     same = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), export)
     assert torch.equal(logits(same), logits(adapted))
+
+
+def test_a_model_is_not_exported_to_a_folder_of_adapters(tmp_path: Path, folder: Path, texts: Path) -> None:
+    config = fine_tune(tmp_path / "a", texts, model=str(folder), steps=1, export=str(tmp_path / "tuned"))
+    train(replace(config, lora_rank=2))
+    said = "tuned holds adapters .adapter_config.json., which from_pretrained would put on the model exported there"
+    with pytest.raises(CheckpointError, match=said):  # before the first step
+        train(replace(config, output=str(tmp_path / "b")))
+    assert not (tmp_path / "b").exists()
+    train(replace(config, output=str(tmp_path / "b"), export=None))
+    assert main(["export", str(tmp_path / "b" / "step-00000001"), str(tmp_path / "tuned")]) == 2
+    assert not (tmp_path / "tuned" / "model.safetensors").exists()
 
 
 def test_adapters_do_not_continue_with_another_scale(tmp_path: Path, folder: Path, texts: Path) -> None:

@@ -25,7 +25,8 @@ from unbounded.checkpoint.format.data_files import disk_engine
 from unbounded.checkpoint.format.folder import sync_folder, told, write_synced
 from unbounded.errors import CheckpointError
 from unbounded.native.disk import DiskFile
-from unbounded.weights.safetensors_reader import INDEX, SINGLE
+from unbounded.weights.adapter_files import ADAPTER_CONFIG
+from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS, INDEX, SINGLE
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -105,6 +106,8 @@ class ShardWriter:
     _files: dict[str, tuple[DiskFile, int]] = field(default_factory=dict)
 
     def __enter__(self) -> ShardWriter:
+        if any(plan.name != ADAPTER_WEIGHTS for plan in self.plans):
+            refuse_adapters(self.folder)
         with told(self.folder, "exporting to"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.folder)
@@ -193,6 +196,15 @@ class ShardWriter:
 
 _STAGING = re.compile(r"\.export-[0-9a-f]{12}")
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raises if there are adapters where a whole model is to go: `from_pretrained` would put them on it."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} holds adapters ({ADAPTER_CONFIG}), which from_pretrained would put on the model exported there. "
+            "Choose another folder, or remove them first."
+        )
 
 
 def _lock(folder: Path) -> int:

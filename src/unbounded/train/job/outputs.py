@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from unbounded.checkpoint.safetensors_writer import refuse_adapters
 from unbounded.errors import DiskError, InputError
 from unbounded.native.disk.place import check_folder
 from unbounded.observe import trace
@@ -46,6 +47,8 @@ def _check_export(settings: Settings, target: Path) -> None:
         within = flag == "--output"  # next to the checkpoints is fine
         if base is not None and _covers(target, Path(base), within=within):
             raise InputError(f'--export "{target}" would overwrite what {flag} "{base}" holds. Choose another folder.')
+    if settings.lora_rank is None:
+        refuse_adapters(target)
 
 
 def _covers(target: Path, held: Path, *, within: bool) -> bool:
