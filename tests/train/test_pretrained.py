@@ -181,6 +181,22 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_allocated(
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_that_sees_the_next_token_is_not_trained_to_predict_it(
+    tmp_path: Path, texts: Path, is_decoder: bool
+) -> None:
+    from transformers import BertConfig
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertConfig(vocab_size=320, is_decoder=is_decoder, **shape).save_pretrained(save_tokenizer(tmp_path / "bert"))
+    config = fine_tune(tmp_path / "out", texts, from_config=str(tmp_path / "bert"), steps=1)
+    if is_decoder:
+        assert train(config).step == 1
+        return
+    with pytest.raises(InputError, match=r"sees the tokens that --objective next has it predict\. Train it with --obj"):
+        train(config)
+
+
 def _plain_loss(folder: Path, texts: Path) -> float:
     """The loss of the first batch by transformers alone."""
     from transformers import AutoModelForCausalLM

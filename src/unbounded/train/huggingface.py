@@ -60,7 +60,7 @@ def _read_config(path: Path, *, needs_weights: bool) -> Any:
 
 
 def _build_empty(path: Path, config: Any, dtype: torch.dtype, objective: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
     kind: Any = AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM
     try:
@@ -70,6 +70,12 @@ def _build_empty(path: Path, config: Any, dtype: torch.dtype, objective: str) ->
         raise InputError(
             f'"{path}" is not a language model that --objective {objective} can train: {_first_line(error)}'
         ) from None
+    sees_all = type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(model.config, "is_decoder", None) is False
+    if objective == "next" and sees_all:
+        raise InputError(
+            f'"{path}" is a model such as BERT, which sees the tokens that --objective next has it predict. '
+            'Train it with --objective masked, or set "is_decoder": true in its config.json.'
+        )
     _read_generation(path, model)
     return model
 
