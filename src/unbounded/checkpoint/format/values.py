@@ -23,14 +23,27 @@ from unbounded.errors import CheckpointError, UnboundedError, UnsavableError
 Put = Callable[[torch.Tensor], str]
 Get = Callable[[str], torch.Tensor]
 _LARGEST = 2**63
+MAX_NESTING = 200  # lists and objects inside one another: every Python can go as deep
 
 
 def encode(value: Any, path: str, put: Put) -> Any:
     """`value` as JSON; `path` names it in errors; tensors go to `put`."""
     try:
-        return _encode(value, path, put)
+        encoded = _encode(value, path, put)
+        _check_nesting(encoded)
+        return encoded
     except RecursionError:
         raise UnsavableError(f"{path} contains itself, or is nested too deeply. Save a flat copy of it.") from None
+
+
+def _check_nesting(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inside = [held.values() if isinstance(held, dict) else held for held in level if isinstance(held, dict | list)]
+        level = [item for held in inside for item in held]
+        if not level:
+            return
+    raise RecursionError(f"it is nested more than {MAX_NESTING} times")
 
 
 def _encode(value: Any, path: str, put: Put) -> Any:
@@ -106,6 +119,7 @@ def decode(value: Any, get: Get, path: str = "a value") -> Any:
         return get(name)
 
     try:
+        _check_nesting(value)
         return _decode(value, get_once)
     except UnboundedError:
         raise
