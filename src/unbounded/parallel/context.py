@@ -225,6 +225,6 @@ class ContextParallel:
 
         handles = [
             block.register_forward_pre_hook(before, with_kwargs=True),
-            block.register_forward_hook(after, prepend=True),
+            block.register_forward_hook(after, prepend=True, always_call=True),
         ]
         return together(*(handle.remove for handle in handles))

@@ -187,3 +187,25 @@ def test_inside_full_params_gradients_are_whole(ranks: Any) -> None:
     for per_rank in ranks(4, train_with_changes, [{"tensor": 2}, {"tensor": 4, "gradients": "host"}]):
         for seen, wanted in per_rank:
             assert seen == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+
+
+def call_decoder(rank: int, size: int, family: str) -> list[str]:
+    """Which plans and lengths give other states than the plain model, after a backward that recomputed blocks."""
+    different = []
+    for plan in ({"tensor": 2, "sequence": True}, {"context": 2}):
+        plain = without_dropout(models.build(family))
+        model = copy.deepcopy(plain)
+        model, _ = unbounded.shard(model, optimizer_of(model), {**plan, "activations": "recompute"})
+        model(**models.batch(family, 0)).loss.backward()
+        for length in (8, 5):
+            tokens = models.batch(family, 0)["input_ids"][:, :length]
+            with torch.no_grad():
+                found, wanted = (one.model(tokens, use_cache=False).last_hidden_state for one in (model, plain))
+            if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+                different.append(f"{plan}, {length} tokens")
+    return different
+
+
+def test_a_model_inside_may_be_called_after_blocks_were_recomputed(ranks: Any) -> None:
+    """As `peft` does to generate: nothing that happens when the whole model is called has happened then."""
+    assert ranks(2, call_decoder, "llama") == [[], []]

@@ -160,10 +160,13 @@ class Scene:
         return "sequence" if self.axis.name == "tensor" else self.axis.name
 
     def end_block(self, output: Any, site: LayerSite, *, is_last: bool) -> Any:
-        """A block's forward is over; the last one joins the sequence again."""
+        """A block's forward is over; the last one joins the sequence again.
+
+        There is no output after an exception, which also ends a recomputed block as soon as all is there.
+        """
         self._is_inside, self.hold = False, Hold.COPIES
         self._entered = []
-        if not is_last or not self.is_cut:
+        if output is None or not is_last or not self.is_cut:
             return output
         if isinstance(output, tuple):
             return (collectives.join(output[0], 1, site), *output[1:])

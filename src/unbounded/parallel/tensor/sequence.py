@@ -119,7 +119,7 @@ class SequenceBlocks:
 
         handles = [
             block.register_forward_pre_hook(before, with_kwargs=True),
-            block.register_forward_hook(after, prepend=True),  # inside the engine's own
+            block.register_forward_hook(after, prepend=True, always_call=True),  # inside the engine's own
         ]
         return together(*(handle.remove for handle in handles))
 
