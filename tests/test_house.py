@@ -65,7 +65,8 @@ OWNERS_OF_A_UNIT = {
     "zero/engine.py": {"engine"},
     "zero/setup/initial.py": {"weights", "states"},
     "zero/setup/assembly.py": {
-        *("views", "gradient", "owned", "resident", "streamed", "homes", "rank", "factors", "rule", "rule_if_trained")
+        *("views", "gradient", "owned", "resident", "streamed", "is_packed", "homes", "rank", "factors"),
+        *("rule", "rule_if_trained"),
     },
 }
 

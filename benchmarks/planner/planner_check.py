@@ -87,6 +87,7 @@ GPU = {
     "13b-lora-24gib": Case("13b", 2, lora=True, plan={"device_bytes": "24GiB"}, steps=4),
     "22b-2k": Case("22b", 1, steps=2),  # half a minute each
     "70b-lora": Case("70b", 4, lora=True, steps=3),
+    "70b-lora-24gib": Case("70b", 4, lora=True, plan={"device_bytes": "24GiB"}, steps=3),
 }
 _DISK = {"weights": "disk", "optimizer": "disk"}
 CPU = {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels/kernels.h"
+#include "kernels/packed.h"
 #include "kernels/pool.h"
 
 using namespace unbounded;
@@ -210,4 +211,25 @@ EXPORT void unbounded_copy(void* pool, const void* from, void* to, int64_t bytes
     const size_t first = begin * 16, last = end * 16 < size_t(bytes) ? end * 16 : size_t(bytes);
     std::memcpy(static_cast<char*>(to) + first, static_cast<const char*>(from) + first, last - first);
   });
+}
+
+// Packs n weights into records, the last one perhaps in part.
+EXPORT void unbounded_pack(void* pool, const uint16_t* weights, uint8_t* records, int64_t n) {
+  const auto pack = [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; i += PACKED)
+      pack_record(weights + i, std::min(PACKED, end - i), records + i / PACKED * RECORD_BYTES);
+  };
+  parallel(pool, n, pack, 16 * PACKED);
+}
+
+// Writes the n weights of records that follow the first `skip` ones, less than a record.
+EXPORT void unbounded_unpack(void* pool, const uint8_t* records, uint16_t* weights, int64_t skip, int64_t n) {
+  const auto unpack = [&](size_t begin, size_t end) {
+    for (size_t i = std::max(begin, size_t(skip)); i < end;) {
+      const size_t inside = i % PACKED, count = std::min(PACKED - inside, end - i);
+      unpack_record(records + i / PACKED * RECORD_BYTES, weights + (i - size_t(skip)), inside, count);
+      i += count;
+    }
+  };
+  parallel(pool, skip + n, unpack, 16 * PACKED);
 }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "kernel_check.h"
+#include "kernels/packed.h"
 
 using namespace unbounded;
 
@@ -139,9 +140,27 @@ void stochastic_rounding_is_unbiased(const Kernels& kernels) {
   CHECK(std::fabs(mean_w / std::pow(0.99999, 4000) - 1) < 0.001);
 }
 
+// Frozen weights come back with every bit, in any part of a record; zeros, denormals and some small ones among them.
+void packed_weights_come_back() {
+  Random random(12);
+  for (const size_t n : {size_t(1), size_t(100), PACKED - 1, PACKED}) {
+    Buffer weights(2 * n), record(RECORD_BYTES);
+    uint16_t* bits = weights.as<uint16_t>();
+    for (size_t i = 0; i < n; ++i) bits[i] = uint16_t(random.bits() & 0x807f) | uint16_t((100 + random.bits() % 15) << 7);
+    for (size_t i = 0; i < n; i += 150) bits[i] = uint16_t(random.bits() & (i % 300 ? 0x807f : 0x83ff));
+    pack_record(bits, n, record.as<uint8_t>());
+    for (const size_t skip : {size_t(0), n / 2}) {
+      Buffer back(2 * (n - skip));
+      unpack_record(record.as<uint8_t>(), back.as<uint16_t>(), skip, n - skip);
+      CHECK(!std::memcmp(back.as<uint16_t>(), bits + skip, 2 * (n - skip)));
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  packed_weights_come_back();
   const Kernels* found[4];
   const int count = levels(found);
   for (int level = 0; level < count; ++level) {

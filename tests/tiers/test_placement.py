@@ -11,6 +11,7 @@ from torch import nn
 
 from unbounded.errors import BudgetError, PlanError
 from unbounded.optim.book import RuleBook
+from unbounded.planner.machine import MachineRates
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.solve import Shortage, solve
@@ -65,6 +66,27 @@ def test_weights_on_disk_are_spread_over_the_model_except_its_end() -> None:
     tiers = [where.weights for where in place(frozen, budget(4 * MIB, 14 * MIB), Plan())]
     assert [tier for tier in tiers if tier != "disk"] == ["device"] * 2 + ["host"] * 7
     assert [index for index, tier in enumerate(tiers) if tier == "disk"] == [1, 5, 8]
+
+
+def test_frozen_weights_are_packed_before_any_goes_to_disk() -> None:
+    frozen = [UnitBytes(f"blocks.{index}", 4 * MIB, 0, 0, packed=3 * MIB) for index in range(8)]
+    gpu, cpu = UNMEASURED, replace(UNMEASURED, is_cpu=True)
+
+    def tiers(host: int, machine: MachineRates = gpu, **fields: Any) -> tuple[bool, list[str]]:
+        solved = solve(frozen, budget(8 * MIB, host), Plan(**fields), machine)
+        assert not isinstance(solved, Shortage)
+        return solved.packs, [where.weights for where in solved.places]
+
+    assert tiers(24 * MIB) == (False, ["device"] * 2 + ["host"] * 6)
+    assert tiers(24 * MIB - 1) == (True, ["device"] * 2 + ["host"] * 6)
+    assert tiers(18 * MIB) == (True, ["device"] * 2 + ["host"] * 6)
+    assert tiers(18 * MIB - 1)[1].count("disk") == 1
+    assert tiers(24 * MIB, pack_frozen=True)[0]
+    packs, places = tiers(18 * MIB, pack_frozen=False)
+    assert (packs, places.count("disk")) == (False, 2)
+    packs, places = tiers(18 * MIB, cpu)
+    assert (packs, places.count("disk")) == (False, 2)
+    assert tiers(18 * MIB, cpu, pack_frozen=True)[0]
 
 
 def test_reserves_are_not_given_to_states() -> None:

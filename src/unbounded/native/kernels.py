@@ -19,6 +19,7 @@ from unbounded.errors import PlanError
 from unbounded.native.library import declare
 from unbounded.native.states import BLOCK, FORMATS, RULES, ArraySpec, Rule, moments, state_arrays
 from unbounded.native.thread_pool import Pool, default_pool, simd
+from unbounded.planner.models.packed_size import RECORD_NUMEL, packed_bytes
 
 __all__ = [
     "BLOCK",
@@ -34,10 +35,12 @@ __all__ = [
     "encode_moment",
     "encode_weight",
     "join",
+    "pack",
     "simd",
     "split",
     "state_arrays",
     "sum_squares",
+    "unpack",
     "update",
 ]
 
@@ -73,6 +76,8 @@ SIGNATURES: dict[str, list[type]] = {
     "encode_moment": [c_void_p, c_int32, c_void_p, c_void_p, c_int64],
     "decode_moment": [c_int32, c_void_p, c_void_p, c_void_p, c_int64],
     "copy": [c_void_p, c_void_p, c_int64],
+    "pack": [c_void_p, c_void_p, c_int64],
+    "unpack": [c_void_p, c_void_p, c_int64, c_int64],
 }
 
 
@@ -272,3 +277,19 @@ def copy(src: Tensor, dst: Tensor, pool: Pool | None = None) -> None:
     _check("src", src, (src.dtype,))
     _check("dst", dst, (src.dtype,), src.numel())
     _call("copy", pool, src.data_ptr(), dst.data_ptr(), src.numel() * src.element_size())
+
+
+def pack(weights: Tensor, records: Tensor, pool: Pool | None = None) -> None:
+    """Packs bf16 `weights` into `records` (native/kernels/packed.h), which say themselves if they cannot hold them."""
+    _check("weights", weights, (torch.bfloat16,))
+    _check("records", records, (torch.uint8,), packed_bytes(weights.numel()))
+    _call("pack", pool, weights.data_ptr(), records.data_ptr(), weights.numel())
+
+
+def unpack(records: Tensor, weights: Tensor, skip: int = 0, pool: Pool | None = None) -> None:
+    """Fills bf16 `weights` with those in `records` after the first `skip` ones, which are less than a record."""
+    if not 0 <= skip < RECORD_NUMEL:
+        raise PlanError(f"{skip} weights are to be skipped, but a record has {RECORD_NUMEL}. Pass later records.")
+    _check("weights", weights, (torch.bfloat16,))
+    _check("records", records, (torch.uint8,), packed_bytes(skip + weights.numel()))
+    _call("unpack", pool, records.data_ptr(), weights.data_ptr(), skip, weights.numel())

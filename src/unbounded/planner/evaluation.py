@@ -23,7 +23,7 @@ from unbounded.planner.solve import PlaceOptions, StateChoice, UnitsAlike, build
 from unbounded.planner.step.loads import Setup, activation_loads, base_loads, unit_bytes
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
-from unbounded.planner.unit_bytes import UnitPlace
+from unbounded.planner.unit_bytes import UnitPlace, pack_unit, packings
 
 # The part of host and disk that a job may plan with. The rest is for the system.
 USABLE = {"host": 0.9, "disk": 0.95}
@@ -80,6 +80,7 @@ class Candidate:
     policies: tuple[tuple[str, str], ...]  # by block
     room: Mapping[str, float]  # what one rank may use of each tier
     cost: float  # its seconds, and a little for hidden work (`solve`): what ways are compared by
+    packs: bool  # whether frozen weights outside the device are packed
     capacity: Capacity | None = None  # how large a model could be, at stage 3
 
     @property
@@ -132,6 +133,7 @@ class _Chosen:
     lanes: tuple[float, ...]
     places: tuple[UnitPlace, ...]  # by position
     policies: tuple[tuple[int, str], ...]  # by position
+    packs: bool  # whether frozen weights outside the device are packed
 
 
 class _WayProgram:
@@ -169,12 +171,13 @@ class _WayProgram:
         units = self._units(gathers)
         blocks = self._blocks(recomputes)
         activations = self._activation_groups(blocks)
-        for uses_disk in (False, True):
-            choice = StateChoice(units, self.options, uses_disk=uses_disk)
+        for packs, uses_disk in packings([kind.unit for kind in units], self.plan, is_cpu=self.machine.is_cpu):
+            kinds = [replace(kind, unit=pack_unit(kind.unit, packs=packs)) for kind in units]
+            choice = StateChoice(kinds, self.options, uses_disk=uses_disk)
             groups = [*choice.groups(), *activations]
             solution = solve_program(build_program(groups, self.setup, left, self.base), cutoff, max_nodes)
             if solution is not None:
-                return self._read(solution, choice, groups, blocks) if solution.value < cutoff else None
+                return self._read(solution, choice, groups, blocks, packs) if solution.value < cutoff else None
         return None
 
     def _units(self, gathers: bool) -> list[UnitsAlike]:
@@ -217,6 +220,7 @@ class _WayProgram:
         choice: StateChoice,
         groups: Sequence[Group],
         blocks: Sequence[tuple[UnitFootprint, tuple[str, ...], list[int]]],
+        packs: bool,
     ) -> _Chosen:
         lanes = list(self.base)
         for group, counts in zip(groups, solution.counts, strict=True):
@@ -224,7 +228,7 @@ class _WayProgram:
                 if count:
                     lanes = [have + count * more for have, more in zip(lanes, option.seconds, strict=True)]
         policies = _spread(blocks, solution.counts[len(choice.members) :])
-        return _Chosen(solution.value, tuple(lanes), choice.places(solution), policies)
+        return _Chosen(solution.value, tuple(lanes), choice.places(solution), policies, packs)
 
     def candidate(self, found: _Chosen) -> Candidate:
         tokens = self.setup.tokens * self.setup.accumulate * self.setup.data
@@ -239,6 +243,7 @@ class _WayProgram:
             tuple((parts[position].module_name, policy) for position, policy in found.policies),
             self.room,
             found.cost,
+            found.packs,
             self._capacity(),
         )
 
@@ -269,9 +274,9 @@ class _WayProgram:
 
         policies, again = dict(found.policies), self.setup.accumulate > 1
         for kind in self.rank.kinds:
-            unit = unit_bytes(kind.part, self.footprint, self.setup)
+            unit = pack_unit(unit_bytes(kind.part, self.footprint, self.setup), packs=found.packs)
             for where, count in Counter(found.places[position] for position in kind.positions).items():
-                add(where.weights, "weights", count * unit.weights)
+                add(where.weights, "weights", count * unit.size("weights", where.weights))
                 add(where.optimizer, "optimizer", count * unit.optimizer)
                 add(where.remainder, "optimizer", count * unit.remainder)
                 if where.gradients != "device":

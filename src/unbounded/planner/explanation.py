@@ -103,6 +103,7 @@ def as_values(candidate: Candidate) -> dict[str, Any]:
         "gradients": {name: where.gradients for name, where in candidate.places},
         "optimizer": {name: where.optimizer for name, where in candidate.places},
         "activations": dict(candidate.policies),
+        "pack_frozen": candidate.packs,
         "largest_parameters": _largest(candidate, keeps_gradients=True),
         "largest_parameters_without_gradients": _largest(candidate, keeps_gradients=False),
     }
@@ -119,7 +120,8 @@ def _places(candidate: Candidate) -> str:
         where = weights if weights == gradients == optimizer else f"{weights} / {gradients} / {optimizer}"
         parts.append(f"{_number(number, 'unit')} on {where}")
     mixed = any(len({*key}) > 1 for key in found)
-    return ", ".join(parts) + (" (weights / gradients / optimizer)" if mixed else "")
+    packed = ", frozen weights outside the device packed" if candidate.packs else ""
+    return ", ".join(parts) + (" (weights / gradients / optimizer)" if mixed else "") + packed
 
 
 def _policies(candidate: Candidate) -> str:

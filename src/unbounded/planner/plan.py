@@ -52,7 +52,9 @@ class Plan:
     is checked against the checksum of what was written, which takes a thousandth of the disk's bytes in host memory.
     So many `early_units` are updated inside the backward, their new weights at least, into other arrays in host memory;
     left None, on a GPU as many as the host has memory to spare for. `move_states` lets other states move between device
-    and host once steps show what is left; left None, a plan with a `device_bytes` does.
+    and host once steps show what is left; left None, a plan with a `device_bytes` does. `pack_frozen` keeps frozen bf16
+    weights that are not on the device in 12.25 bits each, without loss; left None, on a GPU where they would otherwise
+    go to disk.
     With `gradients="none"` every unit is updated inside the backward and no gradient is stored, for loops with one
     backward per step and no clipping.
     """
@@ -73,6 +75,7 @@ class Plan:
     prefetch_units: int = 2
     early_units: int | None = None
     move_states: bool | None = None
+    pack_frozen: bool | None = None
     host_threads: int | None = None
     accumulate_dtype: str = "fp32"
     loss_scale: float = 2.0**16  # for fp16, at the start
@@ -106,7 +109,7 @@ class Plan:
             if not isinstance(self.disk_path, (tuple, list)) or not self.disk_path:
                 raise PlanError(f"disk_path is {self.disk_path!r}. Give a folder, or a list of folders.")
             object.__setattr__(self, "disk_path", tuple(str(path) for path in self.disk_path))
-        for name in ("disk_checksums", "move_states"):
+        for name in ("disk_checksums", "move_states", "pack_frozen"):
             _check_choice(name, getattr(self, name), (True, False))
         for name, least in _LEAST.items():
             _check_count(name, getattr(self, name), least)

@@ -7,7 +7,7 @@ cannot be best:
 - gradients are where the optimizer states are updated (on the host for those on disk), unless the plan says otherwise;
   they are nowhere only if it says so, because that is a promise about the loop;
 - weights and gradients go to disk only if device and host cannot hold them all, because moments free more memory per
-  byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8);
+  byte of traffic (8 bytes for 16, weights 2 for 6, gradients 2 for 8). Before that, frozen ones are packed;
 - work of host, disk and links counts a little even when it is hidden; among equals, the one that takes the least of
   the device wins, because activations can use it. The first units get the fastest places: the next forward needs them
   first. Only weights on disk are spread over the model, because passes read one unit while they use those before it.
@@ -28,7 +28,16 @@ from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import LANES, PHASES, Setup, place_loads, repeats
 from unbounded.planner.step.peaks import place_bytes
-from unbounded.planner.unit_bytes import KINDS, Budget, UnitBytes, UnitPlace, fixed_tiers, use_of
+from unbounded.planner.unit_bytes import (
+    KINDS,
+    Budget,
+    UnitBytes,
+    UnitPlace,
+    fixed_tiers,
+    pack_unit,
+    packings,
+    use_of,
+)
 
 # What a second of a lane counts even when it is hidden: it takes memory bandwidth from the others (during copies both
 # ways the host's optimizer keeps 80 % of its rate), and a prediction is not exact.
@@ -45,6 +54,7 @@ class Solved:
 
     places: tuple[UnitPlace, ...]
     room: Mapping[str, int]
+    packs: bool = False  # whether frozen weights outside the device are packed
 
 
 @dataclass(frozen=True)
@@ -91,22 +101,23 @@ def solve(
     """The fastest placement of the units on one rank within `budget`. What `plan` fixes stays."""
     setup = setup or Setup(stage=plan.stage)
     for room in budget.rooms:
-        places = _place(units, room, plan, machine, setup)
-        if places is not None:
-            return Solved(places, room)
+        solved = _place(units, room, plan, machine, setup)
+        if solved is not None:
+            return solved
     return _shortage(units, budget, plan, machine, setup)
 
 
 def _place(
     units: Sequence[UnitBytes], room: Mapping[str, int], plan: Plan, machine: MachineRates, setup: Setup
-) -> tuple[UnitPlace, ...] | None:
-    """Tries first without and then with weights and gradients on disk."""
-    kinds, options = find_alike(units, plan), PlaceOptions(machine, setup)
-    for uses_disk in (False, True):
+) -> Solved | None:
+    """Tries first without and then with weights and gradients on disk, and packs frozen weights in between."""
+    options = PlaceOptions(machine, setup)
+    for packs, uses_disk in packings(units, plan, is_cpu=machine.is_cpu):
+        kinds = find_alike([pack_unit(unit, packs=packs) for unit in units], plan)
         choice = StateChoice(kinds, options, uses_disk=uses_disk)
         solution = solve_program(choice.program(room))
         if solution is not None:
-            return choice.places(solution)
+            return Solved(choice.places(solution), room, packs)
     return None
 
 
@@ -242,13 +253,13 @@ def _shortage(units: Sequence[UnitBytes], budget: Budget, plan: Plan, machine: M
     room = budget.rooms[-1]
     for extended in (("disk",), ("host", "disk"), ("device",), TIERS):
         wide = {tier: 2**60 if tier in extended else max(0, room[tier]) for tier in TIERS}
-        places = _place(units, wide, plan, machine, setup)
-        if places is not None:
+        solved = _place(units, wide, plan, machine, setup)
+        if solved is not None:
             break
-    assert places is not None
+    assert solved is not None
     use: Counter[str] = Counter()
-    for unit, where in zip(units, places, strict=True):
-        use += use_of(unit, {kind: getattr(where, kind) for kind in KINDS})
+    for unit, where in zip(units, solved.places, strict=True):
+        use += use_of(pack_unit(unit, packs=solved.packs), {kind: getattr(where, kind) for kind in KINDS})
     short = {tier: use[tier] - room[tier] for tier in TIERS if use[tier] > room[tier]}
     spare = sum(max(0, room[tier] - use[tier]) for tier in TIERS)
     stored = sum(unit.gradients for unit in units) if plan.keeps_gradients else 0

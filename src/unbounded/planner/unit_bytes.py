@@ -7,7 +7,7 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unbounded.errors import PlanError
 from unbounded.planner.plan import NOWHERE, Placement, Plan
@@ -31,12 +31,14 @@ class UnitBytes:
     deferred: int = 0  # whole gradients that wait for their reduction: on the device, wherever they go afterwards
 
     owned: int | None = None  # the part of the weights that this rank updates; None: all it keeps
+    packed: int = 0  # the weights outside the device if those that are frozen are packed; 0: there are none to pack
+    is_packed: bool = False
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
         """Everything except the name."""
         kinds = (self.weights, self.gradients, self.optimizer, self.remainder)
-        return (*kinds, self.summed_gradients, self.deferred, self.owned)
+        return (*kinds, self.summed_gradients, self.deferred, self.owned, self.packed, self.is_packed)
 
     @property
     def updated_weights(self) -> int:
@@ -48,7 +50,24 @@ class UnitBytes:
             return 0
         if kind == "gradients" and (is_summed or tier == "disk"):
             return max(self.gradients, self.summed_gradients)
+        if kind == "weights" and self.is_packed and tier != "device":
+            return self.packed
         return int(getattr(self, kind))
+
+
+def packings(units: Sequence[UnitBytes], plan: Plan, *, is_cpu: bool) -> list[tuple[bool, bool]]:
+    """Whether frozen weights are packed, and whether weights and gradients may go to disk, in the order to try. Unless
+    the plan says so, weights are packed where they would otherwise go to disk and a GPU unpacks them."""
+    may_pack = not is_cpu if plan.pack_frozen is None else plan.pack_frozen
+    if not may_pack or not any(unit.packed for unit in units):
+        return [(False, False), (False, True)]
+    packed = [(True, False), (True, True)]
+    return packed if plan.pack_frozen else [(False, False), *packed]
+
+
+def pack_unit(unit: UnitBytes, *, packs: bool) -> UnitBytes:
+    """The unit as it is if frozen weights outside the device are packed, or not."""
+    return replace(unit, is_packed=packs and unit.packed > 0)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def close(candidate: Candidate, asked: Plan, precision: str) -> Plan:
         precision=asked.precision or precision,
         optimizer_format=candidate.format,
         activations=candidate.policies or None,
+        pack_frozen=candidate.packs or asked.pack_frozen,
         predicted_seconds=candidate.seconds,
         reasons="\n".join(describe(candidate)),
         **named,  # type: ignore[arg-type]

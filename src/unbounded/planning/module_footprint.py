@@ -26,6 +26,7 @@ from unbounded.planner.models.configs import FAMILIES, find_config, read_config,
 from unbounded.planner.models.footprint import (
     COMPILED,
     EAGER,
+    PACKED_BYTES,
     STATE_BYTES,
     Cost,
     Footprint,
@@ -107,7 +108,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_
     if optimizer is None:
         return STATE_BYTES[precision, state_format]
     book, dtype = RuleBook(optimizer, state_format), DTYPES[precision]
-    total, mean = 0, StateBytes(dtype.itemsize, dtype.itemsize, 0.0, 0.0, max(4, dtype.itemsize))
+    total, mean = 0, replace(STATE_BYTES[precision, state_format], optimizer=0.0, remainder=0.0)
     for index, group in enumerate(optimizer.param_groups):  # each counts by its size
         shapes = [tuple(parameter.shape) for parameter in group["params"]]
         numel = sum(map(math.prod, shapes))
@@ -125,7 +126,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_
 def rule_bytes(rule: UpdateRule, dtype: torch.dtype) -> StateBytes:
     sizes = {spec.name: spec.dtype.itemsize / spec.every for spec in rule.specs}
     remainder = sizes.pop("remainder", 0.0)
-    return StateBytes(dtype.itemsize, dtype.itemsize, sum(sizes.values()), remainder, max(4, dtype.itemsize))
+    packed = PACKED_BYTES if dtype == torch.bfloat16 else 0.0
+    return StateBytes(dtype.itemsize, dtype.itemsize, sum(sizes.values()), remainder, max(4, dtype.itemsize), packed)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _buffer_bytes(state: Sharded) -> int:
     sets of states, and checksums of what is on disk."""
     units, bounce = state.engine.units, state.bounce
     arrays = [array for unit in units for array in unit.arrays().values()]
-    on_disk = sum(array_bytes(array) for array in arrays if array.tier == "disk")
+    on_disk = sum(array.held_bytes for array in arrays if array.tier == "disk")
     sums = SUM_BYTES * (on_disk // PAGE_BYTES) if state.plan.disk_checksums else 0
     reached = state.engine.device.type == "cpu"  # gathered weights and gradients are on the host themselves
     fetched = any(unit.weights.tier == "disk" for unit in units) and not reached

@@ -46,6 +46,10 @@ class Array(Protocol):
     @property
     def direct(self) -> torch.Tensor | None: ...
 
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of its tier."""
+
     def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight: ...
 
     def evict(self, source: torch.Tensor, start: int = 0) -> InFlight: ...
@@ -54,6 +58,7 @@ class Array(Protocol):
 
 
 def array_bytes(array: Array) -> int:
+    """What its elements take in their dtype, as buffers and files have them."""
     return array.numel * array.dtype.itemsize
 
 
@@ -68,6 +73,10 @@ class MemoryArray:
     @property
     def direct(self) -> torch.Tensor | None:
         return self.tensor
+
+    @property
+    def held_bytes(self) -> int:
+        return array_bytes(self)
 
     def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight:
         return _copy(self.tensor[start : start + target.numel()], target)
@@ -93,6 +102,10 @@ class DiskArray:
     @property
     def direct(self) -> torch.Tensor | None:
         return None
+
+    @property
+    def held_bytes(self) -> int:
+        return array_bytes(self)
 
     def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight:
         if is_reachable(target):

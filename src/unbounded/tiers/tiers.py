@@ -15,10 +15,12 @@ from unbounded.errors import BudgetError
 from unbounded.native.bulk import new_tensor
 from unbounded.native.disk import ExtentStore
 from unbounded.native.host_memory import available_bytes
+from unbounded.planner.models.packed_size import packed_bytes
 from unbounded.planner.sizes import format_bytes
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.array import PAGE, Array, DiskArray, MemoryArray
 from unbounded.tiers.driver import resident_bytes
+from unbounded.tiers.packed.packed_array import PackedArray
 from unbounded.tiers.pool import BufferPool
 from unbounded.tiers.staging import size_staging
 
@@ -88,7 +90,12 @@ class Tiers:
         """
         num_bytes = numel * dtype.itemsize
         if tier == "host" and unplanned_bytes:
-            self._plan_more(unplanned_bytes)
+            self._plan_more(
+                unplanned_bytes,
+                "adding up the gradients of several backwards takes {} more host memory for this unit",
+                'Raise host_bytes, add up in bf16 with accumulate_dtype="bf16", or place gradients or optimizer states '
+                'on "disk".',
+            )
         array: Array
         if tier == "device":
             array = MemoryArray(new_tensor(numel, dtype, self.device).fill_(initial), tier)
@@ -103,6 +110,21 @@ class Tiers:
         if tier != "host":
             self.count(tier, num_bytes)
         return array
+
+    def allocate_packed(self, tier: str, numel: int, bounce: BufferPool) -> PackedArray:
+        """An array of bf16 zeros on host or disk, for weights that do not change, or seldom."""
+        inner = self.allocate(tier, torch.uint8, packed_bytes(numel), bounce)
+        return PackedArray(inner, numel, self._allocate_loose)
+
+    def _allocate_loose(self, numel: int) -> Array:
+        """Host memory for frozen weights that do not pack, which was not planned."""
+        self._plan_more(
+            numel * torch.bfloat16.itemsize,
+            "frozen weights of this unit do not pack, because their exponents differ too much. They take {} more host "
+            "memory",
+            "Raise host_bytes, or keep frozen weights as they are: pack_frozen=False.",
+        )
+        return MemoryArray(self.arena.allocate(torch.bfloat16, numel, pin=False), "host", self.arena.release)
 
     def extend(self, *, host_bytes: int, disk_bytes: int) -> ExtentStore | None:
         """Takes room for states that were not there when the others were placed; returns a store if any go to disk."""
@@ -202,20 +224,19 @@ class Tiers:
 
     def free(self, array: Array) -> None:
         """Gives back an array of `allocate`."""
-        num_bytes = array.numel * array.dtype.itemsize
+        num_bytes = array.held_bytes
         array.free()
         if array.tier != "host":
             self.count(array.tier, -num_bytes)
 
-    def _plan_more(self, num_bytes: int) -> None:
+    def _plan_more(self, num_bytes: int, what: str, remedy: str) -> None:
+        """Plans host memory for `what`, a sentence with a place for the bytes; if it is not left, says the remedy."""
         with self._lock:
             spare = self.spare_host_bytes()
             if spare < num_bytes:
                 raise BudgetError(
-                    f"adding up the gradients of several backwards takes {format_bytes(num_bytes)} more host "
-                    f"memory for this unit, but only {format_bytes(max(0, spare))} of "
-                    f"{format_bytes(self.budgets['host'] or 0)} are left. Raise host_bytes, add up in bf16 with "
-                    'accumulate_dtype="bf16", or place gradients or optimizer states on "disk".'
+                    f"{what.format(format_bytes(num_bytes))}, but only {format_bytes(max(0, spare))} of "
+                    f"{format_bytes(self.budgets['host'] or 0)} are left. {remedy}"
                 )
             self.planned_host_bytes += num_bytes
 

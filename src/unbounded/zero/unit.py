@@ -151,6 +151,7 @@ class Unit:
         self.owned = (0, layout.numel)
         self.resident = False
         self.streamed = False  # states on the host, updated by the GPU
+        self.is_packed = False  # frozen weights on host or disk
         self.weights: Array
         self.rule: UpdateRule | None = None  # what updates it, with `states`; None: nothing does
         self.rule_if_trained: UpdateRule | None = None  # what would update it if it were trained

@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
+from unbounded.planner.models.packed_size import RECORD_BYTES, RECORD_NUMEL
 from unbounded.planner.models.shapes import Shape
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter, by kind of state. `summed` is a gradient in which several backwards are added up."""
+    """Bytes per parameter, by kind of state. `summed` is a gradient in which several backwards are added up, `packed` a
+    frozen weight outside the device that is packed, if it can be."""
 
     weights: float = 2
     gradients: float = 2
     optimizer: float = 8
     remainder: float = 2
     summed: float = 4
+    packed: float = 0
 
     @property
     def total(self) -> float:
@@ -29,10 +32,11 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer + self.remainder
 
 
+PACKED_BYTES = RECORD_BYTES / RECORD_NUMEL
 STATE_BYTES = {
-    ("bf16", "exact"): StateBytes(),
+    ("bf16", "exact"): StateBytes(packed=PACKED_BYTES),
     # 8-bit moments with an fp32 scale for each 128 of them; 8 bits complete a weight
-    ("bf16", "compact"): StateBytes(2, 2, 2 + 2 * 4 / 128, 1, 4),
+    ("bf16", "compact"): StateBytes(2, 2, 2 + 2 * 4 / 128, 1, 4, PACKED_BYTES),
     ("fp16", "exact"): StateBytes(2, 2, 12, 0, 4),
     ("fp16", "compact"): StateBytes(2, 2, 2 + 2 * 4 / 128, 1, 4),
     ("fp32", "exact"): StateBytes(4, 4, 8, 0, 4),

@@ -138,14 +138,17 @@ def unit_bytes(part: UnitFootprint, footprint: Footprint, setup: Setup) -> UnitB
     numel, trained = part.numel / setup.tensor, part.trained / setup.tensor
     owned = trained / (shards if setup.stage >= 1 else 1)
     grads = trained / (shards if setup.stage >= 2 else 1)
+    kept = numel / (shards if setup.stage == 3 else 1)
+    frozen = kept - trained / (shards if setup.stage == 3 else 1)
     return UnitBytes(
         part.name,
-        weights=_round(numel / (shards if setup.stage == 3 else 1) * states.weights),
+        weights=_round(kept * states.weights),
         gradients=_round(grads * states.gradients),
         optimizer=_round(owned * states.optimizer),
         remainder=_round(owned * states.remainder),
         summed_gradients=_round(grads * states.summed),
         owned=_round(owned * states.weights),
+        packed=_round(frozen * states.packed + (kept - frozen) * states.weights) if states.packed and frozen else 0,
     )
 
 
@@ -158,9 +161,10 @@ def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup:
     loads = Loads()
     for phase in ("first forward", "forward", "backward"):
         if where.weights != "device":
-            loads.add_link(machine, phase, "to device", unit.weights)
+            stored = unit.size("weights", where.weights)
+            loads.add_link(machine, phase, "to device", stored)
             if where.weights == "disk":
-                loads.add_disk(machine, phase, read=unit.weights)
+                loads.add_disk(machine, phase, read=stored)
     if where.gradients not in ("device", NOWHERE):
         loads.add_link(machine, "backward", "to host", unit.gradients)
         loads.add("backward", "host memory", _summed_seconds(unit, machine, setup))

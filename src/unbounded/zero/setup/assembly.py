@@ -122,15 +122,16 @@ class Assembly:
         return Sharded(engine, tiers, bounce, plan, sharded_optimizer, self._lanes, self._attach(engine))
 
     def _entries(self) -> Entries:
-        places, entries = self.blueprint.places, []
-        for spec, where, is_streamed in zip(self.blueprint.specs, places, self.blueprint.streamed, strict=True):
+        drawn, entries = self.blueprint, []
+        rows = zip(drawn.specs, drawn.places, drawn.streamed, drawn.packed, strict=True)
+        for spec, where, is_streamed, is_packed in rows:
             unit = Unit(spec.name, spec.layout, dtype=spec.dtype, device=self.device, trainable=spec.trainable)
             unit.views = ModuleViews(unit, spec.members)
             partitioned = self.ranks.size > 1
             if partitioned and self.plan.stage > 0 and (spec.trainable or self.plan.stage == 3):
                 unit.owned = spec.layout.shard_range(self.ranks.rank)
             unit.resident = where.weights == "device" and (not partitioned or self.plan.stage < 3)
-            unit.streamed = is_streamed
+            unit.streamed, unit.is_packed = is_streamed, is_packed
             unit.homes, unit.rank = spec.homes, self.ranks.rank
             unit.factors = Factors(
                 find_factors(spec.layout, spec.rule, spec.homes, None if unit.is_whole else self.ranks.rank)

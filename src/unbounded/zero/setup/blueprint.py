@@ -15,6 +15,7 @@ from unbounded.errors import BudgetError, PlanError
 from unbounded.optim.formats import DTYPES
 from unbounded.optim.rules import NativeRule
 from unbounded.planner.machine import MachineRates
+from unbounded.planner.models.packed_size import unpacking_bytes
 from unbounded.planner.plan import Plan
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.solve import Shortage, solve
@@ -26,6 +27,7 @@ from unbounded.planner.unit_bytes import (
     UnitPlace,
     check_patterns,
     fixed_tiers,
+    pack_unit,
     sum_bytes,
     use_of,
 )
@@ -48,6 +50,7 @@ class Blueprint:
 
     specs: tuple[UnitSpec, ...]
     places: tuple[UnitPlace, ...]
+    packed: tuple[bool, ...]  # which have their weights packed
     streamed: tuple[bool, ...]  # which host states the GPU updates
     early: tuple[Drafted, ...]  # what of the units on the host is written to other arrays inside the backward
     plan: Plan
@@ -97,6 +100,10 @@ def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) 
     if isinstance(solved, Shortage):
         raise solved.error()
     places = solved.places
+    sizes = [
+        pack_unit(unit, packs=solved.packs and where.weights != "device")
+        for unit, where in zip(sizes, places, strict=True)
+    ]
     _check_gathered(specs, places, plan, means.device_bytes)
     rows = zip(specs, places, sizes, strict=True)
     disk_bytes = sum(spec.disk_bytes(where, unit_bytes, plan.stage) for spec, where, unit_bytes in rows)
@@ -111,8 +118,22 @@ def draw(specs: Sequence[UnitSpec], plan: Plan, means: Means, device_type: str) 
     early = _choose_early(specs, sizes, places, streamed, _early_limits(plan, device_type), solved.room["host"])
     host_bytes += sum(drafted_bytes(unit_bytes, drafted) for unit_bytes, drafted in zip(sizes, early, strict=True))
     closed = _close(plan, specs, places, means, early)
+    if any(unit.packed for unit in sizes):
+        closed = replace(closed, pack_frozen=solved.packs)
+    packed = tuple(unit.is_packed for unit in sizes)
     return Blueprint(
-        tuple(specs), places, streamed, early, closed, disk_bytes, host_bytes, buffers, plan, budget, means.machine
+        tuple(specs),
+        places,
+        packed,
+        streamed,
+        early,
+        closed,
+        disk_bytes,
+        host_bytes,
+        buffers,
+        plan,
+        budget,
+        means.machine,
     )
 
 
@@ -125,6 +146,8 @@ def _set_aside(
     device_type: str,
 ) -> Budget:
     ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
+    if plan.pack_frozen is not False:
+        ring += max((unpacking_bytes(unit.weights // 2) for unit in sizes if unit.packed), default=0)
     largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
     wholes = largest * WHOLE_BYTES if device_type == "cuda" else 0
     may_store = sum(use_of(unit, dict.fromkeys(KINDS, "disk") | fixed_tiers(unit.name, plan))["disk"] for unit in sizes)

@@ -64,7 +64,7 @@ class Installer:
                 self.ranks.gather(unit.buffer, unit.owned_part().clone(), unit.name)
             unit.weights = MemoryArray(unit.owned_part(), "device")
         else:
-            unit.weights = self.tiers.allocate(places["weights"], unit.dtype, high - low, self.bounce)
+            unit.weights = self._make_weights(unit, places["weights"])
             unit.weights.evict(arrays["weight"].contiguous()).wait()
         if rule is not None:
             given = {name: value for name, value in arrays.items() if name != "weight"}
@@ -72,6 +72,12 @@ class Installer:
                 given |= formats.encode_moment(value[low:high].contiguous(), name, rule)
             unit.states = self.make_states(rule, high - low, places, given, pin=unit.streamed)
             self._make_factors(unit, places, carried)
+
+    def _make_weights(self, unit: Unit, tier: str) -> Array:
+        numel = unit.owned[1] - unit.owned[0]
+        if unit.is_packed:
+            return self.tiers.allocate_packed(tier, numel, self.bounce)
+        return self.tiers.allocate(tier, unit.dtype, numel, self.bounce)
 
     def _make_factors(self, unit: Unit, places: Places, carried: CarriedStates) -> None:
         if not unit.factors.held:

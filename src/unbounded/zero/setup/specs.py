@@ -15,6 +15,7 @@ from unbounded.errors import PlanError
 from unbounded.optim.book import RuleBook
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
+from unbounded.planner.models.packed_size import packed_bytes
 from unbounded.planner.unit_bytes import (
     UnitBytes,
     UnitPlace,
@@ -57,7 +58,8 @@ class UnitShape:
         weights = (self.layout.shard_numel if stage == 3 else self.layout.numel) * self.dtype.itemsize
         summed = owned * max(sum_dtype.itemsize, self.dtype.itemsize)
         if self.rule is None:  # it may have gradients, for which room is only set aside on the disk
-            return UnitBytes(self.name, weights, 0, 0, summed_gradients=summed if self.trainable else 0)
+            sums = summed if self.trainable else 0
+            return UnitBytes(self.name, weights, 0, 0, summed_gradients=sums, packed=self._packed_bytes(stage))
         states = {spec.name: spec.numel(owned) * spec.dtype.itemsize for spec in self.rule.specs}
         remainder = states.pop("remainder", 0)
         deferred = self.layout.numel * self.dtype.itemsize if stage == 1 and owned < self.layout.numel else 0
@@ -72,11 +74,17 @@ class UnitShape:
             owned=owned * self.dtype.itemsize,
         )
 
+    def _packed_bytes(self, stage: int) -> int:
+        """What frozen weights take outside the device if they are packed; 0 if that would not be less."""
+        numel = self.layout.shard_numel
+        packed = packed_bytes(numel) if stage == 3 and self.dtype == torch.bfloat16 and not self.trainable else 0
+        return packed if packed < numel * self.dtype.itemsize else 0
+
     def disk_bytes(self, where: UnitPlace, sizes: UnitBytes, stage: int) -> int:
         """What the unit takes of the disk store, each array rounded up as the store does."""
         owned, arrays = self.owned_numel(stage), []
         if where.weights == "disk" and sizes.weights:
-            arrays.append(sizes.weights)
+            arrays.append(sizes.size("weights", "disk"))
         if self.rule is not None:
             for spec in self.rule.specs:
                 if (where.remainder if spec.name == "remainder" else where.optimizer) == "disk":
