@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -98,6 +99,24 @@ def test_any_stretch_is_read_and_written(tiers: Tiers, tier: str, kind: str) -> 
             assert _same(target, expected[first:last]), (start, stop, first, last)
     tiers.free(array)
     assert tiers.use()["disk"].used_bytes == 0
+
+
+def test_threads_write_and_read_parts_of_one_record(tiers: Tiers) -> None:
+    array, expected = tiers.allocate_packed("host", NUMEL, _bounce(tiers)), _weights("outliers", NUMEL)
+    stripes = [(start, min(start + 1000, 20_000)) for start in range(0, 20_000, 1000)]
+
+    def write(mine: int) -> None:
+        for start, stop in stripes[mine::4]:
+            array.evict(expected[start:stop].clone(), start).wait()
+            back = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
+            array.fetch(back, start).wait()
+            assert _same(back, expected[start:stop])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
+    back = torch.empty(20_000, dtype=torch.bfloat16, device="cpu")
+    array.fetch(back).wait()
+    assert _same(back, expected[:20_000])
 
 
 def test_it_takes_three_quarters_and_frees_everything(tiers: Tiers) -> None:

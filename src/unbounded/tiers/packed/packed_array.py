@@ -7,6 +7,7 @@ records, in host memory that is asked for when they come.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -36,6 +37,9 @@ class PackedArray:
         self._memory: dict[int, torch.Tensor] = {}
         self._loose: set[int] = set()
         self._arrays: list[Array] = []
+        # A record may have weights of two stretches: one must not be read while the other is written.
+        self._lock = threading.Lock()
+        self._reads: list[torch.cuda.Event] = []  # of a GPU, perhaps still in flight
 
     @property
     def direct(self) -> torch.Tensor | None:
@@ -46,6 +50,27 @@ class PackedArray:
         return self._inner.held_bytes
 
     def fetch(self, target: torch.Tensor, start: int = 0) -> InFlight:
+        with self._lock:
+            self._unpack(target, start)
+            mark = stream_mark(target)
+            if mark is None:
+                return finished()
+            self._reads = [*(read for read in self._reads if not read.query()), mark]
+            return DeviceCopy(mark)
+
+    def evict(self, source: torch.Tensor, start: int = 0) -> InFlight:
+        with self._lock:
+            while self._reads:
+                self._reads.pop().synchronize()
+            self._write(source, start)
+        return finished()
+
+    def free(self) -> None:
+        self._memory.clear()
+        for array in (self._inner, *self._arrays):
+            array.free()
+
+    def _unpack(self, target: torch.Tensor, start: int) -> None:
         packing = _packing_on(target.device)
         for first, last in _stretches(start, start + target.numel(), target.device):
             low = max(first, start)
@@ -55,26 +80,18 @@ class PackedArray:
             records = self._records(first, last, target.device)
             packing.unpack(records[begin : begin + packed_bytes(skip + part.numel())], part, skip)
         self._fill_loose(target, start)
-        mark = stream_mark(target)
-        return finished() if mark is None else DeviceCopy(mark)
 
-    def evict(self, source: torch.Tensor, start: int = 0) -> InFlight:
+    def _write(self, source: torch.Tensor, start: int) -> None:
         stop = start + source.numel()
         for first, last in _stretches(start, stop, source.device):
             low, end = max(first, start), min(_round_up(last), self.numel)
             part = source[low - start : last - start]
             if (first, end) != (low, last):  # the rest of the first and last groups stays as it is
                 whole = new_tensor(end - first, self.dtype, source.device)
-                self.fetch(whole, first).order_stream()
+                self._unpack(whole, first)
                 whole[low - first : last - first].copy_(part)
                 part = whole
             self._pack(part.contiguous(), first)
-        return finished()
-
-    def free(self) -> None:
-        self._memory.clear()
-        for array in (self._inner, *self._arrays):
-            array.free()
 
     def _pack(self, weights: torch.Tensor, first: int) -> None:
         """Stores weights that begin with a group, and end with one or with the array."""
