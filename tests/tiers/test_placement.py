@@ -15,6 +15,7 @@ from unbounded.planner.machine import MachineRates
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.solve import Shortage, solve
+from unbounded.planner.step.loads import LANES, PHASES, Setup, place_loads
 from unbounded.planner.step.streaming import choose_streamed, streamed_part
 from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_patterns, read_placement
 from unbounded.zero.setup.blueprint import Blueprint, Means, draw
@@ -87,6 +88,21 @@ def test_frozen_weights_are_packed_before_any_goes_to_disk() -> None:
     packs, places = tiers(18 * MIB, cpu)
     assert (packs, places.count("disk")) == (False, 2)
     assert tiers(18 * MIB, cpu, pack_frozen=True)[0]
+
+
+def test_packed_weights_take_less_of_links_and_disk_and_some_computation() -> None:
+    unit = UnitBytes("block", 4 * MIB, 0, 0, packed=3 * MIB)
+    where, setup = UnitPlace("disk", "disk", "disk"), Setup()
+    slots = [(phase, lane) for phase in PHASES for lane in LANES]
+    plain, packed = (
+        dict(zip(slots, place_loads(replace(unit, is_packed=packs), where, UNMEASURED, setup).seconds, strict=True))
+        for packs in (False, True)
+    )
+    for phase in ("forward", "backward"):
+        for lane in ("to device", "disk read"):
+            assert packed[phase, lane] == pytest.approx(0.75 * plain[phase, lane])
+        assert plain[phase, "compute"] == 0
+        assert packed[phase, "compute"] == pytest.approx(7 * MIB / UNMEASURED.device_bandwidth)
 
 
 def test_reserves_are_not_given_to_states() -> None:

@@ -171,14 +171,19 @@ class _WayProgram:
         units = self._units(gathers)
         blocks = self._blocks(recomputes)
         activations = self._activation_groups(blocks)
+        best, fits = None, False
         for packs, uses_disk in packings([kind.unit for kind in units], self.plan, is_cpu=self.machine.is_cpu):
+            if uses_disk and fits:
+                break
             kinds = [replace(kind, unit=pack_unit(kind.unit, packs=packs)) for kind in units]
             choice = StateChoice(kinds, self.options, uses_disk=uses_disk)
             groups = [*choice.groups(), *activations]
             solution = solve_program(build_program(groups, self.setup, left, self.base), cutoff, max_nodes)
-            if solution is not None:
-                return self._read(solution, choice, groups, blocks, packs) if solution.value < cutoff else None
-        return None
+            fits = fits or solution is not None
+            if solution is not None and solution.value < cutoff:
+                best = self._read(solution, choice, groups, blocks, packs)
+                cutoff = less_than(best.cost)
+        return best
 
     def _units(self, gathers: bool) -> list[UnitsAlike]:
         """What one rank keeps of every unit; without gathering, open weights are on the device."""

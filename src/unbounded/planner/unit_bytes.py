@@ -57,7 +57,7 @@ class UnitBytes:
 
 def packings(units: Sequence[UnitBytes], plan: Plan, *, is_cpu: bool) -> list[tuple[bool, bool]]:
     """Whether frozen weights are packed, and whether weights and gradients may go to disk, in the order to try. Unless
-    the plan says so, weights are packed where they would otherwise go to disk and a GPU unpacks them."""
+    the plan says so, weights are packed only where a GPU unpacks them, and before any goes to disk."""
     may_pack = not is_cpu if plan.pack_frozen is None else plan.pack_frozen
     if not may_pack or not any(unit.packed for unit in units):
         return [(False, False), (False, True)]

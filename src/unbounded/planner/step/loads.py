@@ -165,6 +165,8 @@ def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup:
             loads.add_link(machine, phase, "to device", stored)
             if where.weights == "disk":
                 loads.add_disk(machine, phase, read=stored)
+            if unit.is_packed:
+                loads.add(phase, "compute", (stored + unit.weights) / machine.device_bandwidth)
     if where.gradients not in ("device", NOWHERE):
         loads.add_link(machine, "backward", "to host", unit.gradients)
         loads.add("backward", "host memory", _summed_seconds(unit, machine, setup))
