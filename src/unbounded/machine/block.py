@@ -1,8 +1,10 @@
-"""The part of the rates of single operations that they reach inside a transformer block.
+"""What single operations reach inside a transformer block.
 
 In a block, products, attention and memory-bound operations follow each other without a pause, forwards and backwards,
 with the layouts and at the clocks that steps have. The same operations alone are faster. So a whole block is timed, and
-the time that the planner would predict from the rates alone, divided by it, is the part that is reached.
+compared with the time that the planner would predict from the rates alone. On a GPU all of them are slower by the same
+part, as its clock is. On a CPU products are as fast as if they go on alone; what is left of the block's time is that of
+the others, some of which compute more than they move (the exponentials of attention and SiLU).
 """
 
 from __future__ import annotations
@@ -23,13 +25,26 @@ from unbounded.planner.step.loads import Setup, backward_seconds, forward_second
 # Blocks of a 7B and of a tiny model, and sequences in a pass.
 _GPU, _CPU = Shape("7B", 1, 4096, 1, 32, 32, 11008), Shape("tiny", 1, 256, 1, 4, 4, 704)
 _GPU_ROWS, _CPU_ROWS = (4, 2048), (4, 256)
+# On a busy machine, a block may seem to take less than its products.
+LEAST_TIMES = 0.5
 
 
-def reached_part(device: torch.device, rates: dict[str, Any]) -> float:
-    """The part of `rates` ("matmul_flops", "device_bandwidth", "kernel_seconds", each alone) that a block reaches."""
+def reached_rates(device: torch.device, alone: dict[str, float]) -> dict[str, float]:
+    """ "matmul_flops", "device_bandwidth" and "kernel_seconds" in a block, from those of operations `alone`."""
     is_gpu = device.type == "cuda"
     shape, (rows, sequence) = (_GPU, _GPU_ROWS) if is_gpu else (_CPU, _CPU_ROWS)
-    return _modelled(shape, rows, sequence, rates, is_cpu=not is_gpu) / _measured(shape, rows, sequence, device)
+    whole = _modelled(shape, rows, sequence, alone, is_cpu=not is_gpu)
+    taken = _measured(shape, rows, sequence, device)
+    if is_gpu:
+        return {**alone, **{name: alone[name] * whole / taken for name in ("matmul_flops", "device_bandwidth")}}
+    products = 2 * _modelled(shape, rows, sequence, _slowed(alone, 0.5), is_cpu=True) - whole
+    return _slowed(alone, max(LEAST_TIMES, (taken - products) / (whole - products)))
+
+
+def _slowed(rates: dict[str, float], times: float) -> dict[str, float]:
+    """The rates if everything except products takes so many times as long."""
+    slower = {"device_bandwidth": rates["device_bandwidth"] / times, "kernel_seconds": rates["kernel_seconds"] * times}
+    return {**rates, **slower}
 
 
 def _modelled(shape: Shape, rows: int, sequence: int, rates: dict[str, Any], *, is_cpu: bool) -> float:

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from unbounded.machine.additions import measure_additions
-from unbounded.machine.block import reached_part
+from unbounded.machine.block import reached_rates
 from unbounded.machine.disk import measure_disk
 from unbounded.machine.libraries import measure_libraries
-from unbounded.machine.timing import least_seconds
+from unbounded.machine.timing import least_seconds, sustained_seconds
 from unbounded.native import kernels
 from unbounded.native.host_memory import available_bytes, host_buffer
 from unbounded.native.kernels import Pool, Rule
@@ -69,19 +69,23 @@ def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
 def _measure_device(device: torch.device) -> dict[str, float]:
     """What products and memory-bound operations reach inside a block, and what launching an operation takes."""
+    return reached_rates(device, _measure_alone(device))
+
+
+def _measure_alone(device: torch.device) -> dict[str, float]:
     is_gpu = device.type == "cuda"
-    alone = {
+    return {
         "matmul_flops": _matmul_flops(device, torch.bfloat16 if is_gpu else torch.float32),
         "device_bandwidth": _elementwise_rate(device),
         "kernel_seconds": _kernel_seconds(device),
     }
-    part = reached_part(device, alone)
-    return {**alone, "matmul_flops": part * alone["matmul_flops"], "device_bandwidth": part * alone["device_bandwidth"]}
 
 
 def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Over the products of a step: forward, gradient of the input, gradient of the weight; square, wide and narrow."""
-    tokens, hidden, wide = (8192, 4096, 11008) if device.type == "cuda" else (512, 512, 1536)
+    """Over the products of a step: forward, gradient of the input, gradient of the weight; square, wide and narrow. On
+    a CPU they go on, like those of a block."""
+    is_gpu = device.type == "cuda"
+    tokens, hidden, wide = (8192, 4096, 11008) if is_gpu else (1024, 256, 704)
     flops, parts = 0.0, []
     for rows, columns in ((hidden, hidden), (hidden, wide), (wide, hidden)):
         x = torch.randn(tokens, rows, device=device, dtype=dtype)
@@ -96,7 +100,7 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
             upstream @ weight
             upstream.t() @ x
 
-    return flops / least_seconds(work, device)
+    return flops / (least_seconds if is_gpu else sustained_seconds)(work, device)
 
 
 def _elementwise_rate(device: torch.device) -> float:
