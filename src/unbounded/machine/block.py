@@ -30,7 +30,7 @@ LEAST_TIMES = 0.5
 
 
 def reached_rates(device: torch.device, alone: dict[str, float]) -> dict[str, float]:
-    """ "matmul_flops", "device_bandwidth" and "kernel_seconds" in a block, from those of operations `alone`."""
+    """The "matmul_flops", "device_bandwidth" and "kernel_seconds" of a block, from those of operations `alone`."""
     is_gpu = device.type == "cuda"
     shape, (rows, sequence) = (_GPU, _GPU_ROWS) if is_gpu else (_CPU, _CPU_ROWS)
     whole = _modelled(shape, rows, sequence, alone, is_cpu=not is_gpu)

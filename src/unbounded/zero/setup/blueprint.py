@@ -146,7 +146,7 @@ def _set_aside(
     device_type: str,
 ) -> Budget:
     ring = (plan.prefetch_units + 2) * max((spec.layout.numel * spec.dtype.itemsize for spec in specs), default=0)
-    if plan.pack_frozen is not False:
+    if device_type == "cuda" and plan.pack_frozen is not False:
         ring += max((unpacking_bytes(unit.weights // 2) for unit in sizes if unit.packed), default=0)
     largest = max((slot.numel for spec in specs if spec.needs_wholes for slot in spec.layout.slots), default=0)
     wholes = largest * WHOLE_BYTES if device_type == "cuda" else 0
