@@ -20,6 +20,7 @@ from unbounded.errors import PlanError, StateError
 from unbounded.native.bulk import convert, new_tensor
 from unbounded.observe import trace
 from unbounded.ranks.groups import GroupLease, take_lease
+from unbounded.ranks.watchdog.post import Post
 from unbounded.ranks.watchdog.watch import LIMIT_SECONDS, Collective, Watch, keep_unfinished
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,6 +78,12 @@ class Axis:
     def members(self) -> list[int]:
         """The ranks of the axis, as the job numbers them."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def account(self) -> Post | None:
+        """The record of what the ranks of the axis tell each other through the job's store, in one order."""
+        if self.group is None or self.watch is None:
+            return None
+        return self.watch.heartbeat.post(f"account/{self.group.group_name}", self.members())
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 

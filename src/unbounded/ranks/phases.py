@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,14 +25,8 @@ import torch
 
 from unbounded.errors import PeerError
 from unbounded.ranks.axis import Axis, Pending
+from unbounded.ranks.watchdog.post import Post
 from unbounded.ranks.watchdog.verdict import ADVICE
-
-# How long a rank waits to hear what its peers are doing, once it knows that they differ.
-_HEAR_SECONDS = 10.0
-
-# How often ranks of a group have heard each other. The next model of a job may use the same group, and must not hear
-# what was said before.
-_num_heard: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class Said(NamedTuple):
@@ -47,8 +40,8 @@ class Said(NamedTuple):
 class Ticket:
     """What one phase waits for before its first collective. It does not hold its `Phases`, which hold it."""
 
-    def __init__(self, axis: Axis, said: Said, before: Ticket | None) -> None:
-        self._axis, self._said, self._before = axis, said, before
+    def __init__(self, axis: Axis, account: Post | None, said: Said, before: Ticket | None) -> None:
+        self._axis, self._account, self._said, self._before = axis, account, said, before
         marks = [zlib.crc32(said.text.encode()), zlib.crc32(said.detail.encode()), said.issued]
         with torch.inference_mode(False):  # another thread writes to it, in any grad mode
             self._votes = torch.tensor([*marks, *(-mark for mark in marks)], dtype=torch.int64, device="cpu")
@@ -84,15 +77,16 @@ class Ticket:
             self._failure = describe_difference(self._hear())
 
     def _hear(self) -> dict[int, Said]:
-        """All ranks of the axis call this if one differs. What each of them is about to do."""
-        axis, ranks = self._axis, self._axis.members()
-        if axis.watch is None or axis.group is None:
-            return {ranks[axis.rank]: self._said}
-        number = _num_heard[axis.group] = _num_heard.get(axis.group, 0) + 1
-        key = f"phase/{axis.group.group_name}/{number}"
-        heard = axis.watch.exchange(key, json.dumps(self._said), ranks, _HEAR_SECONDS)
-        said = {rank: Said(*json.loads(text)) for rank, text in sorted(heard.items())}
-        return said or {ranks[axis.rank]: self._said}
+        """All ranks of the axis call this if one differs. What each of them is about to do.
+
+        Raises if one cannot say it, because it waits elsewhere.
+        """
+        axis = self._axis
+        if axis.watch is None or self._account is None:
+            return {axis.members()[axis.rank]: self._said}
+        self._account.begin(f"{self._said.text}, which not every rank is about to do", "")
+        heard = axis.watch.exchange(self._account, json.dumps(self._said), axis.limit)
+        return {rank: Said(*json.loads(text)) for rank, text in sorted(heard.items())}
 
 
 class Phases:
@@ -101,6 +95,7 @@ class Phases:
     def __init__(self, axis: Axis) -> None:
         self._is_shared = axis.size > 1
         self._axis = axis.lane("words", "gloo")
+        self._account = self._axis.account()
         self._text: str | None = None
         self._detail = ""
         self.standing: Callable[[], str] = str  # what must be the same on every rank in all phases
@@ -156,7 +151,7 @@ class Phases:
     def _announce(self, text: str, detail: str) -> Ticket:
         before = self._last if self._last is not None and self._last.is_pending else None
         detail = "; ".join(filter(None, (detail, self.standing())))
-        ticket = self._last = Ticket(self._axis, Said(text, detail, self._issued), before)
+        ticket = self._last = Ticket(self._axis, self._account, Said(text, detail, self._issued), before)
         ticket.launch()
         return ticket
 

@@ -103,14 +103,19 @@ class Watch:
             )
             self._device_thread.start()
 
-    def exchange(self, key: str, text: str, ranks: list[int], limit: float) -> dict[int, str]:
-        """The texts that `ranks` say under `key`; those that have come within `limit` seconds."""
-        deadline = time.monotonic() + limit
+    def exchange(self, post: Post, text: str, limit: float) -> dict[int, str]:
+        """What each member of `post` says under its last number; raises if one will not come to say it."""
+        key, ranks = f"{post.key}/{post.begun}", post.members
         self.heartbeat.ask(lambda notices: notices.say(key, text), limit)
         heard: dict[int, str] = {self.rank: text}
-        while len(heard) < len(ranks) and time.monotonic() < deadline:
-            heard |= self.heartbeat.ask(lambda notices: notices.hear(key, ranks), limit) or {}
-            time.sleep(0.02)
+        with self.heartbeat.looking():
+            while len(heard) < len(ranks):
+                heard |= self.heartbeat.ask(lambda notices: notices.hear(key, ranks), limit) or {}
+                reason = self._judge(post.wait(self.rank), limit) if len(heard) < len(ranks) else None
+                if reason is not None:
+                    raise self._give_up(reason)
+                time.sleep(0.02)
+        post.end()
         return heard
 
     def close(self, error: BaseException | None) -> None:
