@@ -1,4 +1,5 @@
-"""`unbounded.plan` packs frozen weights where that is predicted to be faster."""
+"""`unbounded.plan` packs frozen weights where that is predicted to be faster, and counts on it for how large a model
+may be."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from unbounded.planner.evaluation import Candidate, Request, evaluate
+from unbounded.planner.models.capacity import Capacity
 from unbounded.planner.models.footprint import STATE_BYTES, Footprint, footprint_of
 from unbounded.planner.models.shapes import make_shape
 from unbounded.planner.plan import Plan
@@ -17,7 +19,7 @@ STATES = STATE_BYTES["bf16", "exact"]
 
 
 def frozen() -> Footprint:
-    whole = footprint_of(make_shape(layers=32, hidden=2048))
+    whole = replace(footprint_of(make_shape(layers=32, hidden=2048)), states=STATES)
     return replace(whole, parts=tuple(replace(part, trained_numel=0) for part in whole.parts))
 
 
@@ -35,3 +37,25 @@ def test_weights_are_packed_where_the_link_sets_the_pace(tokens: int, packs: boo
     assert chosen is not None
     assert chosen.packs == packs
     assert chosen.seconds == min(way.seconds for way in ways.values() if way is not None)
+
+
+@pytest.mark.parametrize("device_bytes", [0, 1e9, 3e10, 1e12])
+@pytest.mark.parametrize("trained", [0, 0.02, 0.5, 1])
+def test_the_largest_model_fills_what_there_is(trained: float, device_bytes: float) -> None:
+    """It is the one whose states, frozen weights outside the device packed, take exactly what is left for them."""
+    whole = replace(footprint_of(make_shape(layers=32, hidden=2048)), states=STATES)
+    parts = tuple(replace(part, trained_numel=int(part.numel * trained)) for part in whole.parts)
+    capacity = Capacity(replace(whole, parts=parts), device_bytes, 1e11, packs=True)
+    most = capacity.most(keeps_gradients=True)
+    times = most / whole.numel
+    larger = [replace(p, numel=int(p.numel * times), trained_numel=int(p.trained_numel * times)) for p in parts]
+    states = replace(capacity, footprint=replace(whole, parts=tuple(larger))).states_bytes(keeps_gradients=True)
+    assert states == pytest.approx(capacity.left_bytes, rel=1e-6)
+    loose = replace(capacity, packs=False).most(keeps_gradients=True)
+    assert most == pytest.approx(loose) if trained == 1 else most > loose
+
+
+def test_all_of_a_frozen_model_outside_the_device_is_packed() -> None:
+    capacity = Capacity(frozen(), 0.0, 1e11, packs=True)
+    assert capacity.most(keeps_gradients=True) == pytest.approx(1e11 * 8 / 12.25)
+    assert capacity.describe().endswith("B parameters at 1.53 bytes each")

@@ -14,7 +14,7 @@ from functools import partial
 from unbounded.errors import PlanError
 from unbounded.planner.linear.program import Group, Option, Solution, solve_program
 from unbounded.planner.machine import MachineRates
-from unbounded.planner.models.capacity import Capacity, left_for_states
+from unbounded.planner.models.capacity import Capacity, capacity_of
 from unbounded.planner.models.footprint import STATE_BYTES, Cost, Footprint, StateBytes, UnitFootprint
 from unbounded.planner.models.rank_parts import PartsAlike, find_rank_parts
 from unbounded.planner.plan import TIERS, Plan
@@ -23,7 +23,7 @@ from unbounded.planner.solve import PlaceOptions, StateChoice, UnitsAlike, build
 from unbounded.planner.step.loads import Setup, activation_loads, base_loads, unit_bytes
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
-from unbounded.planner.unit_bytes import UnitPlace, pack_unit, packings
+from unbounded.planner.unit_bytes import UnitPlace, may_pack, pack_unit, packings
 
 # The part of host and disk that a job may plan with. The rest is for the system.
 USABLE = {"host": 0.9, "disk": 0.95}
@@ -257,10 +257,16 @@ class _WayProgram:
         if self.setup.stage < 3:
             return None
         working = max(working_bytes(self.footprint, self.setup, gathered=self.footprint.parts, recomputes=True))
-        ranks = self.setup.data * self.setup.model_ranks
-        room = rooms(self.machine, self.request.plan, ranks)
-        left = left_for_states(room, working=working, buffers=self.request.buffer_bytes, num_ranks=ranks)
-        return Capacity(self.footprint, left, self.request.plan.keeps_gradients)
+        ranks, plan = self.setup.data * self.setup.model_ranks, self.request.plan
+        return capacity_of(
+            self.footprint,
+            rooms(self.machine, plan, ranks),
+            working=working,
+            num_ranks=ranks,
+            keeps_gradients=plan.keeps_gradients,
+            packs=may_pack(plan, is_cpu=self.machine.is_cpu),
+            buffers=self.request.buffer_bytes,
+        )
 
     def _held(self, found: _Chosen) -> dict[str, dict[str, float]]:
         """Bytes by tier and kind; for the device, when it holds the most."""

@@ -14,7 +14,7 @@ from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.evaluation import FEW_NODES, Candidate, Request, evaluate, less_than, rooms
 from unbounded.planner.explanation import count
 from unbounded.planner.machine import MachineRates
-from unbounded.planner.models.capacity import Capacity, left_for_states
+from unbounded.planner.models.capacity import capacity_of
 from unbounded.planner.models.footprint import Footprint, expand
 from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.sizes import format_bytes
@@ -22,7 +22,7 @@ from unbounded.planner.step.loads import Setup, base_loads
 from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.peaks import working_bytes
 from unbounded.planner.step.prediction import Prediction
-from unbounded.planner.unit_bytes import KINDS, check_patterns
+from unbounded.planner.unit_bytes import KINDS, check_patterns, may_pack
 
 
 def search(footprint: Footprint, machine: MachineRates, request: Request) -> Candidate:
@@ -175,9 +175,9 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
     room = rooms(machine, request.plan, machine.num_devices)
     working = max(working_bytes(formatted, setup, gathered=formatted.parts, recomputes=True))
     ranks, keeps = machine.num_devices, request.plan.keeps_gradients
-    total = left_for_states(room, working=working, buffers=0.0, num_ranks=ranks)
-    capacity = Capacity(formatted, total, keeps)
-    states = capacity.states_bytes(keeps_gradients=keeps)
+    packs = may_pack(request.plan, is_cpu=machine.is_cpu)
+    capacity = capacity_of(formatted, room, working=working, num_ranks=ranks, keeps_gradients=keeps, packs=packs)
+    states, total = capacity.states_bytes(keeps_gradients=keeps), capacity.left_bytes
     whole = formatted.numel * formatted.states.weights / setup.model_ranks
     if setup.stage < 3 and whole > room["device"]:
         fact = (
@@ -206,7 +206,8 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
             f"its states take {format_bytes(states)}, but {ranks} x {machine.name.partition(':')[0]} have "
             f"{format_bytes(total)} of device, host and disk for them"
         )
-        needed = math.ceil(states / (total / ranks)) if total > 0 else 0
+        most = capacity.most(keeps_gradients=keeps)
+        needed = math.ceil(ranks * formatted.numel / most) if most else 0
         remedy = (
             f"It would fit on {needed} such devices. Here fit {capacity.describe()}. "
             'optimizer_format="compact" takes less than half.'

@@ -55,11 +55,15 @@ class UnitBytes:
         return int(getattr(self, kind))
 
 
+def may_pack(plan: Plan, *, is_cpu: bool) -> bool:
+    """Whether frozen weights outside the device may be packed; unless the plan says so, only where a GPU unpacks."""
+    return not is_cpu if plan.pack_frozen is None else plan.pack_frozen
+
+
 def packings(units: Sequence[UnitBytes], plan: Plan, *, is_cpu: bool) -> list[tuple[bool, bool]]:
     """Whether frozen weights are packed, and whether weights and gradients may go to disk, in the order to try. Unless
-    the plan says so, weights are packed only where a GPU unpacks them, and before any goes to disk."""
-    may_pack = not is_cpu if plan.pack_frozen is None else plan.pack_frozen
-    if not may_pack or not any(unit.packed for unit in units):
+    the plan says so, weights are packed before any goes to disk."""
+    if not may_pack(plan, is_cpu=is_cpu) or not any(unit.packed for unit in units):
         return [(False, False), (False, True)]
     packed = [(True, False), (True, True)]
     return packed if plan.pack_frozen else [(False, False), *packed]
