@@ -130,7 +130,7 @@ class Fuzz:
             "--machine",
             draw.choice(["h200:8", "dgx2:32", "h200:0", f"h200:{2**63}", *self._paths, *TEXTS]),
         ]
-        flags = ("--tokens", "--sequence", "--stage", "--device-bytes", "--host-bytes", "--precision", "--html")
+        flags = ("--tokens", "--sequence", "--stage", "--device-bytes", "--host-bytes", "--lora-rank", "--html")
         for _ in range(draw.randint(0, 2)):
             words += [draw.choice(flags), self._value()]
         return words

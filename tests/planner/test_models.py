@@ -14,9 +14,11 @@ from unbounded.errors import PlanError
 from unbounded.machine.block import MeasuredBlock
 from unbounded.planner.models.configs import read_model, shape_of
 from unbounded.planner.models.footprint import expand, footprint_of
+from unbounded.planner.models.rank_parts import find_rank_parts
 from unbounded.planner.models.shapes import PRESETS
 from unbounded.planner.plan import Plan
 from unbounded.planning.module_footprint import footprint_of_module
+from unbounded.weights.lora import add_adapters
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -125,6 +127,44 @@ def test_a_block_with_frozen_weights_keeps_less(trained: list[str]) -> None:
     footprint = footprint_of_module(model, None, Plan())
     kept = next(part.cost.kept for part in footprint.parts if part.is_block and part.cost.kept)
     assert 256 * kept == pytest.approx(saved_bytes(model.model.layers[0], **angles()), rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "opt", "starcoder2"])
+def test_a_shape_with_adapters_has_the_parts_and_costs_of_the_model_that_peft_makes(family: str) -> None:
+    """Its embedding and head are counted alike as well, but are units of other names."""
+    pytest.importorskip("peft")
+    config = make_config(family)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    built = footprint_of_module(add_adapters(model, 4), None, Plan(), sequence=64)
+    by_hand = footprint_of(shape_of(config.to_dict(), "config"), lora_rank=4)
+    assert by_hand.trained_numel == built.trained_numel
+    assert by_hand.numel == built.numel
+    blocks = [part for part in expand(by_hand.parts) if part.is_block], [part for part in built.parts if part.is_block]
+    assert len(blocks[0]) == len(blocks[1]) == 3
+    assert by_hand.flops(64) == pytest.approx(built.flops(64), rel=0.1)
+    inside = {part.module_name for part in expand(by_hand.parts) if part.name.startswith("adapters")}
+    assert inside == {part.name for part in blocks[0]}
+
+
+@pytest.mark.parametrize("what", ["kept", "moved"])
+def test_a_shape_with_adapters_keeps_and_moves_what_the_dry_run_of_the_model_sees(what: str) -> None:
+    pytest.importorskip("peft")
+    config = llama(hidden_size=256, intermediate_size=688)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    built = footprint_of_module(add_adapters(model, 8), None, Plan(), sequence=64)
+    by_hand = footprint_of(shape_of(config.to_dict(), "config"), lora_rank=8)
+    of_block = [next(getattr(p.cost, what) for p in each.parts if p.is_block) for each in (by_hand, built)]
+    assert of_block[0] == pytest.approx(of_block[1], rel=0.1)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 3])
+def test_the_adapters_of_a_block_are_on_its_stage(pipeline: int) -> None:
+    parts = find_rank_parts(footprint_of(PRESETS["gpt2"], lora_rank=4).parts, Plan(), pipeline).parts
+    blocks = {part.name for part in parts if part.is_block}
+    assert len(blocks) == 12 // pipeline
+    assert {part.module_name for part in parts if part.name.startswith("adapters")} == blocks
 
 
 def test_a_module_has_the_units_that_shard_makes_and_the_costs_of_its_config() -> None:

@@ -274,6 +274,21 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert values["alternatives"][0]["step_seconds"] > 0
 
 
+def test_the_command_plans_adapters_of_a_config_as_of_its_sizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2816}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, **sizes}))
+    found = []
+    for model in (str(tmp_path), "layers=8,hidden=1024,gated=1,vocabulary=32000,ffn=2816"):
+        assert main(["plan", model, "--machine", "rtx4090", "--tokens", "8192", "--lora-rank", "8", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["trained_parameters"] == found[1]["trained_parameters"] == 8 * 8 * (4 * 2048 + 3 * 3840)
+    assert found[0]["parameters"] == found[1]["parameters"]
+    assert found[0]["step_seconds"] == pytest.approx(found[1]["step_seconds"], rel=0.1)
+
+
 def test_the_command_prints_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--papers"]) == 0
     text = capsys.readouterr().out
@@ -338,6 +353,7 @@ def test_a_browser_draws_the_page(page: Path) -> None:
         (["layers=2,hidden=64,heads=4,kv_heads=3", "--machine", "rtx4090"], "kv_heads is 3, but it must divide"),
         (["llama-70b", "--machine", "rtx4090", "--stage", "1"], "which take 131.4 GiB, but there are 21.6 GiB"),
         (["llama-7b", "--machine", "rtx4090", "--gradients", "disk", "--disk-bytes", "0"], "(gradients)"),
+        (["llama-7b", "--machine", "rtx4090", "--lora-rank", "0"], "--lora-rank is 0, but it must be from 1 to 65,536"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from unbounded.planner.models.footprint import Footprint
 
 HELP = "predict the memory, step time and bottleneck of a model on a machine"
+_MOST_RANK = 1 << 16  # of adapters, as in `unbounded train`
 _BUDGETS = ("device_bytes", "host_bytes", "disk_bytes")
 
 
@@ -48,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activations",
         choices=("keep", "recompute", "host"),
         help="policy for all blocks (default: chosen for each block)",
+    )
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        metavar="R",
+        help="train adapters of this rank at every linear layer of a block, and nothing else (in a model given by its "
+        "sizes, experts have none)",
     )
     parser.add_argument("--compiled", action="store_true", help="assume that blocks are compiled")
     for name in _BUDGETS:
@@ -130,17 +138,20 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
 
 def _read_model(args: argparse.Namespace) -> Footprint:
     """A preset and sizes need no torch; the model of a config is built, without its bytes."""
+    from unbounded.errors import PlanError
     from unbounded.planner.models.configs import find_config
     from unbounded.planner.models.footprint import COMPILED, EAGER, footprint_of
     from unbounded.planner.models.shapes import read_shape
 
-    kernels = COMPILED if args.compiled else EAGER
+    if args.lora_rank is not None and not 1 <= args.lora_rank <= _MOST_RANK:
+        raise PlanError(f"--lora-rank is {args.lora_rank}, but it must be from 1 to {_MOST_RANK:,}.")
+    kernels, is_fp32 = COMPILED if args.compiled else EAGER, args.precision == "fp32"
     if find_config(args.model) is None:
-        return footprint_of(read_shape(args.model), kernels=kernels, is_fp32=args.precision == "fp32")
+        return footprint_of(read_shape(args.model), kernels=kernels, is_fp32=is_fp32, lora_rank=args.lora_rank)
     from unbounded.optim.formats import DTYPES
     from unbounded.planning.module_footprint import footprint_of_description
 
-    return footprint_of_description(args.model, DTYPES[args.precision], args.sequence, kernels)
+    return footprint_of_description(args.model, DTYPES[args.precision], args.sequence, kernels, args.lora_rank)
 
 
 def _read_machine(text: str | None) -> MachineRates:

@@ -45,6 +45,7 @@ from unbounded.planning.given_inputs import costs_with
 from unbounded.planning.layer_costs import active_experts, count_cost, own_modules
 from unbounded.planning.towers import Tower, describe_parts, find_towers, split_by_tower, text_config
 from unbounded.sharding.block_policies import find_blocks
+from unbounded.weights.lora import add_empty_adapters
 from unbounded.zero.members import find_members
 from unbounded.zero.setup.admission import check_optimizer, common_precision
 from unbounded.zero.setup.sites import Site, find_sites
@@ -81,15 +82,16 @@ def _kernels_of(asked: Plan, model: nn.Module | None = None) -> Kernels:
     return COMPILED if is_compiled else EAGER
 
 
-def footprint_of_description(model: Any, dtype: torch.dtype, sequence: int, kernels: Kernels = EAGER) -> Footprint:
-    """The footprint of a config, of a shape, or of what `unbounded plan` takes as MODEL."""
-    is_fp32 = dtype == torch.float32
+def footprint_of_description(
+    model: Any, dtype: torch.dtype, sequence: int, kernels: Kernels = EAGER, lora_rank: int | None = None
+) -> Footprint:
+    """The footprint of a config, of a shape, or of what `unbounded plan` takes as MODEL; with adapters of that rank."""
     if isinstance(model, Shape):
-        return footprint_of(model, kernels=kernels, is_fp32=is_fp32)
+        return _footprint_of_shape(model, dtype, kernels, lora_rank)
     if isinstance(model, str | os.PathLike):
         path = find_config(os.fspath(model))
         if path is None:
-            return footprint_of(read_shape(os.fspath(model)), kernels=kernels, is_fp32=is_fp32)
+            return _footprint_of_shape(read_shape(os.fspath(model)), dtype, kernels, lora_rank)
         values, what = read_config(path), f'"{path}"'
     elif hasattr(model, "to_dict"):
         values, what = model.to_dict(), type(model).__name__
@@ -99,8 +101,14 @@ def footprint_of_description(model: Any, dtype: torch.dtype, sequence: int, kern
             "folder, a preset's name, or layers=..,hidden=.."
         )
     if importlib.util.find_spec("transformers") is None:
-        return footprint_of(shape_of(values, what), kernels=kernels, is_fp32=is_fp32)
-    return footprint_of_module(build_model(values, what, dtype), None, Plan(), sequence, kernels)
+        return _footprint_of_shape(shape_of(values, what), dtype, kernels, lora_rank)
+    built = build_model(values, what, dtype)
+    adapted = built if lora_rank is None else add_empty_adapters(built, lora_rank)
+    return footprint_of_module(adapted, None, Plan(), sequence, kernels)
+
+
+def _footprint_of_shape(shape: Shape, dtype: torch.dtype, kernels: Kernels, lora_rank: int | None) -> Footprint:
+    return footprint_of(shape, kernels=kernels, is_fp32=dtype == torch.float32, lora_rank=lora_rank)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None, precision: str, state_format: str) -> StateBytes:

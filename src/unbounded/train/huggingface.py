@@ -15,6 +15,7 @@ from torch import nn
 from unbounded.errors import InputError
 from unbounded.train.data.tokenizer import FolderTokenizer
 from unbounded.train.options.settings import Settings
+from unbounded.weights.lora import add_adapters
 
 
 def build_pretrained(
@@ -27,7 +28,8 @@ def build_pretrained(
     tokenizer = FolderTokenizer(settings.tokenizer or (path if path.is_dir() else path.parent))
     model = _build_empty(path, config, dtype, settings.objective)
     if settings.lora_rank is not None:
-        model = _adapt(settings, settings.lora_rank, model)
+        alpha, dropout, targets = settings.lora_alpha, settings.lora_dropout, settings.lora_targets or ()
+        model = add_adapters(model, settings.lora_rank, alpha=alpha, dropout=dropout, targets=targets)
     _check_vocabulary(tokenizer, model)
     model.train()
     weights = str(path) if settings.model is not None else None
@@ -98,25 +100,6 @@ def _check_shape(path: Path, config: Any) -> None:
         value = getattr(text, key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise InputError(f'"{path}" says {key} = {value!r}, but it must be a whole number from 1 to {most}.')
-
-
-def _adapt(settings: Settings, rank: int, model: nn.Module) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise InputError('--lora-rank needs peft. Install it: pip install "unbounded[hf]".') from None
-    adapters = LoraConfig(
-        r=rank,
-        lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]
-        lora_dropout=settings.lora_dropout,
-        target_modules=list(settings.lora_targets) if settings.lora_targets else "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    try:
-        # Outside the meta device's context: inside it peft leaves adapters in fp32, not in the dtype of the base model.
-        return get_peft_model(model, adapters, autocast_adapter_dtype=False)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise InputError(f"the adapters do not fit this model: {_first_line(error)}") from None
 
 
 def _check_length(settings: Settings, config: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 
 from unbounded.planner.models.packed_size import RECORD_BYTES, RECORD_NUMEL
 from unbounded.planner.models.shapes import Shape
@@ -98,6 +99,14 @@ class UnitFootprint:
         """By which policies go. Units of one module are gathered together."""
         return self.module or self.name
 
+    def single(self, index: int) -> UnitFootprint:
+        """One of the `count`."""
+        if self.count == 1:
+            return self
+        return replace(
+            self, name=f"{self.name}.{index}", count=1, module=f"{self.module}.{index}" if self.module else ""
+        )
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -148,11 +157,12 @@ def widen(cost: Cost) -> Cost:
 
 
 def expand(parts: Iterable[UnitFootprint]) -> tuple[UnitFootprint, ...]:
-    """Every part once, under its own name."""
-    found = []
-    for part in parts:
-        names = [part.name] if part.count == 1 else [f"{part.name}.{index}" for index in range(part.count)]
-        found += [replace(part, name=name, count=1) for name in names]
+    """Every part once, under its own name; parts of one module that follow each other do so again."""
+    found = list[UnitFootprint]()
+    for (_, count), alike in groupby(parts, lambda part: (part.module_name, part.count)):
+        together = list(alike)
+        for index in range(count):
+            found += [part.single(index) for part in together]
     return tuple(found)
 
 
@@ -187,9 +197,15 @@ MEGATRON = Kernels("megatron", 22, 4, 18, 4, 0, num_kernels=25, logits=8, scores
 
 
 def footprint_of(
-    shape: Shape, *, kernels: Kernels = EAGER, states: StateBytes | None = None, is_fp32: bool = False
+    shape: Shape,
+    *,
+    kernels: Kernels = EAGER,
+    states: StateBytes | None = None,
+    is_fp32: bool = False,
+    lora_rank: int | None = None,
 ) -> Footprint:
-    """The units that `shard` makes of such a model: the embedding, every block, the head, and the rest."""
+    """The units that `shard` makes of such a model: the embedding, every block, the head, and the rest; with adapters
+    of `lora_rank`, which alone are trained, if there is one."""
     hidden, ffn = shape.hidden, shape.ffn * shape.active
     block = Cost(
         products=shape.block_products,
@@ -226,8 +242,11 @@ def footprint_of(
     else:
         parts.append(UnitFootprint("head", shape.head_numel, cost=head))
         parts.append(UnitFootprint("root", shape.root_numel, is_outer=True))
+    name = shape.name
+    if lora_rank is not None:
+        name, parts = f"{name} with LoRA {lora_rank}", _with_adapters(parts, shape, lora_rank)
     return Footprint(
-        shape.name,
+        name,
         tuple(replace(part, cost=widen(part.cost)) for part in parts) if is_fp32 else tuple(parts),
         hidden,
         states or StateBytes(),
@@ -235,3 +254,25 @@ def footprint_of(
         vocabulary=shape.vocabulary,
         layers=shape.layers,
     )
+
+
+def _with_adapters(parts: Iterable[UnitFootprint], shape: Shape, rank: int) -> list[UnitFootprint]:
+    """Two thin matrices next to each linear layer of a block, which are a unit of their own; all else is frozen."""
+    layers, found = shape.linear_sizes, list[UnitFootprint]()
+    numel = rank * sum(inputs + outputs for inputs, outputs in layers)
+    added = Cost(
+        products=numel,
+        moved=sum(10 * outputs for _, outputs in layers),  # a scale (4) and an addition (6)
+        kept=2 * rank * len(layers) - 2 * shape.hidden * shape.norms,  # not what frozen norms have normed
+        num_kernels=4 * len(layers),
+    )
+    for part in parts:
+        cost = replace(part.cost, trained=0.0)
+        if not part.is_block:
+            found.append(replace(part, cost=cost, trained_numel=0))
+            continue
+        cost = add(cost, added)
+        cost = replace(cost, trained=cost.products * numel / (part.numel + numel))
+        found.append(replace(part, cost=cost, trained_numel=0))
+        found.append(UnitFootprint("adapters", numel, part.count, module=part.name))
+    return found

@@ -45,10 +45,6 @@ def find_rank_parts(parts: tuple[UnitFootprint, ...], plan: Plan, pipeline: int)
 
 
 def _first_blocks(parts: Sequence[UnitFootprint], pipeline: int) -> list[UnitFootprint]:
-    left = math.ceil(sum(part.is_block for part in parts) / pipeline)
-    kept = []
-    for part in parts:
-        left -= part.is_block
-        if not part.is_block or left >= 0:
-            kept.append(part)
-    return kept
+    blocks = [part.module_name for part in parts if part.is_block]
+    others = set(blocks[math.ceil(len(blocks) / pipeline) :])
+    return [part for part in parts if part.module_name not in others]

@@ -82,6 +82,13 @@ class Shape:
         return numel
 
     @property
+    def linear_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of the linear layers of a block, without experts, whose matrices are stacked."""
+        attention = [(self.hidden, width) for width in (self.attention_width, self.kv_width, self.kv_width)]
+        dense = [(self.hidden, self.ffn)] * (2 if self.gated else 1) + [(self.ffn, self.hidden)]
+        return (*attention, (self.attention_width, self.hidden), *(dense if self.experts == 1 else ()))
+
+    @property
     def router_numel(self) -> int:
         return self.hidden * self.experts if self.experts > 1 else 0
 
