@@ -3,6 +3,9 @@
 Blocks are compiled one by one, because the engine gathers weights between them: a graph of the whole model would break
 there. What is compiled is called from inside the engine's hooks and the activation policies, like a block that the user
 has compiled before `shard`.
+
+torch does not look for hooks that come to or go from modules inside a block after it was compiled. So if there are
+others than in its first call, the block runs plain, hooks included, until they are as they were.
 """
 
 from __future__ import annotations
@@ -12,14 +15,19 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from unbounded.compiled.graphs import inductor
 from unbounded.errors import PlanError
 from unbounded.planner.spelling import find_closest
 from unbounded.sharding.block_policies import find_blocks
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_ALL = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
 
 
 @contextmanager
@@ -51,7 +59,39 @@ def _compile(model: nn.Module, how: bool | str) -> Callable[[], None]:
         )
     for block in blocks:
         block.compile(backend=inductor if backend == "inductor" else backend)
+        block._compiled_call_impl = partial(_call, _Compiled(block))
     return partial(_make_plain, [weakref.ref(block) for block in blocks])
+
+
+class _Compiled:
+    """The two ways to call a block, and the hooks inside it that the compiled one knows."""
+
+    def __init__(self, block: nn.Module) -> None:
+        assert block._compiled_call_impl is not None
+        self.block, self.compiled = block, block._compiled_call_impl
+        self.known: frozenset[int] | None = None  # since its first call
+
+
+# Not recursive, as if the whole model were compiled and not this.
+@torch.compiler.disable(recursive=False)
+def _call(ways: _Compiled, *args: Any, **kwargs: Any) -> Any:
+    hooks = _hooks_inside(ways.block)
+    if ways.known is None:
+        ways.known = hooks
+    call = ways.compiled if hooks == ways.known else ways.block._call_impl
+    return call(*args, **kwargs)
+
+
+def _hooks_inside(block: nn.Module) -> frozenset[int]:
+    """The numbers that torch gave hooks of modules inside the block, and of all modules. The block's own it sees."""
+    found = [key for hooks in _HOOKS_OF_ALL for key in hooks]
+    for module in block.modules():
+        if module is not block:
+            own = module.__dict__
+            for name in _HOOKS:
+                if own[name]:
+                    found += own[name]
+    return frozenset(found)
 
 
 def _make_plain(blocks: list[weakref.ref[nn.Module]]) -> None:

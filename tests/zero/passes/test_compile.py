@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,51 @@ def test_the_plan_compiles_blocks(ranks: Any, world_size: int, stage: int, activ
     results = ranks(world_size, train_compiled, Task(), plan)
     assert_parity([result[:2] for result in results])
     assert all(result[2]["unique_graphs"] > 0 for result in results)
+
+
+def hooks_of(model: nn.Module, seen: list[str]) -> list[Any]:
+    """On a module inside a block, on a block, and on all modules; one of them changes what passes."""
+    inner, hooks = model.blocks[1].norm, torch.nn.modules.module  # type: ignore[index, union-attr]
+
+    def note(name: str, result: Any = None) -> Callable[..., Any]:
+        return lambda *_: seen.append(name) or result
+
+    return [
+        inner.register_forward_pre_hook(note("before")),
+        inner.register_forward_hook(lambda _, given, result: seen.append("after") or 2 * result),
+        inner.register_full_backward_pre_hook(note("backward")),
+        inner.register_full_backward_hook(note("over")),
+        model.blocks[0].register_forward_hook(note("block")),  # type: ignore[index, union-attr]
+        hooks.register_module_forward_hook(note("any")),
+        hooks.register_module_full_backward_hook(note("any backward")),
+    ]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_hooks_that_come_and_go_after_blocks_were_compiled_are_called_as_in_plain_blocks(activations: str) -> None:
+    """torch leaves them out without a word."""
+    found = []
+    for how in (False, "aot_eager"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = TinyGPT()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = unbounded.shard(model, optimizer, {"activations": activations, "compile": how})
+        seen: list[str] = []
+        losses = []
+        for step in range(4):
+            hooks = hooks_of(model, seen) if step in (1, 2) else []
+            loss = model(torch.arange(12).view(3, 4) + step).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+            for hook in hooks:
+                hook.remove()
+        found.append((seen, losses))
+    assert found[0][0] == found[1][0]
+    assert {"before", "after", "backward", "over", "block", "any", "any backward"} == set(found[0][0])
+    assert found[0][1] == pytest.approx(found[1][1])
 
 
 def test_what_the_plan_compiled_is_plain_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
