@@ -72,7 +72,7 @@ class _Compiled:
         self.known: frozenset[int] | None = None  # since its first call
 
 
-# Not recursive, as if the whole model were compiled and not this.
+# Not recursive: what it calls is compiled.
 @torch.compiler.disable(recursive=False)
 def _call(ways: _Compiled, *args: Any, **kwargs: Any) -> Any:
     hooks = _hooks_inside(ways.block)
