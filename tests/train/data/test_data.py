@@ -118,6 +118,17 @@ def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
         other.load_state_dict(state)
 
 
+def test_a_state_of_the_same_file_with_its_lines_in_another_order_is_refused(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "a.jsonl")
+    state = Loader(make_corpus(path), rows=2).state_dict()
+    Loader(make_corpus(path), rows=2).load_state_dict(state)
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    with pytest.raises(DataError, match="--restart-data"):
+        Loader(make_corpus(path), rows=2).load_state_dict(state)
+    without = {key: value for key, value in state.items() if key != "content"}  # as older checkpoints have it
+    Loader(make_corpus(path), rows=2).load_state_dict(without)
+
+
 def test_one_seed_gives_one_order_and_another_seed_another(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a.jsonl")
     orders = [rows_of(take(Loader(make_corpus(path, seed=seed), rows=4), 3)) for seed in (1, 1, 2)]

@@ -71,7 +71,8 @@ class Loader:
         """Continue after the batch that `state` came with; the batch size and number of ranks may differ."""
         if self._thread is not None:
             raise DataError("a loader's state can only be set before its first batch.")
-        if state["fingerprint"] != self._corpus.fingerprint:
+        own = self._describe()
+        if state["fingerprint"] != own["fingerprint"] or state.get("content", own["content"]) != own["content"]:
             raise DataError(
                 "the data, its order or its tokenizer is not what the checkpoint was trained on, "
                 "so the run cannot continue at the exact sample. "
@@ -140,6 +141,7 @@ class Loader:
         places = self._places | {index: stream.place for index, stream in self._streams.items()}
         return {
             "fingerprint": self._corpus.fingerprint,
+            "content": self._corpus.reader.source.content,
             "samples": self._num_samples,
             "streams": {str(index): list(place) for index, place in sorted(places.items())},
         }
