@@ -70,16 +70,19 @@ class _Compiled:
         assert block._compiled_call_impl is not None
         self.block, self.compiled = block, block._compiled_call_impl
         self.known: frozenset[int] | None = None  # since its first call
+        self.last: Callable[..., Any] = self.compiled
 
 
 # Not recursive: what it calls is compiled.
 @torch.compiler.disable(recursive=False)
 def _call(ways: _Compiled, *args: Any, **kwargs: Any) -> Any:
-    hooks = _hooks_inside(ways.block)
-    if ways.known is None:
-        ways.known = hooks
-    call = ways.compiled if hooks == ways.known else ways.block._call_impl
-    return call(*args, **kwargs)
+    # In a backward it runs again, as it did first: tensors that one way has saved are not those of the other.
+    if torch._C._current_graph_task_id() == -1:
+        hooks = _hooks_inside(ways.block)
+        if ways.known is None:
+            ways.known = hooks
+        ways.last = ways.compiled if hooks == ways.known else ways.block._call_impl
+    return ways.last(*args, **kwargs)
 
 
 def _hooks_inside(block: nn.Module) -> frozenset[int]:

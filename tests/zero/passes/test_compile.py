@@ -116,7 +116,8 @@ def test_hooks_that_come_and_go_after_blocks_were_compiled_are_called_as_in_plai
     assert found[0][1] == pytest.approx(found[1][1])
 
 
-def test_a_hook_that_comes_between_a_forward_and_its_backward_changes_no_gradient() -> None:
+@pytest.mark.parametrize("kind", ["forward", "full_backward", "full_backward_pre"])
+def test_a_hook_that_comes_between_a_forward_and_its_backward_changes_no_gradient(kind: str) -> None:
     """What a compiled block has saved is not what the plain one would save when it runs again."""
     found = []
     for hooked in (False, True):
@@ -127,7 +128,8 @@ def test_a_hook_that_comes_between_a_forward_and_its_backward_changes_no_gradien
         model, optimizer = unbounded.shard(model, optimizer, {"activations": "recompute", "compile": "aot_eager"})
         for step in range(3):
             loss = model(torch.arange(12).view(3, 4) + step).square().mean()
-            hooks = [block.norm.register_forward_hook(lambda *_: None) for block in model.blocks] if hooked else []
+            register = [getattr(block.norm, f"register_{kind}_hook") for block in model.blocks] if hooked else []
+            hooks = [add(lambda *_: None) for add in register]
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
