@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from unbounded.planner.models.footprint import Footprint
 
 HELP = "predict the memory, step time and bottleneck of a model on a machine"
-_MOST_RANK = 1 << 16  # of adapters, as in `unbounded train`
 _BUDGETS = ("device_bytes", "host_bytes", "disk_bytes")
 
 
@@ -141,10 +140,10 @@ def _read_model(args: argparse.Namespace) -> Footprint:
     from unbounded.errors import PlanError
     from unbounded.planner.models.configs import find_config
     from unbounded.planner.models.footprint import COMPILED, EAGER, footprint_of
-    from unbounded.planner.models.shapes import read_shape
+    from unbounded.planner.models.shapes import MOST_RANK, read_shape
 
-    if args.lora_rank is not None and not 1 <= args.lora_rank <= _MOST_RANK:
-        raise PlanError(f"--lora-rank is {args.lora_rank}, but it must be from 1 to {_MOST_RANK:,}.")
+    if args.lora_rank is not None and not 1 <= args.lora_rank <= MOST_RANK:
+        raise PlanError(f"--lora-rank is {args.lora_rank}, but it must be from 1 to {MOST_RANK:,}.")
     kernels, is_fp32 = COMPILED if args.compiled else EAGER, args.precision == "fp32"
     if find_config(args.model) is None:
         return footprint_of(read_shape(args.model), kernels=kernels, is_fp32=is_fp32, lora_rank=args.lora_rank)

@@ -84,8 +84,8 @@ class Ticket:
         axis = self._axis
         if axis.watch is None or self._account is None:
             return {axis.members()[axis.rank]: self._said}
-        self._account.begin(f"{self._said.text}, which not every rank is about to do", "")
-        heard = axis.watch.exchange(self._account, json.dumps(self._said), axis.limit)
+        what = f"{self._said.text}, which not every rank is about to do"
+        heard = axis.watch.exchange(self._account, what, json.dumps(self._said), axis.limit)
         return {rank: Said(*json.loads(text)) for rank, text in sorted(heard.items())}
 
 
@@ -95,7 +95,7 @@ class Phases:
     def __init__(self, axis: Axis) -> None:
         self._is_shared = axis.size > 1
         self._axis = axis.lane("words", "gloo")
-        self._account = self._axis.account()
+        self._account = self._axis.account()  # at once: a rank that has none would not be seen to be missing
         self._text: str | None = None
         self._detail = ""
         self.standing: Callable[[], str] = str  # what must be the same on every rank in all phases

@@ -14,6 +14,7 @@ from unbounded.planner.spelling import find_closest
 
 # Sizes beyond those of any model, which would only keep the planner busy.
 MOST_LAYERS, MOST = 10_000, 10**9
+MOST_RANK = 1 << 16  # of adapters
 
 
 @dataclass(frozen=True)

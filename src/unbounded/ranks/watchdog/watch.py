@@ -103,8 +103,9 @@ class Watch:
             )
             self._device_thread.start()
 
-    def exchange(self, post: Post, text: str, limit: float) -> dict[int, str]:
-        """What each member of `post` says under its last number; raises if one will not come to say it."""
+    def exchange(self, post: Post, what: str, text: str, limit: float) -> dict[int, str]:
+        """What each member of `post` says next, in a wait that errors call `what`; raises if one will not come to."""
+        post.begin(what, "")
         key, ranks = f"{post.key}/{post.begun}", post.members
         self.heartbeat.ask(lambda notices: notices.say(key, text), limit)
         heard: dict[int, str] = {self.rank: text}

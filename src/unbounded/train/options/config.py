@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from unbounded.planner.models.shapes import MOST_RANK
 from unbounded.train.options.defaults import LORA_LR, show
 
 OBJECTIVES = ("next", "masked")
@@ -52,7 +53,7 @@ class Config:
     width: int | None = _setting(_MODEL, f"width {_MODELS}", shown=show("width"), least=1, most=1 << 20)
     heads: int | None = _setting(_MODEL, f"attention heads {_MODELS}", shown=show("heads"), least=1, most=1 << 20)
     lora_rank: int | None = _setting(
-        _MODEL, "train only low-rank peft adapters of this rank", shown="none", least=1, most=1 << 16
+        _MODEL, "train only low-rank peft adapters of this rank", shown="none", least=1, most=MOST_RANK
     )
     lora_alpha: float | None = _setting(_MODEL, "scale of the adapters", shown="twice the rank", above=0)
     lora_dropout: float = _setting(_MODEL, "dropout of the adapters", 0.0, least=0, below=1)
