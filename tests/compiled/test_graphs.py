@@ -39,17 +39,35 @@ class TwoDropouts(nn.Module):
 def test_dropout_drops_its_part_and_the_gradient_of_what_it_dropped(p: float) -> None:
     torch.manual_seed(0)
     block, called = compile_block(TwoDropouts(p))
-    x = torch.ones(333, 77, requires_grad=True)  # four do not divide 333 x 77
+    x = torch.ones(9, 37, 77, requires_grad=True)
     one, two = block(x)
     assert functional.dropout not in called
     for result in (one, two):
         kept = result != 0
         assert float(kept.double().mean()) == pytest.approx(1 - p, abs=0.02)
-        assert torch.equal(result, kept / (1 - round(p * 2**16) / 2**16))
+        torch.testing.assert_close(result, kept / (1 - p))
     both = ((one == 0) & (two == 0)).double().mean()
     assert float(both) == pytest.approx(p * p, abs=0.02)  # each draws its own
     (one.sum() + 2 * two.sum()).backward()
     assert torch.equal(x.grad, one + 2 * two)
+
+
+def test_what_is_dropped_is_as_if_each_element_had_its_own_number() -> None:
+    torch.manual_seed(0)
+    block, _ = compile_block(nn.Dropout(0.1))
+    rows, columns = 4000, 512
+    one = ((block(torch.ones(rows, columns)) != 0).double() - 0.9) / 0.3  # a mean of 0 and a variance of 1
+    assert abs(float(one.sum())) / (rows * columns) ** 0.5 < 4
+    for side, other in ((one, rows), (one.T, columns)):
+        assert float((side.sum(0) / other**0.5).var()) == pytest.approx(1, abs=0.25)
+        pairs = (side.T @ side / other**0.5).fill_diagonal_(0)
+        assert float(pairs.square().mean()) == pytest.approx(1, abs=0.03)
+        assert float(pairs.abs().max()) < 9
+    first, second = torch.randint(rows, (2, 500_000)).sort(0).values
+    left, right = torch.randint(columns, (2, 500_000)).sort(0).values
+    apart = (first != second) & (left != right)
+    four = (one[first, left] * one[first, right] * one[second, left] * one[second, right])[apart]
+    assert abs(float(four.mean())) * int(apart.sum()) ** 0.5 < 4
 
 
 def test_dropout_is_drawn_from_the_generator_of_torch_and_does_nothing_in_evaluation() -> None:

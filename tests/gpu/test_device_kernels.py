@@ -48,7 +48,7 @@ RULES = [
 )
 def test_the_gpu_makes_the_same_bits_as_the_host(rule: kernels.Rule, state_format: str, dtype: torch.dtype) -> None:
     """Gradients of all magnitudes, whose squares are subnormal numbers, zeros, and in the end an infinity and a NaN."""
-    from unbounded.optim import device_kernels
+    from unbounded.optim.device import device_kernels
 
     torch.manual_seed(0)
     weight = torch.randn(NUMEL).to(dtype)
@@ -75,7 +75,7 @@ def test_the_gpu_makes_the_same_bits_as_the_host(rule: kernels.Rule, state_forma
 
 
 def test_squares_add_up_as_on_the_host() -> None:
-    from unbounded.optim import device_kernels
+    from unbounded.optim.device import device_kernels
 
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -86,7 +86,7 @@ def test_squares_add_up_as_on_the_host() -> None:
 
 
 def test_the_compute_copy_is_written_in_the_same_pass() -> None:
-    from unbounded.optim import device_kernels
+    from unbounded.optim.device import device_kernels
 
     master, grad = torch.randn(NUMEL).cuda(), torch.randn(NUMEL).cuda().half()
     rule = kernels.Rule("adamw", lr=1e-2)
@@ -126,3 +126,46 @@ def test_muon_makes_the_bits_of_its_class(shape: tuple[int, int], momentum: floa
             )
         for name, array in sides[0].items():
             assert torch.equal(array, sides[1][name]), (name, step)
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(4096, 1024), (304, 136), (128, 64), (1000, 2048)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_half_of_a_symmetric_product_is_all_of_it(rows: int, depth: int, is_transposed: bool) -> None:
+    from unbounded.optim.device.symmetric_products import times_transposed
+
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("the kernel is for Hopper and later")
+    torch.manual_seed(0)
+    x = torch.randn(depth, rows, device="cuda").to(torch.bfloat16).T
+    x = x if is_transposed else x.contiguous()
+    product = x.double() @ x.double().T
+    gram = times_transposed(x)
+    assert torch.equal(gram, gram.T)
+    torch.testing.assert_close(gram.double(), product, rtol=2**-8, atol=1e-3 * depth**0.5)
+    both = times_transposed(x, factor=0.5, added=gram, added_factor=-2.0)
+    torch.testing.assert_close(both.double(), 0.5 * product - 2 * gram.double(), rtol=2**-7, atol=4e-3 * depth**0.5)
+
+
+@pytest.mark.parametrize("shape", [(4096, 4352), (4352, 4096)], ids=str)
+def test_large_matrices_are_orthogonalised_as_by_torch(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    from unbounded.optim.device import symmetric_products
+
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("the kernel is for Hopper and later")
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, device="cuda").to(torch.bfloat16)
+    numbers = (3.4445, -4.775, 2.0315), 5, 1e-7
+    wanted = _zeropower_via_newtonschulz(matrix.clone(), *numbers)
+    monkeypatch.setattr(symmetric_products, "_zeropower_via_newtonschulz", None)  # it is not asked for these
+    found = symmetric_products.orthogonalise(matrix.clone(), *numbers)
+    exact = matrix.double() / matrix.double().norm()
+    exact = exact.T if shape[0] > shape[1] else exact
+    a, b, c = numbers[0]
+    for _ in range(5):
+        gram = exact @ exact.T
+        exact = a * exact + (b * gram + c * gram @ gram) @ exact
+    exact = exact.T if shape[0] > shape[1] else exact
+    errors = [float((one.double() - exact).norm() / exact.norm()) for one in (found, wanted)]
+    assert errors[0] < 1.1 * errors[1]

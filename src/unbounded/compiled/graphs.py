@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from unbounded.compiled.attention_with_dropout import attention
 from unbounded.compiled.gelu import gelu
-from unbounded.compiled.packed_dropout import dropout
+from unbounded.compiled.hashed_dropout import dropout
 
 # Each takes the arguments of what it replaces. Random ones get their place in the graph, too: the compiler takes two
 # calls with the same arguments for one.

@@ -1,7 +1,8 @@
 """Muon on a GPU: what its class does to every element around the orthogonalisation, in two kernels.
 
 Run as it is, the class goes over a matrix in memory about twenty times, which takes a third as long as the products.
-The kernels make the same bits. On a CPU, and for weights without a `remainder`, the class itself runs.
+The kernels make the same bits. Of large matrices half of the products is computed (`symmetric_products`). On a CPU, and
+for weights without a `remainder`, the class itself runs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from unbounded.optim.class_rules import ClassRule
 from unbounded.optim.rules import Scalars, Whole
 
 try:
-    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
-except ImportError:  # an older torch has no Muon; in a newer one they may have other names, and its class runs as it is
-    _zeropower_via_newtonschulz = _adjust_lr = None  # type: ignore[assignment]
+    from torch.optim._muon import _adjust_lr
+except ImportError:  # an older torch has no Muon; in a newer one it may have another name, and its class runs as it is
+    _adjust_lr = None  # type: ignore[assignment]
 
 
 class MuonRule(ClassRule):
@@ -47,7 +48,8 @@ class MuonRule(ClassRule):
                 pool=pool,
                 whole=whole,
             )
-        from unbounded.optim import device_kernels
+        from unbounded.optim.device import device_kernels
+        from unbounded.optim.device.symmetric_products import orthogonalise
 
         assert whole is not None
         options, step = numbers
@@ -60,7 +62,7 @@ class MuonRule(ClassRule):
             nesterov=options["nesterov"],
             is_first=step == 1,
         )
-        direction = _zeropower_via_newtonschulz(
+        direction = orthogonalise(
             direction.view(whole.shape), options["ns_coefficients"], options["ns_steps"], options["eps"]
         )
         device_kernels.decay_and_add(

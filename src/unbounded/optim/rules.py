@@ -142,7 +142,7 @@ class NativeRule:
         moments = {name: state for name, state in states.items() if name != "master"}
         target, out = (states["master"], weight) if self.has_master else (weight, None)
         if weight.device.type == "cuda":
-            from unbounded.optim import device_kernels
+            from unbounded.optim.device import device_kernels
 
             device_kernels.update(numbers, self.format, target, grad, moments, grad_scale, out)
         else:

@@ -224,7 +224,7 @@ class GradientArray:
             square = torch.linalg.vector_norm(part).square_()
             return square if part.is_cuda else float(square)
         if part.is_cuda:
-            from unbounded.optim import device_kernels
+            from unbounded.optim.device import device_kernels
 
             return device_kernels.sum_squares(part)
         return kernels.sum_squares(part, pool=self._threads)

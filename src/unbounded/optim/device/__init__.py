@@ -1,0 +1,1 @@
+"""Updates on a GPU, imported when the first CUDA tensor is updated."""
