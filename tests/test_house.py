@@ -59,7 +59,7 @@ def test_no_two_classes_of_the_package_have_the_same_name(sources: Sources) -> N
 
 # Who may set an attribute of a unit, of its gradient and of the engine, beside these themselves: one place each.
 OWNERS_OF_A_UNIT = {
-    "zero/passes/gathering.py": {"state", "reading", "fetching", "claims"},
+    "zero/passes/gathering.py": {"state", "reading", "fetching", "delivery", "claims"},
     "zero/step/updates.py": {"weights_ready", "states_written", "steps"},
     "zero/parameters/writes.py": {"num_writes"},
     "zero/engine.py": {"engine"},

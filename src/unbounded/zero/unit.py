@@ -33,6 +33,7 @@ from unbounded.tiers.array import Array, MemoryArray
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.reader import Reader
 from unbounded.zero import saved
+from unbounded.zero.delivery import Delivery
 from unbounded.zero.factors import Factors
 from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.layout import Layout, clip_range, find_runs
@@ -168,6 +169,7 @@ class Unit:
         self.claims = 0  # visits, past and expected, that want it gathered
         self.reading: Handle | None = None  # its part comes from disk, ahead of the fetch
         self.fetching: Handle | None = None
+        self.delivery: Delivery | None = None  # where an update in flight puts the new weights, for who waits for them
 
         # The optimizer's update: `Updates` sets these.
         self.generation = 0  # changes of the weights so far

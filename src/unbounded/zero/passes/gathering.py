@@ -22,6 +22,8 @@ from unbounded.ranks.axis import Axis
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
+from unbounded.zero.delivery import Delivery
+from unbounded.zero.layout import clip_range
 from unbounded.zero.unit import Unit, WeightState
 
 
@@ -87,7 +89,7 @@ class Gathering:
         """Starts reading this rank's part of a unit's weights if they are on disk; the unit stays released."""
         if unit.weights.tier == "disk" and unit.fetching is None and not unit.backing.is_there and not unit.reading:
             part, ready = self._make_part(unit)
-            unit.reading = self._reading.submit(self._read, unit, part, ready)
+            unit.reading = self._reading.submit(self._bring, unit, part, ready)
 
     def order_stream(self, unit: Unit) -> None:
         """Returns when the current stream may read the unit's weights."""
@@ -190,45 +192,58 @@ class Gathering:
         """All ranks of the axis must call this. Gathers what is whole on every rank and was updated."""
         self.gather([unit for unit in units if unit.resident and self.needs_peers(unit)])
 
-    def _read(self, unit: Unit, part: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
-        """Runs in the reading lane; fills this rank's part once its memory is ready, and returns it."""
-        if unit.weights_ready is not None:
-            unit.weights_ready.order_stream()
-        if ready is not None:
-            torch.cuda.current_stream().wait_event(ready)
-        unit.weights.fetch(part).order_stream()
-        return part
-
     def _fetch(self, unit: Unit, reading: Handle | None, ticket: Ticket | None) -> None:
         """Runs in the fetch lane. With peers, a unit is always gathered, because they will gather it too."""
         part = None
         with self.failures.noting():
             if reading is not None:
                 part = reading.order_stream()
-            elif unit.weights_ready is not None:
-                unit.weights_ready.order_stream()
+            elif unit.resident or self._is_here(unit):
+                self._wait_for_update(unit)
+            else:
+                part = self._bring(unit, *self._make_part(unit))
         self._wait_for_releases()
         if unit.resident:
             if self.needs_peers(unit):
                 self._gather(unit, convert(unit.owned_part(), unit.dtype, copy=True), ticket)
             return
-        if part is None:
-            part = self._bring_part(unit, is_lost=reading is not None)
+        if part is None:  # if it is lost, zeros and not garbage until the ranks have met
+            part = unit.weights.direct if self._is_here(unit) else self._make_part(unit)[0].zero_()
         if self.needs_peers(unit):
             self._allocate(unit)
             self._wait_for_releases()
+            assert part is not None
             self._gather(unit, part, ticket)
 
-    def _bring_part(self, unit: Unit, *, is_lost: bool) -> torch.Tensor:
-        """This rank's part, on the device. If it is lost, zeros and not garbage until the ranks have met."""
-        direct = unit.weights.direct
-        if self.needs_peers(unit) and direct is not None and direct.device == self.device:
-            return direct
-        part, _ = self._make_part(unit)
-        if is_lost:
-            return part.zero_()
-        unit.weights.fetch(part).order_stream()
+    def _bring(self, unit: Unit, part: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
+        """Runs in a lane; fills this rank's part, once its memory is ready, and returns it."""
+        missing = self._wait_for_update(unit, Delivery(part, ready))
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
+        for start, stop in missing:
+            unit.weights.fetch(part[start:stop], start).order_stream()
         return part
+
+    def _wait_for_update(self, unit: Unit, delivery: Delivery | None = None) -> list[tuple[int, int]]:
+        """Returns when the current stream may read the unit's weights in their tier, and what was not delivered."""
+        update = unit.weights_ready
+        if update is None or update.launched() or delivery is None:
+            if update is not None:
+                update.order_stream()
+            return [(0, unit.weights.numel)]
+        unit.delivery = delivery
+        try:
+            update.order_stream()
+        finally:
+            unit.delivery = None
+        low, high = unit.owned
+        spans = (clip_range(*unit.layout.slot_span(index), low, high) for index in range(len(unit.layout.slots)))
+        return delivery.missing((start - low, stop - low) for start, stop in filter(None, spans))
+
+    def _is_here(self, unit: Unit) -> bool:
+        """Whether this rank's part is on the device as it is, and only the other ranks' parts are gathered."""
+        direct = unit.weights.direct
+        return self.needs_peers(unit) and direct is not None and direct.device == self.device
 
     def _make_part(self, unit: Unit) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Memory for this rank's part (the unit's own if it is all of it), and when other streams may use it. Whoever

@@ -180,7 +180,10 @@ class UpdatePass:
         )
 
     def _write(self, piece: Piece) -> None:
-        arrays = self._arrays(piece)
+        arrays, delivery = self._arrays(piece), piece.unit.delivery
+        if delivery is not None and "weight" in piece.borrowed and piece.old_weights is None:
+            delivered = delivery.put(piece.buffers["weight"], piece.start)
+            piece.waits += [delivered] if delivered is not None else []
         for name in piece.borrowed:
             array, start, _ = arrays[name]
             piece.waits.append(array.evict(piece.buffers[name], start))
