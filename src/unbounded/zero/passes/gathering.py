@@ -89,6 +89,7 @@ class Gathering:
         """Starts reading this rank's part of a unit's weights if they are on disk; the unit stays released."""
         if unit.weights.tier == "disk" and unit.fetching is None and not unit.backing.is_there and not unit.reading:
             part, ready = self._make_part(unit)
+            self._expect_delivery(unit, part, ready)
             unit.reading = self._reading.submit(self._bring, unit, part, ready)
 
     def order_stream(self, unit: Unit) -> None:
@@ -201,7 +202,9 @@ class Gathering:
             elif unit.resident or self._is_here(unit):
                 self._wait_for_update(unit)
             else:
-                part = self._bring(unit, *self._make_part(unit))
+                memory = self._make_part(unit)
+                self._expect_delivery(unit, *memory)
+                part = self._bring(unit, *memory)
         self._wait_for_releases()
         if unit.resident:
             if self.needs_peers(unit):
@@ -215,27 +218,29 @@ class Gathering:
             assert part is not None
             self._gather(unit, part, ticket)
 
+    def _expect_delivery(self, unit: Unit, part: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+        """Tells an update that has not ended where its new weights are waited for."""
+        if unit.weights_ready is not None and not unit.weights_ready.launched():
+            unit.delivery = Delivery(part, ready)
+
     def _bring(self, unit: Unit, part: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
         """Runs in a lane; fills this rank's part, once its memory is ready, and returns it."""
-        missing = self._wait_for_update(unit, Delivery(part, ready))
+        missing = self._wait_for_update(unit)
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         for start, stop in missing:
             unit.weights.fetch(part[start:stop], start).order_stream()
         return part
 
-    def _wait_for_update(self, unit: Unit, delivery: Delivery | None = None) -> list[tuple[int, int]]:
+    def _wait_for_update(self, unit: Unit) -> list[tuple[int, int]]:
         """Returns when the current stream may read the unit's weights in their tier, and what was not delivered."""
-        update = unit.weights_ready
-        if update is None or update.launched() or delivery is None:
-            if update is not None:
-                update.order_stream()
-            return [(0, unit.weights.numel)]
-        unit.delivery = delivery
         try:
-            update.order_stream()
+            if unit.weights_ready is not None:
+                unit.weights_ready.order_stream()
         finally:
-            unit.delivery = None
+            delivery, unit.delivery = unit.delivery, None
+        if delivery is None:
+            return [(0, unit.weights.numel)]
         low, high = unit.owned
         spans = (clip_range(*unit.layout.slot_span(index), low, high) for index in range(len(unit.layout.slots)))
         return delivery.missing((start - low, stop - low) for start, stop in filter(None, spans))
