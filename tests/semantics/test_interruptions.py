@@ -154,6 +154,7 @@ def test_after_ctrl_c_at_any_moment_training_goes_on(plan: str) -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         optimizer.zero_grad()
         step(model, optimizer)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     model.load_state_dict(start)
     for each in (plain, model):
         each(data()).square().mean().backward()

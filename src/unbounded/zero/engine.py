@@ -149,7 +149,7 @@ class Engine:
                 self.turns.wait_for_forward()
             self._drop_broken_backward()
             self.pending.refuse("a forward")
-            self._saving.enter()
+            self._saving.enter(self.units)
             if index == 0:
                 self._begin_forward()
             self.forward.visit(site)
@@ -213,9 +213,13 @@ class Engine:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    @one_at_a_time
     def before_reading(self, unit: Unit) -> None:
         """A backward reads a saved weight of `unit`."""
+        if not (unit.resident and unit.state is WeightState.GATHERED and not self.pending.units):
+            self._bring_for_reading(unit)
+
+    @one_at_a_time
+    def _bring_for_reading(self, unit: Unit) -> None:
         if unit in self.pending.units:
             self.pending.refuse(f"a read of the weights of unit {unit.name!r} after their gradient was complete")
         if unit.state is WeightState.GATHERED and (unit.resident or self._site_of[unit] is self.backward.current):
@@ -335,7 +339,8 @@ class Engine:
         """Ends interrupted passes: a backward by any exception, a forward by what no hook sees, such as Ctrl-C."""
         self.check_process()
         self._drop_broken_backward()
-        if any(unit.views.is_swapped for unit in self.units) and not hooks.in_module_call():
+        is_left = self._saving.is_entered or any(unit.views.is_swapped for unit in self.units)
+        if is_left and not hooks.in_module_call():
             self.forward.abandon()
             self._saving.reset()
             self._buffers.reset()

@@ -132,7 +132,7 @@ class Views(Protocol):
 
     def stop_watching(self) -> None: ...
 
-    def lend(self) -> Sequence[torch.Tensor]: ...
+    def make(self) -> Sequence[torch.Tensor]: ...
 
     def note_change(self) -> None: ...
 
@@ -345,11 +345,11 @@ class Unit:
                 view._is_param = True  # type: ignore[attr-defined]
         return self._lasting
 
-    def renew_lasting_views(self) -> None:
-        """Gives them new version counters."""
-        if self._lasting is not None:
-            self._num_owners -= len(self._lasting)
-            self._lasting = None
+    def take_lasting_views(self) -> list[torch.Tensor]:
+        """Those that there are; the next ones have new version counters."""
+        lasting, self._lasting = self._lasting or [], None
+        self._num_owners -= len(lasting)
+        return lasting
 
     def note_change(self) -> None:
         """The weights change, so graphs that were built before are outdated."""

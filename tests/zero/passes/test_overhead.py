@@ -14,6 +14,7 @@ from tests.zero.training import shard
 from unbounded.native.disk.extents import ExtentStore
 from unbounded.tiers.arena import HostArena
 from unbounded.tiers.pool import BufferPool
+from unbounded.zero.parameters import views
 
 
 class Many(nn.Module):
@@ -54,6 +55,31 @@ def test_lines_of_python_do_not_grow_with_the_number_of_parameters(ranks: Any, w
         assert sum(few.values()) > 20  # the trace sees the engine at all
         grown = {name: (few.get(name, 0), count) for name, count in many.items() if count > few.get(name, 0) + 16}
         assert not grown
+
+
+@pytest.mark.parametrize(("tier", "are_set"), [("device", False), ("host", True)])
+def test_weights_that_stay_are_saved_without_hooks(tier: str, are_set: bool) -> None:
+    hooks = []
+    model = nn.Sequential(*(Many(4) for _ in range(3)))
+    model[1].register_forward_hook(lambda *_: hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(True)))
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"weights": tier})
+    for _ in range(3):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    assert [bool(hook) for hook in hooks] == [are_set] * 3
+
+
+def test_forwards_without_a_step_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "_SOME_GIVEN", 50)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {})
+    first = model(torch.ones(2, 8)).sum()
+    for _ in range(100):
+        model(torch.ones(2, 8)).sum().backward()
+    assert max(len(unit.views._given) for unit in optimizer.engine.units) <= 60
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # it was not forgotten
+        first.backward()
 
 
 def allocations_of_steps(rank: int, world_size: int, folder: str, plan: dict[str, Any]) -> list[int]:

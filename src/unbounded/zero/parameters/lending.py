@@ -65,7 +65,7 @@ class Lending:
         self._gather(unit, until_settled=in_pass or wants_graph, is_agreed=from_all)
         # Not a tensor of inference mode, whose writes are not counted.
         with torch.inference_mode(False), torch.set_grad_enabled(wants_graph):
-            value = unit.views.lend()[unit.picks[index]]
+            value = unit.views.make()[unit.picks[index]]
             if wants_graph:
                 return _refusing_writes(value if in_pass or unit.resident else value.clone())
             is_lasting = unit.resident and not unit.has_master

@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
 from unbounded.errors import StateError
 from unbounded.zero.members import Member
@@ -47,6 +46,7 @@ _version = operator.attrgetter("_version")
 _will_execute = torch._C._will_engine_execute_node
 _first = operator.itemgetter(0)
 _is_there = partial(operator.is_not, None)
+_SOME_GIVEN = 4096
 
 
 class ModuleViews:
@@ -74,7 +74,9 @@ class ModuleViews:
         self.is_swapped = False  # the modules hold views now
         self._held: Sequence[torch.Tensor] = ()  # what they hold in the running forward
         self._shown_trained: list[bool] = []  # which were trained when they were last shown
-        self._lent: list[TensorWeakRef] = []  # views that a graph outside the forwards may hold
+        self._num_changes = 0  # of the weights since they hold it
+        self._given: list[weakref.ref[torch.Tensor]] = []  # views of weights that stay, which graphs may hold
+        self._most_given = _SOME_GIVEN
         self.unasked: dict[Any, str] = {}  # functions that were given weights and have run modules again since
         self.accumulator: Any = None  # of the first parameter that is trained
         self._watched: tuple[ManagedParameter, RemovableHandle] | None = None
@@ -97,6 +99,8 @@ class ModuleViews:
             if views[0].requires_grad:
                 if in_backward():
                     self._note_function()
+                if self.unit.resident:
+                    self._note_given(views)
                 return views  # type: ignore[no-any-return]
         return self.unit.lasting_views()
 
@@ -113,24 +117,25 @@ class ModuleViews:
         if given and not in_recomputation():
             self.unasked[function] = self.unit.layout.slots[self.unit.picks.index(given[0])].name
 
-    def lend(self) -> Sequence[torch.Tensor]:
-        """The same for a computation outside the unit's site, whose graph may hold the views themselves."""
-        views = self.make()
-        if self.unit.resident and views[0].requires_grad:
-            self._lent = [view for view in self._lent if view() is not None]
-            self._lent += map(TensorWeakRef, views)
-        return views
+    def _note_given(self, views: Sequence[torch.Tensor]) -> None:
+        """Remembers them until the weights change."""
+        self._given += map(weakref.ref, views)
+        if len(self._given) > self._most_given:  # many forwards without a step; what is gone is forgotten now and then
+            self._given = [*map(weakref.ref, _alive(self._given))]
+            self._most_given = max(_SOME_GIVEN, 2 * len(self._given))
 
     def note_change(self) -> None:
         """The weights change, so a graph that holds views of them is refused, as in plain PyTorch."""
-        torch.autograd.graph.increment_version([held for view in self._lent if (held := view()) is not None])
-        self._lent.clear()
+        if self.unit.resident:
+            torch.autograd.graph.increment_version([*_alive(self._given), *self.unit.take_lasting_views()])
+            self._num_changes += 1
+            self._given.clear()
 
     def swap_in(self) -> None:
         """Puts views of the gathered buffer into the modules."""
         if not self.is_swapped and not all(map(operator.is_, self._standing(), self._placeholders)):
             self._report_replaced()
-        self.is_swapped = True
+        self.is_swapped, self._num_changes = True, 0
         views = self._held = self.make()
         for index, kept in self._kept_on:
             vars(views[index]).update({name: value for name, value in kept.items() if name not in _OWN})
@@ -146,10 +151,11 @@ class ModuleViews:
         """The parameters that the forward has written to in place or, if asked, has given other data."""
         views, self._held = self._held, ()
         rebound = self._take_rebound(views) if check and views else []
-        if torch.is_inference_mode_enabled() or not any(map(_version, views)):
+        if torch.is_inference_mode_enabled() or all(map(self._num_changes.__eq__, map(_version, views))):
             return rebound
-        self.unit.renew_lasting_views()
-        return rebound + [index for index, place in enumerate(self.unit.picks) if views[place]._version]
+        self.unit.take_lasting_views()
+        written = (index for index, place in enumerate(self.unit.picks) if views[place]._version != self._num_changes)
+        return [*rebound, *written]
 
     def _take_rebound(self, views: Sequence[torch.Tensor]) -> list[int]:
         """The parameters whose view has other data now; the buffer takes that data."""
@@ -355,6 +361,13 @@ def _taken_by_leaves(ctx: Any, found: list[torch.Tensor | None]) -> list[torch.T
     if len(nodes) > len(found):  # a tile, of which users know only the whole
         executed = list(map(operator.or_, executed[: len(found)], executed[len(found) :]))
     return [part if is_taken else None for part, is_taken in zip(found, executed, strict=True)]
+
+
+def _alive(references: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
+    """What is still there, also if only a graph holds it."""
+    found = [*filter(_is_there, map(weakref.ref.__call__, references))]
+    deque(map(torch.Tensor._fix_weakref, found), maxlen=0)  # type: ignore[attr-defined]
+    return found  # type: ignore[return-value]
 
 
 def _accumulator(parameter: nn.Parameter) -> Any:
