@@ -284,6 +284,7 @@ class Unit:
             self.storage = self.backing.storage
             self.buffer = _alias(self.storage, self.dtype, self.layout.numel)
             self._flat = _alias(self.storage, self.dtype, self.layout.numel)
+            self._parts = _unflatten(self._flat, self._templates)
         self.backing.give_back()
         self._lasting: list[torch.Tensor] | None = None  # views without a graph, which stay from pass to pass
         self._num_owners = _owners(self.storage._cdata)
@@ -332,7 +333,7 @@ class Unit:
 
         Each has its own version counter: changing one parameter in place does not change all the others.
         """
-        return list(map(_data, _unflatten(self._flat, self._templates)))
+        return list(map(_data, self._parts))
 
     def lasting_views(self) -> Sequence[torch.Tensor]:
         """The same without a graph, made once for each storage."""
