@@ -5,6 +5,9 @@
 namespace unbounded {
 namespace {
 
+// A job of fewer chunks is done before other threads are awake, and the caller would wait for one that has begun late.
+constexpr int64_t FEW_CHUNKS = 8;
+
 // Rounding and denormals follow IEEE while working, whatever the calling thread has set.
 class FloatMode {
  public:
@@ -63,7 +66,7 @@ void Pool::serve() {
 
 void Pool::run(int64_t num_chunks, Chunk chunk, void* context) {
   Job job{chunk, context, num_chunks};
-  if (num_chunks <= 1 || num_threads_ == 1) return work(job);
+  if (num_chunks < FEW_CHUNKS || num_threads_ == 1) return work(job);
   std::lock_guard turn(turn_);
   {
     std::lock_guard lock(mutex_);

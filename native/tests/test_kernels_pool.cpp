@@ -1,5 +1,6 @@
 // The pool: every chunk once, callers taking turns, many pools, and the caller's floating-point mode.
 #include <atomic>
+#include <chrono>
 #include <thread>
 #include <vector>
 
@@ -37,6 +38,20 @@ void pools_come_and_go() {
   }
 }
 
+// However long its chunks take: who would wait for a thread that has just woken up, waits longer than they take.
+void few_chunks_wake_nobody() {
+  Pool pool(4);
+  const auto caller = std::this_thread::get_id();
+  std::vector<std::thread::id> ran(7);
+  for (int round = 0; round < 5; ++round) {
+    pool.run(7, [](void* context, int64_t i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      (*static_cast<std::vector<std::thread::id>*>(context))[size_t(i)] = std::this_thread::get_id();
+    }, &ran);
+    for (auto id : ran) CHECK(id == caller);
+  }
+}
+
 void denormals_are_kept() {
 #if defined(__x86_64__)
   Pool pool(2);
@@ -64,6 +79,7 @@ int main() {
   }
   callers_take_turns();
   pools_come_and_go();
+  few_chunks_wake_nobody();
   denormals_are_kept();
   std::printf("the pool holds\n");
 }
