@@ -8,12 +8,10 @@ brought again:
     delivery                          | u3 |
     forward                                | u3 |
 
-The fetch brings what was not delivered: parameters without a gradient, and what was updated before it began to wait.
+The fetch brings what was not delivered: pieces without a gradient, and those that were written before it began to wait.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 
@@ -39,15 +37,11 @@ class Delivery:
         self._filled.append((start, stop))
         return None if self._ready is None else DeviceCopy(torch.cuda.current_stream().record_event())
 
-    def missing(self, stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What of these, in order, is not filled; neighbours are joined."""
-        found: list[tuple[int, int]] = []
-        for start, stop in stretches:
-            for low, high in [*sorted(self._filled), (stop, stop)]:
-                if start < min(low, stop):
-                    if found and found[-1][1] == start:
-                        found[-1] = found[-1][0], min(low, stop)
-                    else:
-                        found.append((start, min(low, stop)))
-                start = max(start, high)
+    def missing(self) -> list[tuple[int, int]]:
+        """What is not filled. It begins and ends where pieces of an update do, so it can be read from a disk."""
+        found, at = [], 0
+        for start, stop in [*sorted(self._filled), (self._part.numel(), 0)]:
+            if at < start:
+                found.append((at, start))
+            at = max(at, stop)
         return found

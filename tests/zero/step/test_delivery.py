@@ -33,14 +33,11 @@ def test_what_is_missing_is_all_that_was_not_put_there() -> None:
         delivery = Delivery(target, None)
         cuts = torch.randperm(39, generator=generator)[:5].add(1).sort().values.tolist()
         stretches = list(pairwise([0, *cuts, 40]))
-        chosen = torch.rand(2, len(stretches), generator=generator) < 0.6
-        for low, high in (stretches[i] for i in torch.randperm(len(stretches), generator=generator) if chosen[0, i]):
+        for low, high in (stretches[i] for i in torch.randperm(6, generator=generator)[:3]):
             assert delivery.put(values[low:high], low) is None  # nothing is in flight on a CPU
-        asked = [stretch for stretch, is_asked in zip(stretches, chosen[1], strict=True) if is_asked]
-        missing = delivery.missing(asked)
-        assert torch.equal(mark(missing), mark(asked) & (target == 0))
+        assert torch.equal(mark(delivery.missing()), target == 0)
         assert torch.equal(target[target != 0], values[target != 0])
-        assert all(before[1] < after[0] for before, after in pairwise(missing))  # neighbours are joined
+        assert all(before[1] < after[0] for before, after in pairwise(delivery.missing()))
 
 
 def wait_until_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from unbounded.ranks.failures import Failures
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
 from unbounded.zero.delivery import Delivery
-from unbounded.zero.layout import clip_range
 from unbounded.zero.unit import Unit, WeightState
 
 
@@ -239,11 +238,7 @@ class Gathering:
                 unit.weights_ready.order_stream()
         finally:
             delivery, unit.delivery = unit.delivery, None
-        if delivery is None:
-            return [(0, unit.weights.numel)]
-        low, high = unit.owned
-        spans = (clip_range(*unit.layout.slot_span(index), low, high) for index in range(len(unit.layout.slots)))
-        return delivery.missing((start - low, stop - low) for start, stop in filter(None, spans))
+        return [(0, unit.weights.numel)] if delivery is None else delivery.missing()
 
     def _is_here(self, unit: Unit) -> bool:
         """Whether this rank's part is on the device as it is, and only the other ranks' parts are gathered."""
