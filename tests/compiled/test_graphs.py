@@ -70,6 +70,24 @@ def test_what_is_dropped_is_as_if_each_element_had_its_own_number() -> None:
     assert abs(float(four.mean())) * int(apart.sum()) ** 0.5 < 4
 
 
+def test_dropout_of_other_sizes_is_not_compiled_again() -> None:
+    sizes = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        rewrite(graph, "cpu")
+        sizes.append(len(inputs))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    block = torch.compile(nn.Dropout(0.5), backend=backend, dynamic=True)
+    for times in (2, 3, 7, 11):
+        x = torch.ones(3 * times, 5 * times, 8, requires_grad=True)
+        y = block(x)
+        y.sum().backward()
+        assert torch.equal(x.grad, y)
+    assert len(sizes) <= 2  # four sizes
+
+
 def test_dropout_is_drawn_from_the_generator_of_torch_and_does_nothing_in_evaluation() -> None:
     block, _ = compile_block(TwoDropouts(0.3))
     x, results = torch.randn(8, 8), []

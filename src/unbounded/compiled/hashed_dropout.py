@@ -8,6 +8,8 @@ counts of rows and columns, and in correlations of two and of four elements, the
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if inplace or not training or not 0 < dropped < _CASES or input.dim() == 0:
         return nn.functional.dropout(input, p, training, inplace)
     width = input.shape[-1]
-    numbers = odd_numbers(input.shape[:-1].numel() + width, place, input.device)
+    numbers = odd_numbers(math.prod(input.shape[:-1]) + width, place, input.device)
     columns, rows = numbers[:width], numbers[width:].view(*input.shape[:-1], 1)
     kept = rows * columns >= dropped - _CASES // 2
     return torch.where(kept, input * (_CASES / (_CASES - dropped)), 0.0)
