@@ -124,11 +124,13 @@ def shown_between(model: nn.Module, optimizer: Any) -> Any:
 def reordered(rank: int, world_size: int, plan: dict[str, Any], is_frozen: bool) -> None:
     model = make()
     model.blocks[1].requires_grad_(not is_frozen)
-    model, _ = unbounded.shard(model, adamw(model), plan)
+    model, optimizer = unbounded.shard(model, adamw(model), plan)
     loss = model(data()).square().mean()
     with unbounded.full_params(model), torch.no_grad():
         model.blocks[1].up.weight.copy_(model.blocks[1].up.weight.flip(0))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    stay = all(unit.resident for unit in optimizer.engine.units)  # then torch itself refuses, without names
+    wanted = "modified by an inplace operation" if stay else r"blocks\.1.*were updated 1 times"
+    with pytest.raises(RuntimeError, match=wanted):
         loss.backward()
 
 

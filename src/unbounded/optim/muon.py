@@ -17,9 +17,9 @@ from unbounded.optim.class_rules import ClassRule
 from unbounded.optim.rules import Scalars, Whole
 
 try:
-    from torch.optim._muon import _adjust_lr
-except ImportError:  # an older torch has no Muon; in a newer one it may have another name, and its class runs as it is
-    _adjust_lr = None  # type: ignore[assignment]
+    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+except ImportError:  # an older torch has no Muon; in a newer one they may have other names, and its class runs as it is
+    _zeropower_via_newtonschulz = _adjust_lr = None  # type: ignore[assignment]
 
 
 class MuonRule(ClassRule):
@@ -49,7 +49,7 @@ class MuonRule(ClassRule):
                 whole=whole,
             )
         from unbounded.optim.device import device_kernels
-        from unbounded.optim.device.symmetric_products import orthogonalise
+        from unbounded.optim.device.symmetric_products import orthogonalise, pays
 
         assert whole is not None
         options, step = numbers
@@ -62,9 +62,9 @@ class MuonRule(ClassRule):
             nesterov=options["nesterov"],
             is_first=step == 1,
         )
-        direction = orthogonalise(
-            direction.view(whole.shape), options["ns_coefficients"], options["ns_steps"], options["eps"]
-        )
+        direction = direction.view(whole.shape)
+        method = orthogonalise if pays(direction) else _zeropower_via_newtonschulz
+        direction = method(direction, options["ns_coefficients"], options["ns_steps"], options["eps"])
         device_kernels.decay_and_add(
             weight,
             states["remainder"],

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.optim._muon import _zeropower_via_newtonschulz
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,9 +22,7 @@ RATE = 0.83  # of a product by these tiles, to that of torch's (measured on an H
 
 
 def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """What torch's Muon computes from a bf16 matrix, which may be changed."""
-    if not _pays(matrix):
-        return _zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
+    """What torch's Muon computes from a bf16 matrix for which this `pays`. The matrix is changed."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -67,7 +64,7 @@ def times_transposed(
     return result
 
 
-def _pays(matrix: Tensor) -> bool:
+def pays(matrix: Tensor) -> bool:
     """Whether the tiles fill the GPU so well that half of the products take less time than all of them by torch."""
     rows = min(matrix.shape)
     about = torch.cuda.get_device_properties(matrix.device)
