@@ -14,8 +14,9 @@ launched in an order all ranks agree on, whatever their own passes do (see `orde
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from unbounded.errors import StateError
+from unbounded.observe import trace
 from unbounded.process import OwningProcess
 from unbounded.ranks.failures import Failures
 from unbounded.ranks.mesh import Axes
@@ -45,6 +47,9 @@ from unbounded.zero.reduction.reduction import Reduction
 from unbounded.zero.reduction.taking import GradientTaking
 from unbounded.zero.saved import Saving
 from unbounded.zero.unit import Unit, WeightState
+
+FEW_BYTES = 2**24
+_is_resident = operator.attrgetter("resident")
 
 
 class Thaw(Protocol):
@@ -133,9 +138,21 @@ class Engine:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    @one_at_a_time
     def before_forward(self, index: int) -> None:
         """A site's forward begins, or is recomputed inside a backward."""
+        if self._has_stood_in(index):
+            self._buffers.stay(index)
+            for unit in self.sites[index].units:
+                unit.views.stay()
+        else:
+            self._enter(index)
+
+    def _has_stood_in(self, index: int) -> bool:
+        """Whether the model's forward has put in the weights of this site, which is inside it, at its beginning."""
+        return index > 0 and self.forward.stands and not hooks.in_backward()
+
+    @one_at_a_time
+    def _enter(self, index: int) -> None:
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # compiled code does not come here
             raise StateError(
                 "a sharded model cannot be traced or exported: its weights come and go. Do it with a plain copy: "
@@ -149,55 +166,92 @@ class Engine:
                 self.turns.wait_for_forward()
             self._drop_broken_backward()
             self.pending.refuse("a forward")
-            self._saving.enter(self.units)
+            self._saving.enter(is_needed=self._follows_sites())
             if index == 0:
                 self._begin_forward()
+            self._visit(site)
+        for entered in self._sites_of(site):
+            self._buffers.swap_in(entered.index)
+            for unit in entered.units:
+                unit.views.swap_in()
+
+    def _visit(self, site: RunningSite) -> None:
+        if self.forward.stands:
+            self.gathering.gather(self.units)
+        else:
             self.forward.visit(site)
-            if not (torch.is_grad_enabled() or self.forward.is_evaluating):
-                self.taking.note_use_without_graph(site)
-            self._compute.begin(site)
-            for unit in site.units:
+        if not (torch.is_grad_enabled() or self.forward.is_evaluating):
+            self.taking.note_use_without_graph(site)
+        self._compute.begin(site, is_whole=self.forward.stands)
+        for entered in self._sites_of(site):
+            for unit in entered.units:
                 self.writes.watch(unit)
-        self._buffers.swap_in(index)
-        for unit in site.units:
-            unit.views.swap_in()
+
+    def _follows_sites(self) -> bool:
+        """Whether it matters which site a pass is in: weights come and go, or a trace shows it."""
+        return trace.is_recording() or not all(map(_is_resident, self.units))
+
+    def _sites_of(self, site: RunningSite) -> Sequence[RunningSite]:
+        """The sites whose weights are put in and taken out with those of `site`."""
+        return self.sites if site.index == 0 and self.forward.stands else [site]
+
+    def after_forward(self, index: int, outputs: Any, *, are_hooks_left: bool) -> None:
+        """A site's forward is over: the user's parameters go back into the modules, at once if hooks look at them."""
+        if not self._has_stood_in(index):
+            self._leave(index, outputs)
+        elif are_hooks_left:
+            self._hand_back(self.sites[index])
 
     @one_at_a_time
-    def after_forward(self, index: int, outputs: Any) -> None:
-        """A site's forward is over: the user's parameters go back into the modules."""
+    def _hand_back(self, site: RunningSite) -> None:
+        self._keep_written(self._take_out([site]))
+
+    @one_at_a_time
+    def _leave(self, index: int, outputs: Any) -> None:
         if not (hooks.in_backward() or self._saving.is_entered):  # it was refused before it began
             return
         site = self.sites[index]
-        self._buffers.swap_out(index)
         if hooks.in_backward():
+            self._buffers.swap_out(index)
             for unit in site.units:
-                unit.views.end_forward(check=False)
+                unit.views.end_forward()
                 unit.views.swap_out()
             return
         try:
-            written = self._end_site(site)
+            written = self._end_sites(self._sites_of(site))
             if index == 0 and torch.is_grad_enabled():
                 hooks.announce(outputs, self._expect_backward)
-            for unit, slots in written.items():
-                if slots:
-                    self.writes.keep_from_forward(unit, slots)
+            self._keep_written(written)
         finally:
             if not (site.is_outer and torch.is_grad_enabled()):
                 self.gathering.drop(site.units)
         if index == 0:
             self.raise_failures(alone=self.forward.is_evaluating)
 
-    def _end_site(self, site: RunningSite) -> dict[Unit, list[int]]:
+    def _end_sites(self, sites: Sequence[RunningSite]) -> dict[Unit, list[int]]:
         """Undoes what `before_forward` did, whatever fails; returns which slots of which units the forward wrote to."""
         try:
-            return {unit: self.writes.find(unit) for unit in site.units if unit.views.is_swapped}
+            return self._take_out(sites)
         finally:
-            for unit in site.units:
-                unit.views.swap_out()
             self._saving.leave()
             self._compute.end()
-            if site.index == 0:
+            if sites[0].index == 0:
                 self._end_forward()
+
+    def _take_out(self, sites: Sequence[RunningSite]) -> dict[Unit, list[int]]:
+        for site in sites:
+            self._buffers.swap_out(site.index)
+        try:
+            return {unit: self.writes.find(unit) for site in sites for unit in site.units if unit.views.is_swapped}
+        finally:
+            for site in sites:
+                for unit in site.units:
+                    unit.views.swap_out()
+
+    def _keep_written(self, written: Mapping[Unit, list[int]]) -> None:
+        for unit, slots in written.items():
+            if slots:
+                self.writes.keep_from_forward(unit, slots)
 
     def _end_forward(self) -> None:
         try:
@@ -210,19 +264,34 @@ class Engine:
         self.settle()
         self.phases.enter("a forward with gradients" if torch.is_grad_enabled() else "a forward without gradients")
         self.forward.begin()
+        self.forward.stands = self._can_stand()
+
+    def _can_stand(self) -> bool:
+        """Whether all weights can be put in at once, so that nothing is left to do at the sites inside.
+
+        Where weights are updated in lanes, a forward waits for those of each site instead, unless they are few.
+        """
+        if self.ranks.size > 1 or self._follows_sites():
+            return False
+        is_ready = all(unit.state is WeightState.GATHERED for unit in self.units)
+        is_ready = is_ready or sum(unit.num_bytes for unit in self.units) <= FEW_BYTES
+        return is_ready and not any(map(self.writes.is_new, self.units))
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def before_reading(self, unit: Unit) -> None:
         """A backward reads a saved weight of `unit`."""
-        if not (unit.resident and unit.state is WeightState.GATHERED and not self.pending.units):
+        if trace.is_recording() or not (
+            unit.resident and unit.state is WeightState.GATHERED and not self.pending.units
+        ):
             self._bring_for_reading(unit)
 
     @one_at_a_time
     def _bring_for_reading(self, unit: Unit) -> None:
         if unit in self.pending.units:
             self.pending.refuse(f"a read of the weights of unit {unit.name!r} after their gradient was complete")
-        if unit.state is WeightState.GATHERED and (unit.resident or self._site_of[unit] is self.backward.current):
+        is_at_site = self._site_of[unit] is self.backward.current
+        if unit.state is WeightState.GATHERED and (is_at_site or (unit.resident and not trace.is_recording())):
             return
         if hooks.in_backward():
             self.before_backward(self._site_of[unit])
@@ -288,6 +357,8 @@ class Engine:
         self.phases.enter("a backward")
         self.backward.begin()
         self.taking.begin()
+        if not self._follows_sites():
+            self._compute.begin(self.sites[0], is_whole=True)
         self.backward.queue_end(partial(self._end_backward))
 
     @one_at_a_time
@@ -356,10 +427,7 @@ class Engine:
             return
         for site in reversed(self.sites):  # from the inside out
             if any(unit.views.is_swapped for unit in site.units) or (site.index == 0 and self.forward.is_running):
-                self._buffers.swap_out(site.index)
-                for unit, slots in self._end_site(site).items():
-                    if slots:
-                        self.writes.keep_from_forward(unit, slots)
+                self._keep_written(self._end_sites([site]))
         self.settle()
 
     def refuse_inside_full_params(self, what: str) -> None:

@@ -15,10 +15,8 @@ raises the versions of what was given out (`ModuleViews.note_change`).
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +24,6 @@ import torch
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
-_is_resident = operator.attrgetter("resident")
 
 
 class Weights(Protocol):
@@ -36,7 +33,6 @@ class Weights(Protocol):
     dtype: torch.dtype
     storage: torch.UntypedStorage
     generation: int
-    resident: bool
 
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
         """A view of the gathered buffer, which is fetched if it is not there."""
@@ -125,12 +121,10 @@ class Saving(threading.local):
     def is_entered(self) -> bool:
         return self._depth > 0
 
-    def enter(self, units: Sequence[Weights]) -> None:
-        """A site's forward begins, in a model of these units."""
+    def enter(self, *, is_needed: bool) -> None:
+        """A site's forward begins; `is_needed`: weights come and go, or somebody follows who reads them."""
         self._depth += 1
-        if self._depth > 1 or all(map(_is_resident, units)):
-            return
-        if torch.is_grad_enabled() and _is_free():
+        if self._depth == 1 and is_needed and torch.is_grad_enabled() and _is_free():
             try:
                 _push(_pack, _unpack)
                 self._is_pushed = True

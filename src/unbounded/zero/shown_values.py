@@ -48,7 +48,7 @@ def _show(engine: Engine) -> dict[Unit, _Shown]:
         for unit in engine.units:
             engine.gathering.request(unit)
     for unit in engine.units:
-        engine.gathering.order_stream(unit)
+        engine.gathering.gather([unit])
         with engine.failures.noting():
             if unit.states_written is not None:
                 unit.states_written.wait()

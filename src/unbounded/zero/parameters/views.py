@@ -72,6 +72,7 @@ class ModuleViews:
         self.hooks = {index: hooks for index, hooks in found.items() if hooks}  # what users have registered
         self.frozen: set[int] = set()  # parameters that were frozen after `shard`: their gradients are left out
         self.is_swapped = False  # the modules hold views now
+        self._serves_graphs = False  # those that they hold were made where gradients are recorded
         self._held: Sequence[torch.Tensor] = ()  # what they hold in the running forward
         self._shown_trained: list[bool] = []  # which were trained when they were last shown
         self._num_changes = 0  # of the weights since they hold it
@@ -135,11 +136,16 @@ class ModuleViews:
         """Puts views of the gathered buffer into the modules."""
         if not self.is_swapped and not all(map(operator.is_, self._standing(), self._placeholders)):
             self._report_replaced()
-        self.is_swapped, self._num_changes = True, 0
+        self.is_swapped, self._num_changes, self._serves_graphs = True, 0, torch.is_grad_enabled()
         views = self._held = self.make()
         for index, kept in self._kept_on:
             vars(views[index]).update({name: value for name, value in kept.items() if name not in _OWN})
         _put(self._dicts, self._attributes, map(views.__getitem__, self._pick))
+
+    def stay(self) -> None:
+        """The same if the modules hold none, or only such as no graph can be recorded of."""
+        if not self.is_swapped or (torch.is_grad_enabled() and not self._serves_graphs):
+            self.swap_in()
 
     def swap_out(self) -> None:
         """Puts the managed parameters back into the modules."""
@@ -147,20 +153,18 @@ class ModuleViews:
             self.is_swapped = False
             _put(self._dicts, self._attributes, self._placeholders)
 
-    def end_forward(self, *, check: bool) -> list[int]:
-        """The parameters that the forward has written to in place or, if asked, has given other data."""
+    def end_forward(self) -> list[int]:
+        """The parameters that the forward has written to in place."""
         views, self._held = self._held, ()
-        rebound = self._take_rebound(views) if check and views else []
         if torch.is_inference_mode_enabled() or all(map(self._num_changes.__eq__, map(_version, views))):
-            return rebound
+            return []
         self.unit.take_lasting_views()
-        written = (index for index, place in enumerate(self.unit.picks) if views[place]._version != self._num_changes)
-        return [*rebound, *written]
+        return [index for index, place in enumerate(self.unit.picks) if views[place]._version != self._num_changes]
 
-    def _take_rebound(self, views: Sequence[torch.Tensor]) -> list[int]:
+    def take_rebound(self) -> list[int]:
         """The parameters whose view has other data now; the buffer takes that data."""
-        parts, rebound = self.unit.slot_views(self.unit.buffer), []
-        for index, (place, part) in enumerate(zip(self.unit.picks, parts, strict=True)):
+        views, parts, rebound = self._held, self.unit.slot_views(self.unit.buffer), []
+        for index, (place, part) in enumerate(zip(self.unit.picks, parts, strict=True)) if views else ():
             if views[place].data_ptr() != part.data_ptr() and views[place].shape == part.shape:
                 part.copy_(views[place].detach())
                 rebound.append(index)

@@ -9,6 +9,8 @@ and is an error, since earlier ones were lost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from unbounded.errors import StateError
@@ -32,12 +34,16 @@ class Writes:
         self._forwards: dict[Unit, int] = {}  # of each unit, with gradients, so far; it starts at the unit's turn
         self._late: set[Unit] = set()  # checked in its turn
 
+    def is_new(self, unit: Unit) -> bool:
+        """Whether the next training forward of `unit` is checked apart from its turns, which may take a copy of it."""
+        return self._checks_left.get(unit, CHECKED_FORWARDS) > 0
+
     def watch(self, unit: Unit) -> None:
         """A forward of `unit` begins."""
         left = self._checks_left.setdefault(unit, CHECKED_FORWARDS)
         self._late.discard(unit)
         if torch.is_grad_enabled() and (left or self._has_its_turn(unit)):
-            is_copied = unit.resident and unit.has_master
+            is_copied = unit.resident and unit.has_master and unit not in self._late  # what is found late is an error
             self._before[unit] = unit.owned_part().clone() if is_copied else _fingerprint(unit.buffer)
         else:
             self._before.pop(unit, None)
@@ -51,24 +57,29 @@ class Writes:
 
     def find(self, unit: Unit) -> list[int]:
         """The parameters that the finished forward may have written to; new data is already in the buffer."""
-        before = self._before.pop(unit, None)
-        slots = unit.views.end_forward(check=before is not None)
-        if before is None:
-            return slots
-        now = unit.owned_part() if before.numel() > 1 else _fingerprint(unit.buffer)
-        if not slots and torch.equal(_bits(before), _bits(now)):
-            if self._checks_left[unit] <= CHECKED_FORWARDS:
+        before = self._before.get(unit)
+        rebound = unit.views.take_rebound() if before is not None else []
+        written = unit.views.end_forward()
+        if not (rebound or written or self._differs(unit, before)):
+            if self._before.pop(unit, None) is not None and self._checks_left[unit] <= CHECKED_FORWARDS:
                 self._checks_left[unit] = max(0, self._checks_left[unit] - 1)
             return []
         self._checks_left[unit] = ALWAYS
-        self._before[unit] = before
-        return slots or list(range(len(unit.layout.slots)))
+        if written:  # which is always seen
+            self._late.discard(unit)
+        return [*rebound, *written] or list(range(len(unit.layout.slots)))
+
+    def _differs(self, unit: Unit, before: torch.Tensor | None) -> bool:
+        if before is None:
+            return False
+        now = unit.owned_part() if before.numel() > 1 else _fingerprint(unit.buffer)
+        return not torch.equal(_bits(before), _bits(now))
 
     def keep_from_forward(self, unit: Unit, slots: list[int]) -> None:
         """Keeps what a forward has written to the gathered buffer of `unit`."""
         now, before = unit.owned_part(), self._before.pop(unit, None)
         if before is None or before.numel() != now.numel():
-            before = now if unit.resident else fetch_owned(unit)
+            before = _weights_before(unit, slots, now) if unit.resident else fetch_owned(unit)
         if not unit.resident and torch.equal(_bits(before), _bits(now)):
             return
         if not unit.is_whole:
@@ -140,6 +151,23 @@ def fetch_owned(unit: Unit, start: int = 0, stop: int | None = None) -> torch.Te
     held = new_tensor(stop - start, unit.dtype, unit.device)
     unit.weights.fetch(held, start).wait()
     return held
+
+
+def _weights_before(unit: Unit, slots: Sequence[int], now: torch.Tensor) -> torch.Tensor:
+    """The weights of a resident unit before a write to `slots` of which there is no copy.
+
+    A master that has them all is rounded again. Where the weights are its upper half, any part of the slots may be new.
+    """
+    if "master" in unit.states:
+        if unit.states_written is not None:
+            unit.states_written.wait()
+        master = torch.empty(now.numel(), dtype=unit.states["master"].dtype, device="cpu")
+        unit.states["master"].fetch(master, 0).wait()
+        return master.to(now.dtype).to(now.device)
+    before = now.clone()
+    for slot in (unit.layout.slots[index] for index in slots):
+        _bits(before)[slot.start : slot.stop].bitwise_not_()
+    return before
 
 
 def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:

@@ -182,13 +182,24 @@ class Pass:
 
 
 class Forward(Pass):
-    """The pass through the model's own code. `is_evaluating`: the last one to begin records no gradients."""
+    """The pass through the model's own code. `is_evaluating`: the last one to begin records no gradients.
 
-    is_evaluating = False
+    `stands`: all weights are there and in the modules from its beginning to its end, so it stops at no other site.
+    """
+
+    is_evaluating = stands = False
 
     def begin(self) -> None:
         super().begin()
         self.is_evaluating = not torch.is_grad_enabled()
+
+    def end(self) -> None:
+        self.stands = False
+        super().end()
+
+    def abandon(self) -> None:
+        self.stands = False
+        super().abandon()
 
 
 class Backward(Pass):

@@ -73,8 +73,8 @@ class Gathering:
         self.holding = False  # nothing is released, because parameters are shown to the user
 
     def request(self, unit: Unit) -> None:
-        """Starts fetching a unit's weights unless they are there or being fetched."""
-        if unit.state in (WeightState.RELEASED, WeightState.STALE):
+        """Starts fetching a unit's weights unless they are there, as they are or old, or being fetched."""
+        if unit.state is WeightState.RELEASED or (unit.state is WeightState.STALE and self.needs_peers(unit)):
             self.read_ahead(unit)  # it takes memory, so it may fail
             unit.state = WeightState.FETCHING
             ticket = None
@@ -186,7 +186,16 @@ class Gathering:
         for unit in units:
             self.request(unit)
         for unit in units:
-            self.order_stream(unit)
+            if unit.state is WeightState.STALE:
+                self._catch_up(unit)
+            else:
+                self.order_stream(unit)
+
+    def _catch_up(self, unit: Unit) -> None:
+        """Waits for the update of weights that are whole here, which writes them where they are."""
+        with self.failures.noting():
+            self._wait_for_update(unit)
+        unit.state = WeightState.GATHERED
 
     def complete(self, units: Sequence[Unit]) -> None:
         """All ranks of the axis must call this. Gathers what is whole on every rank and was updated."""
@@ -206,8 +215,7 @@ class Gathering:
                 part = self._bring(unit, *memory)
         self._wait_for_releases()
         if unit.resident:
-            if self.needs_peers(unit):
-                self._gather(unit, convert(unit.owned_part(), unit.dtype, copy=True), ticket)
+            self._gather(unit, convert(unit.owned_part(), unit.dtype, copy=True), ticket)
             return
         if part is None:  # if it is lost, zeros and not garbage until the ranks have met
             part = unit.weights.direct if self._is_here(unit) else self._make_part(unit)[0].zero_()

@@ -39,7 +39,7 @@ class Visitor(Protocol):
 
     def before_forward(self, index: int) -> None: ...
 
-    def after_forward(self, index: int, outputs: Any) -> None: ...
+    def after_forward(self, index: int, outputs: Any, *, are_hooks_left: bool) -> None: ...
 
 
 class _Hook(OwnHook):
@@ -73,10 +73,10 @@ def attach(module: nn.Module, site: int, visitor: Visitor, *, is_root: bool) -> 
         visitor.before_forward(site)
         return visitor.inputs.adapt(args, kwargs) if is_root else None
 
-    def after(_: nn.Module, args: Any, outputs: Any) -> None:
+    def after(module: nn.Module, args: Any, outputs: Any) -> None:
         if is_root:
             visitor.inputs.restore()
-        visitor.after_forward(site, outputs)
+        visitor.after_forward(site, outputs, are_hooks_left=len(module._forward_hooks) > 1)
 
     handles = [
         module.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True),
@@ -119,7 +119,7 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
         finally:
             if is_root:
                 visitor.inputs.restore()
-            visitor.after_forward(site, outputs)
+            visitor.after_forward(site, outputs, are_hooks_left=False)
         return outputs
 
     call.compiled = compiled  # type: ignore[attr-defined]

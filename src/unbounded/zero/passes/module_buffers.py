@@ -82,6 +82,11 @@ class ModuleBuffers:
             if type(buffer) is torch.Tensor and buffer.dtype == torch.float32:
                 held[key] = buffer.as_subclass(ComputingBuffer)
 
+    def stay(self, site: int) -> None:
+        """The same unless they are in."""
+        if not self._depths[site]:
+            self.swap_in(site)
+
     def swap_out(self, site: int) -> None:
         self._depths[site] = max(0, self._depths[site] - 1)
         if not self._depths[site]:
