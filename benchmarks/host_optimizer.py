@@ -91,7 +91,7 @@ def conversion_cases(source: torch.dtype, target: torch.dtype, parameters: int, 
 
 def addition_cases(source: torch.dtype, target: torch.dtype, parameters: int, pool: Pool) -> Cases:
     x, y = zeros(source, parameters).fill_(1e-3), zeros(target, parameters)
-    return {"torch": lambda: y.add_(x), "ours": lambda: kernels.accumulate(y, x, pool=pool)}
+    return {"torch": lambda: y.add_(x), "ours": lambda: kernels.add(y, y, x, pool)}
 
 
 def norm_cases(dtype: torch.dtype, parameters: int, pool: Pool) -> Cases:
@@ -141,7 +141,7 @@ def sum_cases(parameters: int, pool: Pool) -> Cases:
 
     def add(piece_numel: int) -> None:
         for to, part in zip(sums.split(piece_numel), grad.split(piece_numel), strict=True):
-            kernels.accumulate(to, part, pool=pool)
+            kernels.add(to, to, part, pool)
 
     pieces = {f"pieces of {2 * numel >> 20} MiB": lambda numel=numel: add(numel) for numel in PIECE_NUMELS}
     return {"one call": lambda: add(parameters), **pieces}

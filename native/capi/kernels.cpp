@@ -56,6 +56,21 @@ size_t update_chunk(void* pool, int64_t n) {
 
 size_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
+// Adds up what `part(begin, end)` gives for chunks, computed in parallel, in their order; NaN if there is no memory for that.
+template <class Part> double sum_of_chunks(void* pool, int64_t n, Part part) {
+  const size_t count = (size_t(n) + CHUNK - 1) / CHUNK;
+  double* parts = static_cast<double*>(std::calloc(count + 1, sizeof(double)));
+  parallel(pool, n, [&](size_t begin, size_t end) {
+    const double found = part(begin, end);
+    if (parts) parts[begin / CHUNK] = found;
+  });
+  if (!parts) return std::nan("");
+  double sum = 0;
+  for (size_t i = 0; i < count; ++i) sum += parts[i];
+  std::free(parts);
+  return sum;
+}
+
 // Random bits for a place in a block at a step.
 int32_t salt_of(int64_t step, size_t place) {
   uint64_t h = (uint64_t(step) * BLOCK + place + 1) * 0x9e3779b97f4a7c15u;
@@ -137,20 +152,12 @@ EXPORT void unbounded_update_beside(void* pool, const UpdateArguments* a, const 
 
 EXPORT void unbounded_update(void* pool, const UpdateArguments* a) { unbounded_update_beside(pool, a, a); }
 
-// Chunks are summed in parallel and their sums added in order. Returns NaN if no memory is left for them.
 EXPORT double unbounded_sum_squares(void* pool, const void* x, int32_t type, int64_t n) {
-  const size_t count = (size_t(n) + CHUNK - 1) / CHUNK;
-  double* parts = static_cast<double*>(std::calloc(count + 1, sizeof(double)));
-  if (!parts) return std::nan("");
   const size_t bytes = size_of(DType(type));
-  parallel(pool, n, [&](size_t begin, size_t end) {
+  return sum_of_chunks(pool, n, [&](size_t begin, size_t end) {
     const void* part = static_cast<const char*>(x) + begin * bytes;
-    parts[begin / CHUNK] = kernels_of(pool).sum_squares(part, DType(type), end - begin);
+    return kernels_of(pool).sum_squares(part, DType(type), end - begin);
   });
-  double sum = 0;
-  for (size_t i = 0; i < count; ++i) sum += parts[i];
-  std::free(parts);
-  return sum;
 }
 
 EXPORT void unbounded_convert(void* pool, const void* from, int32_t from_type, void* to, int32_t to_type, int64_t n) {
@@ -161,13 +168,15 @@ EXPORT void unbounded_convert(void* pool, const void* from, int32_t from_type, v
   });
 }
 
-EXPORT void unbounded_accumulate(void* pool, void* to, int32_t to_type, const void* from, int32_t from_type,
-                                 double scale, int64_t n) {
-  const size_t from_bytes = size_of(DType(from_type)), to_bytes = size_of(DType(to_type));
-  parallel(pool, n, [&](size_t begin, size_t end) {
-    kernels_of(pool).accumulate(static_cast<char*>(to) + begin * to_bytes, DType(to_type),
-                         static_cast<const char*>(from) + begin * from_bytes, DType(from_type), float(scale),
-                         end - begin);
+// Returns the sum of squares of what is in `to` then.
+EXPORT double unbounded_add(void* pool, void* to, int32_t to_type, const void* held, int32_t held_type,
+                            const void* fresh, int32_t fresh_type, int64_t n) {
+  const size_t to_bytes = size_of(DType(to_type));
+  const size_t held_bytes = size_of(DType(held_type)), fresh_bytes = size_of(DType(fresh_type));
+  return sum_of_chunks(pool, n, [&](size_t begin, size_t end) {
+    return kernels_of(pool).add(static_cast<char*>(to) + begin * to_bytes, DType(to_type),
+                                static_cast<const char*>(held) + begin * held_bytes, DType(held_type),
+                                static_cast<const char*>(fresh) + begin * fresh_bytes, DType(fresh_type), end - begin);
   });
 }
 

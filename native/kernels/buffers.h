@@ -1,4 +1,4 @@
-// Passes over one or two buffers: sum of squares, conversion, accumulation.
+// Passes over one to three buffers: sum of squares, conversion, addition.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -32,23 +32,31 @@ inline double folded(double* lanes) {
   return lanes[0];
 }
 
-// Element i is added to lane i % 16 and the lanes are folded in halves: one order of additions for every width.
-template <class V, class T> inline double sum_squares_of(const T* x, size_t n) {
+// The sum of squares of x[i], after `make<V>(i)` has written it: element i is added to lane i % 16 and the lanes are
+// folded in halves, one order of additions for every width.
+template <class V, class T, class Make> inline double squares_of_made(const T* x, size_t n, Make make) {
   constexpr size_t groups = SQUARE_LANES / V::width;
   typename V::D sums[groups];
   for (auto& sum : sums) sum = V::zero();
   size_t i = 0;
   for (; i + SQUARE_LANES <= n; i += SQUARE_LANES)
-    for (size_t k = 0; k < groups; ++k) sums[k] = V::add_squares(sums[k], V::load(x + i + k * V::width));
+    for (size_t k = 0; k < groups; ++k) {
+      const size_t place = i + k * V::width;
+      make.template operator()<V>(place);
+      sums[k] = V::add_squares(sums[k], V::load(x + place));
+    }
   alignas(64) double lanes[SQUARE_LANES];
   for (size_t k = 0; k < groups; ++k) V::store(lanes + k * V::width, sums[k]);
-  for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] = Scalar::add_squares(lanes[lane], Scalar::load(x + i));
+  for (size_t lane = 0; i < n; ++i, ++lane) {
+    make.template operator()<Scalar>(i);
+    lanes[lane] = Scalar::add_squares(lanes[lane], Scalar::load(x + i));
+  }
   return folded(lanes);
 }
 
 template <class V> inline double sum_squares(const void* x, DType type, size_t n) {
   double sum = 0;
-  typed(x, type, [&](auto* p) { sum = sum_squares_of<V>(p, n); });
+  typed(x, type, [&](auto* p) { sum = squares_of_made<V>(p, n, []<class W>(size_t) {}); });
   return sum;
 }
 
@@ -61,14 +69,19 @@ template <class V> inline void convert(const void* from, DType from_type, void* 
 }
 
 template <class V>
-inline void accumulate(void* to, DType to_type, const void* from, DType from_type, float scale, size_t n) {
-  typed(from, from_type, [&](auto* source) {
-    typed(to, to_type, [&](auto* target) {
-      sweep<V>(n, [=]<class W>(size_t i) {
-        W::store(target + i, W::load(target + i) + W::load(source + i) * W::all(scale));
+inline double add(void* to, DType to_type, const void* held, DType held_type, const void* fresh, DType fresh_type,
+                  size_t n) {
+  double sum = 0;
+  typed(to, to_type, [&](auto* target) {
+    typed(held, held_type, [&](auto* a) {
+      typed(fresh, fresh_type, [&](auto* b) {
+        sum = squares_of_made<V>(target, n, [=]<class W>(size_t i) {
+          W::store(target + i, W::load(a + i) + W::load(b + i));
+        });
       });
     });
   });
+  return sum;
 }
 
 }  // namespace

@@ -53,7 +53,8 @@ struct Kernels {
   void (*update)(const Update&, size_t begin, size_t end);  // begin: a multiple of BLOCK
   double (*sum_squares)(const void* x, DType type, size_t n);
   void (*convert)(const void* from, DType from_type, void* to, DType to_type, size_t n);
-  void (*accumulate)(void* to, DType to_type, const void* from, DType from_type, float scale, size_t n);
+  // to = held + fresh, in fp32; `to` may be `held`. Returns the sum of squares of `to`.
+  double (*add)(void* to, DType to_type, const void* held, DType held_type, const void* fresh, DType fresh_type, size_t n);
   void (*split)(const float* master, Bf16* weight, int16_t* remainder, size_t n);
   void (*join)(const Bf16* weight, const int16_t* remainder, float* master, size_t n);
   void (*encode_weight)(const float* master, const Master& to, size_t begin, size_t n);

@@ -40,7 +40,7 @@ template <class V> inline void decode_codes(const Codes& from, float* x, size_t 
 }
 
 template <class V> constexpr Kernels table(const char* name) {
-  return {name,          update<V>,        sum_squares<V>,   convert<V>,      accumulate<V>,  split<V>,
+  return {name,          update<V>,        sum_squares<V>,   convert<V>,      add<V>,         split<V>,
           join<V>,       encode_master<V>, decode_master<V>, encode_codes<V>, decode_codes<V>};
 }
 

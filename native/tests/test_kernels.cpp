@@ -189,14 +189,21 @@ void check_sums(const Kernels& fast, const Kernels& scalar, size_t n) {
   Random random(n + 2);
   const DType types[] = {DType::f32, DType::bf16, DType::f16};
   for (DType from : types) {
-    Buffer source(n * bytes_of(from)), values(n * 4), a(n * 4), b(n * 4);
+    Buffer source(n * bytes_of(from)), values(n * 4);
     for (size_t i = 0; i < n; ++i) values.as<float>()[i] = random.around_zero();
     scalar.convert(values.data(), DType::f32, source.data(), from, n);
     const double x = fast.sum_squares(source.data(), from, n), y = scalar.sum_squares(source.data(), from, n);
     CHECK(!std::memcmp(&x, &y, 8));
-    fast.accumulate(a.data(), DType::f32, source.data(), from, 0.3f, n);
-    scalar.accumulate(b.data(), DType::f32, source.data(), from, 0.3f, n);
-    CHECK(a == b);
+    for (DType held : types)
+      for (DType to : types) {
+        Buffer sum(n * 4), a(n * bytes_of(to)), b(n * bytes_of(to));
+        scalar.convert(values.data(), DType::f32, sum.data(), held, n);
+        const double u = fast.add(a.data(), to, sum.data(), held, source.data(), from, n);
+        const double v = scalar.add(b.data(), to, sum.data(), held, source.data(), from, n);
+        CHECK(a == b && !std::memcmp(&u, &v, 8));
+        const double again = scalar.sum_squares(b.data(), to, n);
+        CHECK(!std::memcmp(&u, &again, 8));
+      }
   }
 }
 

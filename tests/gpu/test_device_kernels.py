@@ -13,6 +13,7 @@ from unbounded.optim.class_rules import ClassRule
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.muon import MuonRule
 from unbounded.optim.rules import Whole
+from unbounded.zero.gradients.gradient_array import device_squares
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -75,14 +76,17 @@ def test_the_gpu_makes_the_same_bits_as_the_host(rule: kernels.Rule, state_forma
 
 
 def test_squares_add_up_as_on_the_host() -> None:
-    from unbounded.optim.device import device_kernels
-
     torch.manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        part = (torch.randn(1_000_003) * 10.0 ** torch.randint(-6, 2, (1_000_003,))).to(dtype)
-        assert float(device_kernels.sum_squares(part.cuda())) == pytest.approx(kernels.sum_squares(part), rel=1e-13)
-    part[5] = torch.inf
-    assert float(device_kernels.sum_squares(part.cuda())) == torch.inf
+    parts = [
+        (torch.randn(numel) * 10.0 ** torch.randint(-6, 2, (numel,))).to(dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for numel in (1_000_003, 17)
+    ]
+    for some in (parts, parts[:2], parts[2:4], parts[4:5]):
+        for part, square in zip(some, device_squares([part.cuda() for part in some]), strict=True):
+            assert float(square) == pytest.approx(kernels.sum_squares(part), rel=1e-13)
+    parts[0][5] = torch.inf
+    assert float(device_squares([parts[0].cuda()])[0]) == torch.inf
 
 
 def test_the_compute_copy_is_written_in_the_same_pass() -> None:

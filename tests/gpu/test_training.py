@@ -229,13 +229,14 @@ def test_gradients_that_arrive_in_parts_add_up_on_the_host(wire: torch.dtype) ->
     store.connect(make, BufferPool(arena, 16 * 4096, 1))  # several parts, and the last one not full
     torch.manual_seed(3)
     parts = [torch.randn(100_003, device="cuda").to(wire) for _ in range(4)]
-    store.store(parts[0])
-    for part in parts[1:]:
-        store.accumulate(part)
+    squares = store.store(parts[0], [(0, 100_003)])
+    assert squares == pytest.approx(parts[0].double().square().sum().item(), rel=1e-13)
     expected = parts[0].float()
     for part in parts[1:]:
+        squares = store.accumulate(part)
         expected += part.float()
-    assert torch.equal(store.array.direct, expected.cpu())  # type: ignore[union-attr]
+        assert torch.equal(store.array.direct, expected.cpu())  # type: ignore[union-attr]
+        assert squares == pytest.approx(expected.double().square().sum().item(), rel=1e-13)
 
 
 def train_tower(plan: dict[str, Any], steps: int = 24) -> tuple[list[float], Any, Any]:

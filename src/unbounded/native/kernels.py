@@ -26,7 +26,7 @@ __all__ = [
     "ArraySpec",
     "Pool",
     "Rule",
-    "accumulate",
+    "add",
     "convert",
     "copy",
     "decode_moment",
@@ -68,7 +68,7 @@ SIGNATURES: dict[str, list[type]] = {
     "update_beside": [c_void_p, c_void_p],
     "sum_squares": [c_void_p, c_int32, c_int64],
     "convert": [c_void_p, c_int32, c_void_p, c_int32, c_int64],
-    "accumulate": [c_void_p, c_int32, c_void_p, c_int32, c_double, c_int64],
+    "add": [c_void_p, c_int32, c_void_p, c_int32, c_void_p, c_int32, c_int64],
     "split": [c_void_p, c_void_p, c_void_p, c_int64],
     "join": [c_void_p, c_void_p, c_void_p, c_int64],
     "encode_weight": [c_void_p, c_void_p, c_int32, c_void_p, c_int64],
@@ -79,11 +79,12 @@ SIGNATURES: dict[str, list[type]] = {
     "pack": [c_void_p, c_void_p, c_int64],
     "unpack": [c_void_p, c_void_p, c_int64, c_int64],
 }
+SUMS = ("sum_squares", "add")  # these return one
 
 
 @cache
 def _function(name: str) -> ctypes._NamedFuncPointer:
-    return declare(f"unbounded_{name}", c_double if name == "sum_squares" else None, [c_void_p, *SIGNATURES[name]])
+    return declare(f"unbounded_{name}", c_double if name in SUMS else None, [c_void_p, *SIGNATURES[name]])
 
 
 def _call(name: str, pool: Pool | None, *arguments: object) -> float | None:
@@ -206,12 +207,15 @@ def convert(src: Tensor, dst: Tensor, pool: Pool | None = None) -> None:
     _call("convert", pool, src.data_ptr(), FLOATS[src.dtype], dst.data_ptr(), FLOATS[dst.dtype], src.numel())
 
 
-def accumulate(dst: Tensor, src: Tensor, scale: float = 1.0, pool: Pool | None = None) -> None:
-    """dst += src * scale, computed in fp32."""
-    _check("src", src, tuple(FLOATS))
-    _check("dst", dst, tuple(FLOATS), src.numel())
-    types = FLOATS[dst.dtype], FLOATS[src.dtype]
-    _call("accumulate", pool, dst.data_ptr(), types[0], src.data_ptr(), types[1], scale, src.numel())
+def add(dst: Tensor, held: Tensor, fresh: Tensor, pool: Pool | None = None) -> float:
+    """dst = held + fresh, computed in fp32; `dst` may be `held`. Returns the sum of squares of `dst`."""
+    arguments: list[int] = []
+    for name, tensor in (("dst", dst), ("held", held), ("fresh", fresh)):
+        _check(name, tensor, tuple(FLOATS), fresh.numel())
+        arguments += [tensor.data_ptr(), FLOATS[tensor.dtype]]
+    total = _call("add", pool, *arguments, fresh.numel())
+    assert total is not None
+    return total
 
 
 def split(master: Tensor, weight: Tensor, remainder: Tensor, pool: Pool | None = None) -> None:

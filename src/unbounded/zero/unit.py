@@ -150,6 +150,7 @@ class Unit:
         self.numel = sum(slot.numel for slot in layout.slots)
         self._note_groups()
         self._templates, self.picks = _templates(layout)
+        self._gaps = [index for index in range(len(self._templates)) if index not in self.picks]  # padding
         self._take_storage()
 
         # Where it lives; set when the model is built, and again when a frozen unit is first trained (`thawing`).
@@ -332,6 +333,11 @@ class Unit:
         """`flat`, of the layout's length, as one view per parameter."""
         return list(map(_unflatten(flat, self._templates).__getitem__, self.picks))
 
+    def clear_padding(self, flat: torch.Tensor) -> None:
+        """Writes zeros to `flat`, of the layout's length, where no parameter is."""
+        if self._gaps:
+            torch._foreach_zero_(list(map(_unflatten(flat, self._templates).__getitem__, self._gaps)))
+
     def cut(self) -> list[torch.Tensor]:
         """Fresh views of the gathered buffer, one for every slot and for the padding between slots.
 
@@ -384,11 +390,12 @@ def _alias(storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> tor
 
 def _templates(layout: Layout) -> tuple[list[torch.Tensor], list[int]]:
     """Shapes that cut a flat buffer into parameters and the padding between them, and where each slot comes out."""
-    templates, picks, position = [], [], 0
+    shapes: list[Sequence[int]] = []
+    picks, position = [], 0
     for slot in layout.slots:
-        if slot.start > position:
-            templates.append(torch.empty(slot.start - position, dtype=torch.uint8, device="meta"))
-        picks.append(len(templates))
-        templates.append(torch.empty(slot.shape, dtype=torch.uint8, device="meta"))
+        shapes += [(slot.start - position,)] if slot.start > position else []
+        picks.append(len(shapes))
+        shapes.append(slot.shape)
         position = slot.stop
-    return templates, picks
+    shapes += [(layout.numel - position,)] if layout.numel > position else []
+    return [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes], picks

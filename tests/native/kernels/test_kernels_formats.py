@@ -49,12 +49,18 @@ def test_conversion_rounds_as_torch_does(source: torch.dtype, target: torch.dtyp
 
 
 @pytest.mark.parametrize("source", FLOATS)
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
-def test_accumulation_adds_in_fp32(source: torch.dtype, target: torch.dtype) -> None:
-    values, total = torch.randn(1003).to(source), torch.randn(1003).to(target)
-    expected = (total.float() + values.float() * 0.5).to(target)
-    kernels.accumulate(total, values, 0.5)
-    assert torch.equal(total, expected)
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("numel", [7, 70_003])  # fewer than the partial sums; several chunks and a tail
+def test_addition_is_in_fp32_and_gives_the_squares_of_what_it_wrote(
+    source: torch.dtype, target: torch.dtype, numel: int
+) -> None:
+    values, total = torch.randn(numel).to(source), torch.randn(numel).to(target)
+    for held in (total.to(source), total):
+        out = torch.empty(numel, dtype=target) if held is not total else total
+        expected = (held.float() + values.float()).to(target)
+        squares = kernels.add(out, held, values)
+        assert torch.equal(out, expected)
+        assert squares == kernels.sum_squares(out) > 0
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

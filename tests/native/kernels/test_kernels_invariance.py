@@ -72,7 +72,9 @@ def test_the_number_of_threads_changes_no_bit(format_name: str) -> None:
     for threads in (1, 2, 5):  # which take 65,536, 32,768 and 16,384 elements at a time
         with Pool(threads) as pool:
             results.append(train(RULES["adamw"], format, dtype, master, grads, pool=pool))
-            results[-1]["sum"] = torch.tensor(kernels.sum_squares(grads[0], pool), dtype=torch.float64).reshape(1)
+            added = torch.empty_like(grads[0])
+            sums = [kernels.sum_squares(grads[0], pool), kernels.add(added, *grads, pool)]
+            results[-1].update(sums=torch.tensor(sums, dtype=torch.float64), added=added)
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
 

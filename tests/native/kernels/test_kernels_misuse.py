@@ -71,6 +71,7 @@ def test_a_compact_scale_of_the_wrong_size_is_named() -> None:
         (lambda: Pool(1, simd="mmx"), 'the instruction set "mmx" is not available'),
         (lambda: kernels.convert(torch.zeros(3), torch.zeros(4)), "dst has 4 elements. It must have 3."),
         (lambda: kernels.sum_squares(torch.zeros(3, dtype=torch.int32)), "tensor has dtype torch.int32"),
+        (lambda: kernels.add(torch.zeros(3), torch.zeros(4), torch.zeros(3)), "held has 4 elements. It must have 3."),
         (lambda: kernels.copy(torch.zeros(3), torch.zeros(3).half()), "dst has dtype torch.float16"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 import unbounded
 from tests.zero.training import Batch, Run, Task, assert_parity, shard, train_both, train_plain
 from unbounded.native import kernels
+from unbounded.zero.gradients.gradient_array import GradientArray
 
 
 class Clipped(Task):
@@ -68,7 +69,7 @@ def norms_around_a_step(rank: int, world_size: int) -> tuple[float, float, bool,
 
     for step in range(2):  # the first teaches how many backwards a step has, and that somebody asks for the norm
         noted.clear()
-        with noting("accumulate"), noting("sum_squares"):
+        with noting("add"), noting("sum_squares"):
             task.loss(model, Batch(step, 0, rank)).backward()
             task.loss(model, Batch(step, 1, rank)).backward()
             norm = optimizer.clip_grad_norm_(float("inf"))
@@ -83,7 +84,31 @@ def test_the_norm_is_a_scalar_tensor_and_the_same_when_asked_twice(ranks: Any) -
         assert norm == again > 0
         assert is_scalar
         # The plan's threads add up and measure, both inside the backward.
-        assert noted == {("accumulate", 3, "unbounded-reduce"), ("sum_squares", 3, "unbounded-reduce")}
+        assert noted == {("add", 3, "unbounded-reduce"), ("sum_squares", 3, "unbounded-reduce")}
+
+
+@pytest.mark.parametrize("num_backwards", [1, 3])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("accumulate_dtype", ["fp32", "bf16"])
+def test_gradients_off_the_device_are_not_read_again_for_their_norm(
+    tier: str, num_backwards: int, accumulate_dtype: str
+) -> None:
+    task = Clipped(1.0)
+    model, found = task.model(), []
+    plan = {"precision": "bf16", "gradients": tier, "accumulate_dtype": accumulate_dtype, "device_bytes": "1GiB"}
+    model, optimizer = shard(model, task.optimizer(model), plan)
+    units = [unit for unit in optimizer.engine.units if unit.trainable]
+    for step in range(2):  # the first teaches that somebody asks for the norm
+        for number in range(num_backwards):
+            task.loss(model, Batch(step, number, 0)).backward()
+        with mock.patch.object(GradientArray, "squares", autospec=True, side_effect=GradientArray.squares) as reading:
+            norm = optimizer.clip_grad_norm_(float("inf"))
+        found.append(reading.call_count)
+        expected = sum(unit.gradient.store.squares(0, unit.gradient.store.numel) for unit in units)
+        assert float(norm) == pytest.approx(expected**0.5, rel=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == [0 if num_backwards > 1 else len(units), 0]
 
 
 def clip_twice(rank: int, world_size: int) -> float:

@@ -146,18 +146,19 @@ def train_stack(plan: dict[str, Any], depth: int = 8) -> Any:
 def test_states_take_twelve_bytes_a_parameter_and_what_is_in_flight_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     counts: list[int] = []
-    plain_store, plain_update = GradientArray._store, UpdatePass._update
+    plain_store, plain_update = GradientArray.store, UpdatePass._update
 
-    def store(array: GradientArray, part: torch.Tensor) -> None:
-        plain_store(array, part)
+    def store(array: GradientArray, *arguments: Any) -> torch.Tensor | float:
+        squares = plain_store(array, *arguments)
         alive.add(array.array)
         counts.append(len(alive))
+        return squares
 
     def update(steps: UpdatePass, piece: Any) -> None:
         time.sleep(0.02)  # a host that is slower than the backward
         plain_update(steps, piece)
 
-    monkeypatch.setattr(GradientArray, "_store", store)
+    monkeypatch.setattr(GradientArray, "store", store)
     monkeypatch.setattr(UpdatePass, "_update", update)
     stored = train_stack({**HOST, "gradients": "host"})
     counts.clear()

@@ -29,7 +29,6 @@ RULES = {"adamw": 0, "adam": 1, "sgd": 2, "lion": 3, "adagrad": 4}
 FORMATS = {"fp32": 0, "exact": 1, "compact": 2}
 ROWS = 8  # blocks of elements that a program takes
 PLAIN = 2**10  # elements that a program takes of arrays without blocks
-SUMMED = 2**12  # elements whose squares a program adds up
 
 
 def update(
@@ -73,13 +72,6 @@ def update(
         num_warps=4,
         enable_fp_fusion=False,  # results must not depend on what the compiler fuses
     )
-
-
-def sum_squares(part: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of a CUDA buffer in float64, as a scalar tensor, so that nothing waits for it."""
-    sums = torch.empty(triton.cdiv(part.numel(), SUMMED), dtype=torch.float64, device=part.device)
-    _sum_squares[(sums.numel(),)](part, sums, part.numel(), SUMMED=SUMMED, num_warps=4)
-    return sums.sum()
 
 
 def muon_direction(
@@ -195,13 +187,6 @@ def _salt(step, place):  # type: ignore[no-untyped-def]
 @triton.jit
 def _coupled(decay, w, g):  # type: ignore[no-untyped-def]
     return tl.where(decay != 0, tl.fma(decay, w, g), g)
-
-
-@triton.jit
-def _sum_squares(part_ptr, sums_ptr, numel, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
-    value = tl.load(part_ptr + at, at < numel, 0.0).to(tl.float64)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(value * value))
 
 
 @triton.jit

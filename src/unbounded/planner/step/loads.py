@@ -180,13 +180,12 @@ def place_loads(unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup:
 
 
 def _summed_seconds(unit: UnitBytes, machine: MachineRates, setup: Setup) -> float:
-    """The host's work on gradients in one backward, on average: sums are written by the first and changed by the
-    others, and the norm is read once per step."""
-    if setup.accumulate == 1:
-        return unit.gradients * machine.devices / machine.host_bandwidth
+    """The host's work on gradients in one backward, on average: the first only comes, the second makes sums of both,
+    and the others change these. Without a GPU, the host also reads each that comes for the norm."""
     sums, times = unit.summed_gradients, setup.accumulate
-    changed = unit.gradients + (2 * sums * (times - 1) + sums) / times
-    return machine.devices * (changed / machine.addition_rate + sums / times / machine.host_bandwidth)
+    added = (times * unit.gradients + (2 * times - 3) * sums) / times if times > 1 else 0.0
+    read = unit.gradients / times if machine.is_cpu else 0.0
+    return machine.devices * (added / machine.addition_rate + read / machine.host_bandwidth)
 
 
 def touched_bytes(unit: UnitBytes, setup: Setup) -> float:

@@ -71,13 +71,15 @@ class Gradient(GradientValue):
             self.apply_changes()
             self.apply_factor()
             self._lent.refuse_widening(self.layout.slots[0].name)
-            self.store.accumulate(part)
+            squares = self.store.accumulate(part)
             self._show_lent()
+            if self.counted is None:
+                self._squares = squares
         else:
             self._forget_changes()
-            self.store.store(part)
-            if measure and not self.store.is_wide:
-                self._squares = self._counted_squares()
+            measure = measure and not self.is_measured_together
+            squares = self.store.store(part, self._counted_ranges() if measure else ())
+            self._squares = squares if measure else None
         self.state, self.is_new = GradientState.HELD, True
 
     def hold_local(self, full: torch.Tensor) -> None:

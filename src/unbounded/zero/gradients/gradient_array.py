@@ -7,7 +7,7 @@ that accumulates pays for it and one that does not keeps half the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -73,59 +73,74 @@ class GradientArray:
         finally:
             self.num_changes += 1
 
-    def store(self, part: torch.Tensor) -> None:
+    def store(self, part: torch.Tensor, counted: Sequence[tuple[int, int]] = ()) -> torch.Tensor | float:
+        """Keeps `part`; returns the sum of squares of the stretches `counted`, taken where `part` is."""
         with self._changing():
-            self._store(part)
+            self.is_wide = self.is_wide or part.dtype != self.wire
+            part = convert(part, self.sum_dtype if self.is_wide else self.wire)
+            squares = [self._sum_squares(part[start:stop]) for start, stop in counted if start < stop]
+            if self.tier == "device":
+                self.array = MemoryArray(part, "device")
+                return sum(squares)
+            if self.array is None or self.array.dtype != part.dtype:
+                if self.array is not None:
+                    self.array.free()
+                self.array = self._allocate(part.dtype)
+            self.array.evict(part).wait()
+            return sum(map(float, squares))  # computed before the copy, so nothing is left to wait for
 
-    def _store(self, part: torch.Tensor) -> None:
-        self.is_wide = self.is_wide or part.dtype != self.wire
-        dtype = self.sum_dtype if self.is_wide else self.wire
-        if self.tier == "device":
-            self.array = MemoryArray(convert(part, dtype), "device")
-            return
-        if self.array is None or self.array.dtype != dtype:
-            if self.array is not None:
-                self.array.free()
-            self.array = self._allocate(dtype)
-        self.array.evict(convert(part, dtype)).wait()
-
-    def accumulate(self, part: torch.Tensor) -> None:
-        with self._changing():
-            self._accumulate(part)
-
-    def _accumulate(self, part: torch.Tensor) -> None:
+    def accumulate(self, part: torch.Tensor) -> float | None:
+        """Adds `part`; returns the sum of squares of the result, or None if that would take another pass."""
         assert self.array is not None
-        if not self.is_wide and self.sum_dtype != self.wire:
-            self._widen()
-        self.is_wide = True
-        if self.tier == "device":
-            self.array.direct.add_(part)  # type: ignore[union-attr]
-            return
+        with self._changing():
+            held = self.array
+            is_widened = not self.is_wide and self.sum_dtype != self.wire
+            self.is_wide = True
+            if self.tier == "device":
+                if is_widened:
+                    self.array = MemoryArray(convert(held.direct, self.sum_dtype), "device")  # type: ignore[arg-type]
+                self.array.direct.add_(part)  # type: ignore[union-attr]
+                return None
+            if not is_widened:
+                return self._add(held, held, part)
+            self.array = self._allocate(self.sum_dtype)
+            try:
+                return self._add(self.array, held, part)
+            finally:
+                held.free()
+
+    def _add(self, to: Array, held: Array, part: torch.Tensor) -> float:
+        """to = held + part, where `to` may be `held`; both are on the host, or `to` is `held` on the disk."""
         if self.tier == "host" and part.device.type == "cuda":
-            self._add_arriving(part)
-            return
-        for start, held in self._parts(0, self.numel, write_back=True):
-            fresh = MemoryArray(part[start : start + held.numel()], "device")
-            with _on_host(fresh, 0, held.numel(), self._bounce, write_back=False) as added:
-                self._add_up(held, added)
+            return self._add_arriving(to.direct, held.direct, part)  # type: ignore[arg-type]
+        total, step = 0.0, self._host_step
+        for start in range(0, self.numel, step):
+            stop = min(start + step, self.numel)
+            fresh = MemoryArray(part[start:stop], "device")
+            with (
+                _on_host(to, start, stop, self._bounce, write_back=True) as target,
+                _on_host(fresh, 0, stop - start, self._bounce, write_back=False) as added,
+            ):
+                total += self._add_up(target, target if to is held else held.direct[start:stop], added)  # type: ignore[index]
+        return total
 
-    def _add_arriving(self, part: torch.Tensor) -> None:
+    def _add_arriving(self, to: torch.Tensor, held: torch.Tensor, part: torch.Tensor) -> float:
         """One stretch is added while the next arrives in the other half of a buffer."""
-        assert self.array is not None
-        assert self.array.direct is not None
-        held, fresh, lease = self.array.direct, MemoryArray(part, "device"), self._bounce.lease()
+        fresh, lease, total = MemoryArray(part, "device"), self._bounce.lease(), 0.0
         try:
             step = self._bounce.buffer_bytes // 2 // part.element_size()
             halves = lease.tensor(part.dtype, 2 * step).view(2, step)
-            under_way: tuple[int, torch.Tensor, Waitable] | None = None
+            under_way: tuple[slice, torch.Tensor, Waitable] | None = None
             for index, start in enumerate(range(0, self.numel, step)):
-                target = halves[index % 2, : min(step, self.numel - start)]
-                after = start, target, fresh.fetch(target, start)
+                place = slice(start, min(start + step, self.numel))
+                target = halves[index % 2, : place.stop - start]
+                after = place, target, fresh.fetch(target, start)
                 if under_way is not None:
-                    self._add_arrived(held, *under_way)
+                    total += self._add_arrived(to, held, *under_way)
                 under_way = after
             if under_way is not None:
-                self._add_arrived(held, *under_way)
+                total += self._add_arrived(to, held, *under_way)
+            return total
         finally:
             lease.release(stream_mark(part))
 
@@ -186,48 +201,47 @@ class GradientArray:
     def _parts(self, start: int, stop: int, *, write_back: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
         """[start, stop) in parts that the host can address, each with its place; they begin on a page of the disk."""
         assert self.array is not None
-        step = self._bounce.buffer_bytes // 4 // PAGE * PAGE  # elements, so that they fit in fp32
+        step = self._host_step
         for first in range(start // PAGE * PAGE, stop, step):
             last = min(first + step, self.numel)
             with _on_host(self.array, first, last, self._bounce, write_back=write_back) as held:
                 low, high = max(start, first), min(stop, last)
                 yield low - start, held[low - first : high - first]
 
-    def _widen(self) -> None:
-        """Widens the array in memory; on disk it is wide from the start."""
-        assert self.array is not None
-        narrow = self.array
-        if self.tier == "device":
-            self.array = MemoryArray(convert(narrow.direct, self.sum_dtype), "device")  # type: ignore[arg-type]
-            return
-        self.array = self._allocate(self.sum_dtype)
-        kernels.convert(narrow.direct, self.array.direct, pool=self._threads)  # type: ignore[arg-type]
-        narrow.free()
+    @property
+    def _host_step(self) -> int:
+        """Elements that a buffer of the host has room for in fp32, in whole pages of the disk."""
+        return self._bounce.buffer_bytes // 4 // PAGE * PAGE
 
     def _allocate(self, dtype: torch.dtype) -> Array:
         """Placements count a gradient as it comes from the reduction; adding up takes more."""
         return self._allocate_on(dtype, self.numel, unplanned_bytes=self.numel * (dtype.itemsize - self.wire.itemsize))
 
-    def _add_arrived(self, held: torch.Tensor, start: int, fresh: torch.Tensor, arrival: Waitable) -> None:
+    def _add_arrived(
+        self, to: torch.Tensor, held: torch.Tensor, place: slice, fresh: torch.Tensor, arrival: Waitable
+    ) -> float:
         arrival.wait()
-        self._add_up(held[start : start + fresh.numel()], fresh)
+        return self._add_up(to[place], held[place], fresh)
 
-    def _add_up(self, held: torch.Tensor, fresh: torch.Tensor) -> None:
-        if held.dtype == torch.float64:
-            held.add_(fresh)
-        else:
-            kernels.accumulate(held, fresh, pool=self._threads)
+    def _add_up(self, to: torch.Tensor, held: torch.Tensor, fresh: torch.Tensor) -> float:
+        if to.dtype != torch.float64:
+            return kernels.add(to, held, fresh, pool=self._threads)
+        torch.add(held, fresh, out=to)
+        return float(self._sum_squares(to))
 
     def _sum_squares(self, part: torch.Tensor) -> torch.Tensor | float:
         """In float64; on CUDA as a tensor, so that nothing waits for it."""
-        if part.dtype == torch.float64:
-            square = torch.linalg.vector_norm(part).square_()
-            return square if part.is_cuda else float(square)
         if part.is_cuda:
-            from unbounded.optim.device import device_kernels
-
-            return device_kernels.sum_squares(part)
+            return device_squares([part])[0]
+        if part.dtype == torch.float64:
+            return float(torch.linalg.vector_norm(part).square_())
         return kernels.sum_squares(part, pool=self._threads)
+
+
+def device_squares(parts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The sum of squares of each of these tensors on a CUDA device, in float64, by one call for all of them."""
+    norms = torch._foreach_norm(parts, 2.0, torch.float64)
+    return torch._foreach_mul(norms, norms)
 
 
 @contextmanager

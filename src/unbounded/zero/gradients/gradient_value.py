@@ -11,6 +11,7 @@ the array itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import torch
@@ -20,7 +21,7 @@ from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import join_cut
 from unbounded.tiers.lane import Handle
 from unbounded.zero.gradients import spent
-from unbounded.zero.gradients.gradient_array import GradientArray
+from unbounded.zero.gradients.gradient_array import GradientArray, device_squares
 from unbounded.zero.gradients.lent import Lent
 from unbounded.zero.gradients.noted import Noted
 from unbounded.zero.gradients.scale_factor import ScaleFactor, is_one, scale_tensor, times
@@ -78,10 +79,10 @@ class GradientValue:
         if self.is_lent:
             self.apply_factor()
 
-    def measure(self) -> None:
-        """Takes the sum of squares of the array, if nobody has. Runs in the reduce lane."""
-        if self._squares is None and self.state is GradientState.HELD:
-            self._squares = self._counted_squares()
+    @property
+    def is_measured_together(self) -> bool:
+        """Whether its squares are taken together with those of others: a GPU has it, and launches take time."""
+        return self._device.type == "cuda" and self.tier == "device" and self.counted is None
 
     def squares(self) -> torch.Tensor | float:
         """The sum of squares of this rank's part: a float, or a scalar tensor if the device has it."""
@@ -196,11 +197,13 @@ class GradientValue:
 
     def _counted_squares(self) -> torch.Tensor | float:
         """The squares of what this rank counts; if several ranks hold something, one counts it."""
-        ranges = [(0, self.store.numel)] if self.counted is None else self.counted
         total: torch.Tensor | float = 0.0
-        for start, stop in ranges:
+        for start, stop in self._counted_ranges():
             total = self.store.squares(start, stop) + total
         return total
+
+    def _counted_ranges(self) -> list[tuple[int, int]]:
+        return [(0, self.store.numel)] if self.counted is None else self.counted
 
     def _scaled(self, square: torch.Tensor | float) -> torch.Tensor | float:
         return square if is_one(self.factor) else square * self.factor**2
@@ -224,3 +227,15 @@ class GradientValue:
         if self.reading is not None:
             self.reading.finish()
             self.reading = None
+
+
+def measure_together(gradients: Iterable[GradientValue]) -> None:
+    """Takes the squares of all those whose arrays a GPU has, unless they are known."""
+    waiting = [
+        gradient
+        for gradient in gradients
+        if gradient.is_measured_together and gradient._squares is None and gradient.state is GradientState.HELD
+    ]
+    parts = [gradient.store.array.direct for gradient in waiting if gradient.store.array is not None]
+    for gradient, square in zip(waiting, device_squares(parts) if parts else (), strict=True):  # type: ignore[arg-type]
+        gradient._squares = square

@@ -9,6 +9,7 @@ import torch
 
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.failures import Failures
+from unbounded.zero.gradients import gradient_value
 from unbounded.zero.gradients.scale_factor import ScaleFactor
 from unbounded.zero.unit import Unit
 
@@ -16,9 +17,10 @@ Number = float | torch.Tensor  # a tensor if the device has it, so that the host
 
 
 def unit_squares(units: Sequence[Unit], failures: Failures) -> list[Number]:
-    """The sum of squares of every unit's gradient on this rank. Gradients on disk are read for it."""
+    """The sum of squares of every unit's gradient on this rank, as the backwards have taken it."""
     squares: list[Number] = []
     with failures.noting():
+        gradient_value.measure_together(unit.gradient for unit in units)
         squares += [unit.gradient.squares() for unit in units]
     failures.meet()
     return squares

@@ -25,7 +25,6 @@ from unbounded.native.bulk import convert, new_tensor
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
-from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.unit import Unit
 
@@ -75,7 +74,7 @@ class Reduction:
         if unit.views.frozen:
             gradients = [None if i in unit.views.frozen else part for i, part in enumerate(gradients)]
         full = self._flatten(unit, gradients)
-        if full.is_cuda:
+        if full.is_cuda and not _is_current(self._stream, full.device):
             self._stream = torch.cuda.current_stream(full.device)
         if unit.views.hooks:  # they see the result of a whole backward
             self._fresh[unit] = _add(self._fresh.get(unit), full)
@@ -87,7 +86,8 @@ class Reduction:
 
         Autograd calls this on the stream that was current in `shard`, whichever one the gradients are on.
         """
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        is_elsewhere = self._stream is not None and not _is_current(self._stream, self._stream.device)
+        with torch.cuda.stream(self._stream) if is_elsewhere else nullcontext():  # type: ignore[arg-type]
             self._complete(unit, defer=defer)
 
     def _complete(self, unit: Unit, *, defer: bool) -> None:
@@ -161,12 +161,6 @@ class Reduction:
         if full is None:
             full = new_tensor(unit.layout.numel, dtype, unit.device).zero_()
         self._submit(unit, convert(full, dtype))
-
-    def measure_sum(self, unit: Unit) -> None:
-        """The gradient of `unit` is a sum that is probably complete: its norm is taken while the backward goes on."""
-        gradient = unit.gradient
-        if self.measure and gradient.tier == "host" and gradient.adding is not None:
-            gradient.adding = self.lane.submit(_measure_after, gradient, gradient.adding)
 
     def forget(self) -> None:
         """Nothing waits for a reduction any more."""
@@ -244,13 +238,13 @@ class Reduction:
     def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         whole = all(map(_is_there, gradients))
         full = new_tensor(unit.layout.numel, unit.dtype, unit.device)
-        if unit.layout.numel != unit.numel or not whole:
-            full.zero_()
         views, used = unit.slot_views(full), unit.gradient.used
         if whole:
+            unit.clear_padding(full)
             unit.gradient.mark_used(b"\x01" * len(used))
             torch._foreach_copy_(views, list(gradients))  # type: ignore[arg-type]
             return full
+        full.zero_()
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 views[index].copy_(gradient)
@@ -258,10 +252,9 @@ class Reduction:
         return full
 
 
-def _measure_after(gradient: Gradient, adding: Handle) -> None:
-    """Runs in the reduce lane."""
-    adding.order_stream()  # a gradient of which a part was lost stays failed
-    gradient.measure()
+def _is_current(stream: torch.cuda.Stream | None, device: torch.device) -> bool:
+    """Torch's own way to ask takes as long as a launch."""
+    return stream is not None and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _add(held: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:

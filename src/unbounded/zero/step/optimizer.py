@@ -374,8 +374,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._updates_at_once:
             self._at_once.add(unit, self.param_groups)
         elif self._is_last_backward or self.engine.taking.num_backwards == self.updates.drafts.outlook.num_backwards:
-            if self.engine.taking.num_backwards > 1:
-                self.engine.reduction.measure_sum(unit)
             self.updates.drafts.ask(unit, self.param_groups)
 
     def _backward_over(self) -> None:
