@@ -195,6 +195,12 @@ class Unit:
         """Whether its update sees whole parameters."""
         return self.rule is not None and self.rule.granularity is Granularity.TENSOR
 
+    @property
+    def delivers(self) -> bool:
+        """Whether its update has new weights in a buffer before they are in their tier (see `delivery`)."""
+        direct = self.weights.direct
+        return direct is None or direct.device != (self.device if self.needs_wholes else kernel_device(self))
+
     def is_updated_here(self, index: int) -> bool:
         """Whether this rank computes the update of a parameter, or of a part of it."""
         if self.needs_wholes and not self.is_whole:
@@ -381,6 +387,16 @@ class Unit:
     def describe(self) -> str:
         where = "whole" if self.resident else f"{self.state.value}, kept on {self.weights.tier}"
         return f"unit={self.name!r}, {where}"
+
+
+def kernel_device(unit: Unit) -> torch.device:
+    """Where a unit is updated: on the GPU if its states live there or are streamed to it, otherwise on the host."""
+    if unit.streamed:
+        return unit.device
+    directs = [array.direct for array in (unit.states or {"weight": unit.weights}).values()]
+    if all(direct is not None and direct.device == unit.device for direct in directs):
+        return unit.device
+    return torch.device("cpu")
 
 
 def _alias(storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -71,10 +71,10 @@ class Gradient(GradientValue):
             self.apply_changes()
             self.apply_factor()
             self._lent.refuse_widening(self.layout.slots[0].name)
-            squares = self.store.accumulate(part)
+            total = self.store.accumulate(part)
             self._show_lent()
             if self.counted is None:
-                self._squares = squares
+                self._squares = total
         else:
             self._forget_changes()
             measure = measure and not self.is_measured_together

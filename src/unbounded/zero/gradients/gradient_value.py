@@ -84,6 +84,17 @@ class GradientValue:
         """Whether its squares are taken together with those of others: a GPU has it, and launches take time."""
         return self._device.type == "cuda" and self.tier == "device" and self.counted is None
 
+    def unmeasured(self) -> torch.Tensor | None:
+        """The array on a GPU whose squares nobody has taken yet."""
+        is_known = self._squares is not None or self.state is not GradientState.HELD
+        return (
+            None if is_known or not self.is_measured_together or self.store.array is None else self.store.array.direct
+        )
+
+    def put_squares(self, squares: torch.Tensor) -> None:
+        """Those of `unmeasured`."""
+        self._squares = squares
+
     def squares(self) -> torch.Tensor | float:
         """The sum of squares of this rank's part: a float, or a scalar tensor if the device has it."""
         self.refuse_spent()
@@ -231,11 +242,7 @@ class GradientValue:
 
 def measure_together(gradients: Iterable[GradientValue]) -> None:
     """Takes the squares of all those whose arrays a GPU has, unless they are known."""
-    waiting = [
-        gradient
-        for gradient in gradients
-        if gradient.is_measured_together and gradient._squares is None and gradient.state is GradientState.HELD
-    ]
-    parts = [gradient.store.array.direct for gradient in waiting if gradient.store.array is not None]
-    for gradient, square in zip(waiting, device_squares(parts) if parts else (), strict=True):  # type: ignore[arg-type]
-        gradient._squares = square
+    waiting = [(gradient, part) for gradient in gradients if (part := gradient.unmeasured()) is not None]
+    squares = device_squares([part for _, part in waiting]) if waiting else ()
+    for (gradient, _), square in zip(waiting, squares, strict=True):
+        gradient.put_squares(square)

@@ -210,6 +210,8 @@ class Gathering:
             elif unit.resident or self._is_here(unit):
                 self._wait_for_update(unit)
             else:
+                if not unit.delivers:  # memory is taken only when there is something to put in
+                    self._wait_for_update(unit)
                 memory = self._make_part(unit)
                 self._expect_delivery(unit, *memory)
                 part = self._bring(unit, *memory)

@@ -25,7 +25,7 @@ from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
 from unbounded.zero.gradients.scale_factor import ScaleFactor
 from unbounded.zero.layout import Run, clip_range, find_runs
-from unbounded.zero.unit import Unit
+from unbounded.zero.unit import Unit, kernel_device
 
 
 @dataclass(frozen=True)
@@ -251,13 +251,3 @@ def moved_sizes(unit: Unit) -> list[int]:
 def touches_disk(unit: Unit) -> bool:
     """Whether any array of the unit has to be read from the disk."""
     return any(array is not None and array.tier == "disk" for array in _arrays(unit))
-
-
-def kernel_device(unit: Unit) -> torch.device:
-    """Where a unit is updated: on the GPU if its states live there or are streamed to it, otherwise on the host."""
-    if unit.streamed:
-        return unit.device
-    directs = [array.direct for array in (unit.states or {"weight": unit.weights}).values()]
-    if all(direct is not None and direct.device == unit.device for direct in directs):
-        return unit.device
-    return torch.device("cpu")

@@ -35,14 +35,13 @@ from unbounded.zero.step.update_pass import (
     Piece,
     UpdatePass,
     cut_pieces,
-    kernel_device,
     moved_sizes,
     needs_buffers,
     plan_jobs,
     steps_after,
     touches_disk,
 )
-from unbounded.zero.unit import Unit
+from unbounded.zero.unit import Unit, kernel_device
 
 # Pieces through a GPU: how much larger, and how many at a time. Each takes time that Python needs to launch kernels.
 STREAMED_TIMES, STREAMED_DEPTH = 2, 2
