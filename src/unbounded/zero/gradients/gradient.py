@@ -63,8 +63,13 @@ class Gradient(GradientValue):
         if self.adding is not None:
             self.adding.order_stream()
 
-    def add(self, part: torch.Tensor, *, measure: bool) -> None:
-        """Adds `part` (reduced, this rank's, on the device). Runs in the reduce lane."""
+    def measure_early(self, part: torch.Tensor) -> torch.Tensor | float | None:
+        """The squares of a `part` that will be added, on the stream that made it; None if `add` takes them better."""
+        is_kept_as_it_is = self.state is not GradientState.HELD and not self._lent and part.dtype == self.store.wire
+        return self.store.squares_of(part, self._counted_ranges()) if is_kept_as_it_is else None
+
+    def add(self, part: torch.Tensor, *, measure: bool, squares: torch.Tensor | float | None = None) -> None:
+        """Adds `part` (reduced, this rank's, on the device), whose `squares` may be known. Runs in the reduce lane."""
         self._touch()
         self._finish_reading()
         if self.state is GradientState.HELD or self._lent:
@@ -77,9 +82,9 @@ class Gradient(GradientValue):
                 self._squares = total
         else:
             self._forget_changes()
-            measure = measure and not self.is_measured_together
-            squares = self.store.store(part, self._counted_ranges() if measure else ())
-            self._squares = squares if measure else None
+            measure = measure and squares is None and not self.is_measured_together
+            found = self.store.store(part, self._counted_ranges() if measure else ())
+            self._squares = found if measure else float(squares) if squares is not None else None
         self.state, self.is_new = GradientState.HELD, True
 
     def hold_local(self, full: torch.Tensor) -> None:

@@ -78,16 +78,20 @@ class GradientArray:
         with self._changing():
             self.is_wide = self.is_wide or part.dtype != self.wire
             part = convert(part, self.sum_dtype if self.is_wide else self.wire)
-            squares = [self._sum_squares(part[start:stop]) for start, stop in counted if start < stop]
+            squares = self.squares_of(part, counted)
             if self.tier == "device":
                 self.array = MemoryArray(part, "device")
-                return sum(squares)
+                return squares
             if self.array is None or self.array.dtype != part.dtype:
                 if self.array is not None:
                     self.array.free()
                 self.array = self._allocate(part.dtype)
             self.array.evict(part).wait()
-            return sum(map(float, squares))  # computed before the copy, so nothing is left to wait for
+            return float(squares)  # they came before the copy, so nothing is left to wait for
+
+    def squares_of(self, part: torch.Tensor, counted: Sequence[tuple[int, int]]) -> torch.Tensor | float:
+        """The sum of squares of stretches of what is kept, or comes to be: a scalar tensor if a device has it."""
+        return sum(self._sum_squares(part[start:stop]) for start, stop in counted if start < stop)
 
     def accumulate(self, part: torch.Tensor) -> float | None:
         """Adds `part`; returns the sum of squares of the result, or None if that would take another pass."""
@@ -145,7 +149,7 @@ class GradientArray:
             lease.release(stream_mark(part))
 
     def squares(self, start: int, stop: int) -> torch.Tensor | float:
-        """The sum of squares of a stretch: a float, or a scalar tensor if the device has it."""
+        """The same of a stretch of what is kept."""
         if self.array is None or start == stop:
             return 0.0
         if self.array.direct is not None:

@@ -86,10 +86,9 @@ class GradientValue:
 
     def unmeasured(self) -> torch.Tensor | None:
         """The array on a GPU whose squares nobody has taken yet."""
-        is_known = self._squares is not None or self.state is not GradientState.HELD
-        return (
-            None if is_known or not self.is_measured_together or self.store.array is None else self.store.array.direct
-        )
+        if self._squares is not None or self.state is not GradientState.HELD or self.store.array is None:
+            return None
+        return self.store.array.direct if self.is_measured_together else None
 
     def put_squares(self, squares: torch.Tensor) -> None:
         """Those of `unmeasured`."""

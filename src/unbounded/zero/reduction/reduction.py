@@ -193,21 +193,24 @@ class Reduction:
         if self.ranks.size == 1 and unit.gradient.tier == "device":
             unit.gradient.add(full, measure=self.measure)
             return
-        ready = None
+        ready = squares = None
         if full.device.type == "cuda" and self.lane.stream is not None:
+            # Here, because each stream that takes memory has some of its own.
+            squares = unit.gradient.measure_early(full) if self.measure and self.ranks.size == 1 else None
             ready = torch.cuda.Event()
             ready.record()
             full.record_stream(self.lane.stream)
         while len(self._in_flight) >= IN_FLIGHT:
             self._in_flight.popleft().finish()
         ticket = self._phases.ticket(f"the reduction of unit {unit.name!r}")
-        unit.gradient.adding = self.lane.submit(self._reduce, unit, full, ready, unit.gradient.adding, ticket)
+        unit.gradient.adding = self.lane.submit(self._reduce, unit, full, squares, ready, unit.gradient.adding, ticket)
         self._in_flight.append(unit.gradient.adding)
 
     def _reduce(
         self,
         unit: Unit,
         full: torch.Tensor,
+        squares: torch.Tensor | float | None,
         ready: torch.cuda.Event | None,
         before: Handle | None,
         ticket: Ticket | None,
@@ -227,7 +230,7 @@ class Reduction:
                 full = shard
         if before is not None:
             before.order_stream()  # a gradient of which a part was lost stays failed
-        unit.gradient.add(full, measure=self.measure)
+        unit.gradient.add(full, measure=self.measure, squares=squares)
 
     def _agree_used(self, unit: Unit) -> None:
         """Which parameters have a gradient on any rank: where gradients are stored, ranks agree before the step."""
