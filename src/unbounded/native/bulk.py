@@ -34,10 +34,11 @@ _kept: deque[tuple[int, int]] = deque()
 
 
 def new_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat tensor whose values are undefined."""
+    """A flat tensor whose values are undefined. Lanes write to it, also if it is made in inference mode."""
     num_bytes = numel * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
-        return torch.empty(numel, dtype=dtype, device=device)
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device=device)
     size = _whole_pages(num_bytes)
     kept = _take_kept(size)
     address = map_pages(size) if kept is None else kept

@@ -72,7 +72,8 @@ def as_tensor(address: int, nbytes: int, dtype: torch.dtype, on_free: Callable[[
     owner = (ctypes.c_uint8 * nbytes).from_address(address)
     finalizer = weakref.finalize(owner, on_free, address)
     finalizer.atexit = False  # threads may still use it while the interpreter ends; the system unmaps it then
-    return torch.frombuffer(owner, dtype=dtype)
+    with torch.inference_mode(False):  # other threads write to it
+        return torch.frombuffer(owner, dtype=dtype)
 
 
 def hide_pages(address: int, nbytes: int) -> None:

@@ -6,6 +6,7 @@ import copy
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,3 +96,28 @@ def test_a_forward_reads_no_weights_from_disk_that_it_gets_from_their_update(
     near, found = train(is_delivered=True)
     assert all(map(torch.equal, found, expected))
     assert far - near == 4 * trained
+
+
+def evaluate_in_inference_mode(rank: int, size: int, folder: str) -> bool:
+    """Whether a forward that waits for an update gives what it gives later."""
+    model = Stack()
+    plan = {"weights": "disk", "optimizer": "disk", "disk_path": folder, "prefetch_units": 16}
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), plan)
+    batch = Batch(0, 0, rank).normal(2, WIDTH)
+    for _ in range(2):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        wait_until_asked(patch)
+        optimizer.step()
+        with torch.inference_mode():
+            at_once = model(batch)
+            optimizer.wait()
+            return torch.equal(at_once, model(batch))
+
+
+def test_an_update_delivers_to_a_forward_in_inference_mode(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, evaluate_in_inference_mode, str(tmp_path)) == [True, True]
