@@ -36,9 +36,11 @@ class Counted(nn.Module):
         return self.linear(x)
 
 
-def sharded(rank: int, plan: Any = "auto", lr: float = 0.1, kind: str = "SGD", width: int = 4) -> Any:
+def sharded(rank: int, plan: Any = "auto", lr: float = 0.1, kind: str = "SGD", width: int = 4, first: int = 0) -> Any:
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=lr)
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:first]}, {"params": parameters[first:]}]
+    optimizer = getattr(torch.optim, kind)(groups if first else parameters, lr=lr)
     return unbounded.shard(model, optimizer, plan)
 
 
@@ -63,6 +65,7 @@ def differing(rank: int, world_size: int, what: str) -> str:
         "model": {"width": 4 + rank},
         "rate": {"lr": 0.1 * (1 + rank)},
         "kind": {"kind": ["SGD", "AdamW"][rank]},
+        "groups": {"first": 2 + rank},
         "bad plan": {"plan": {"stage": 3 + 4 * rank}},
     }[what]
     with pytest.raises(unbounded.errors.PlanError) as caught:
@@ -77,6 +80,7 @@ def differing(rank: int, world_size: int, what: str) -> str:
         ("model", "rank 1 has a different model from rank 0"),
         ("rate", "rank 1 has a different optimizer from rank 0: SGD; lr=0.2"),
         ("kind", "rank 1 has a different optimizer from rank 0: AdamW; lr=0.1"),
+        ("groups", "rank 1 has a different division of parameters into groups from rank 0. Build the same"),
         ("bad plan", "stage is 7, but it must be one of 0, 1, 2, 3"),
     ],
 )

@@ -62,6 +62,7 @@ def admit(
             "optimizer": None
             if optimizer is None
             else describe_groups(type(optimizer).__name__, optimizer.param_groups),
+            "division of parameters into groups": _mark_groups(groups, members),
         }
     except Exception as caught:
         error = caught
@@ -86,6 +87,11 @@ def _mark_model(model: nn.Module, members: list[Member]) -> int:
     names = [f"{m.names} {tuple(m.parameter.shape)} {m.parameter.requires_grad}" for m in members]
     names += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     return zlib.crc32("\n".join(names).encode())
+
+
+def _mark_groups(groups: dict[int, int], members: list[Member]) -> int:
+    """Which group has each parameter; their order inside a group may be another one."""
+    return zlib.crc32(repr([groups.get(id(member.parameter)) for member in members]).encode())
 
 
 def _compare(told: list[dict[str, Any]]) -> None:
