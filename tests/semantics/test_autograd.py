@@ -291,6 +291,38 @@ def test_hooks_on_parameters_see_and_change_gradients(ranks: Any, world: tuple[i
     compare(ranks, world, with_hooks, hooked)
 
 
+def gradients_with_hooks(model: nn.Module, optimizer: Any) -> Any:
+    """Hooks from before `shard`, from between passes and from inside `full_params`; in the end the model is plain."""
+    is_sharded, seen = hasattr(optimizer, "engine"), []
+    parameters = [model.blocks[0].up.weight, model.first.weight, model.last.bias, model.last.weight]
+    handle = model.first.weight.register_hook(lambda grad: grad * 3)
+    with unbounded.full_params(model) if is_sharded else contextlib.nullcontext():
+        model.last.bias.register_hook(lambda grad: seen.append(grad.detach().clone()))
+    model.blocks[1].up.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="doesn't require grad"):
+        model.blocks[1].up.bias.register_hook(lambda grad: None)
+    for number in range(2):
+        loss = model(data(number)).square().mean() + model(data(number + 5)).square().mean()
+        seen += torch.autograd.grad(loss, parameters, retain_graph=True)
+        grads = torch.autograd.grad(loss, parameters, create_graph=True)
+        (loss + sum(grad.square().sum() for grad in grads)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.remove()
+    if is_sharded:
+        unbounded.unshard(model)
+    model.removed.remove()
+    loss = model(data(9)).square().mean()
+    seen += torch.autograd.grad(loss, parameters, retain_graph=True)
+    loss.backward()
+    return seen, [p.grad for p in parameters], weights(model)
+
+
+@EVERYWHERE
+def test_hooks_on_parameters_are_called_wherever_gradients_go(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, gradients_with_hooks, hooked)
+
+
 def test_post_accumulate_hooks_are_refused_before_anything_is_touched() -> None:
     model = make()
     model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)

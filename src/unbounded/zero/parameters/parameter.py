@@ -37,6 +37,7 @@ _MOVES = {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type"}
 _REFUSED = {"__setstate__", "pin_memory", "share_memory_", "resize_", "resize_as_", "retain_grad", "backward"}
 _ADDRESSES = {"data_ptr", "untyped_storage", "_typed_storage", "storage"}  # what tells which tensors share memory
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
+Hooks = OrderedDict[int, Callable[..., Any]]
 _is_there = partial(operator.is_not, None)
 _GET_GRAD, _SET_GRAD = _Tensor.grad.__get__, _Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = _Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -168,13 +169,18 @@ class ManagedParameter(Placeholder, nn.Parameter):
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
         """`hook` is called with this rank's gradient of a backward, before ranks add up theirs, and may replace it."""
-        hooks = self._unit.views.hooks.setdefault(self._index, OrderedDict())
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        unit = self._unit_ref()
+        assert unit is not None
+        hooks = unit.views.hooks.setdefault(self._index, OrderedDict())
+        _call_in_grad(self, hooks)
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
-        refuse_accumulate_hook(self.name)
+        refuse_accumulate_hook(name_of(self))
         raise AssertionError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -198,6 +204,8 @@ class ShownParameter(nn.Parameter):
     _index: int
 
     turn = ManagedParameter.turn
+    register_hook = ManagedParameter.register_hook
+    register_post_accumulate_grad_hook = ManagedParameter.register_post_accumulate_grad_hook
 
     def changes(self) -> object:
         """Whoever writes to a shown value does not say so."""
@@ -259,11 +267,31 @@ def manage(parameter: nn.Parameter, unit: Unit, index: int) -> ManagedParameter:
     return parameter
 
 
-def take_hooks(parameter: nn.Parameter) -> OrderedDict[int, Callable[..., Any]] | None:
-    """Takes the users' hooks from autograd, which no longer sees the parameter's gradient."""
+def take_hooks(parameter: nn.Parameter) -> Hooks | None:
+    """Takes the users' hooks from autograd, which from now on sees the parameter's gradient in `autograd.grad` only."""
     with torch._C.DisableTorchFunctionSubclass():
-        hooks, parameter._backward_hooks = parameter._backward_hooks, None
-    return hooks  # type: ignore[return-value]
+        hooks: Hooks | None = parameter._backward_hooks  # type: ignore[assignment]
+    if hooks:
+        _call_in_grad(parameter, hooks)
+    return hooks
+
+
+def _call_in_grad(parameter: nn.Parameter, hooks: Hooks) -> None:
+    """Has autograd call users' hooks where it hands out a gradient itself. In a backward it has none: the unit does."""
+
+    def call(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else call_hooks(hooks, gradient)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter._backward_hooks = OrderedDict({0: call})
+
+
+def call_hooks(hooks: Hooks, gradient: torch.Tensor) -> torch.Tensor:
+    """What hooks make of the gradient that they are called with one after another."""
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def refuse_accumulate_hook(name: str) -> None:
@@ -285,9 +313,11 @@ def refuse_replaced(name: str) -> None:
 def unmanage(parameter: ManagedParameter | ShownParameter, value: torch.Tensor) -> nn.Parameter:
     """Turns a managed parameter back into a plain one that holds `value`."""
     end_views(parameter, lambda: value)
+    unit = parameter._unit_ref()
+    hooks = unit.views.hooks.get(parameter._index) if unit is not None else None
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     del parameter._unit_ref, parameter._index
-    parameter.data = value
+    parameter.data, parameter._backward_hooks = value, hooks
     return parameter
 
 

@@ -26,6 +26,7 @@ from unbounded.ranks.axis import Axis
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
 from unbounded.zero.gradients.gradient_value import GradientState
+from unbounded.zero.parameters.parameter import call_hooks
 from unbounded.zero.unit import Unit
 
 _is_there = partial(operator.is_not, None)
@@ -269,7 +270,5 @@ def _call_hooks(unit: Unit, full: torch.Tensor) -> None:
     """Calls users' hooks with the gradient of this backward, in the parameter's dtype."""
     for index, part in enumerate(unit.slot_views(full)):
         hooks = unit.views.hooks.get(index)
-        for hook in list(hooks.values()) if hooks and unit.gradient.used[index] else ():
-            value = part.to(unit.dtype, copy=True)
-            changed = hook(value)
-            part.copy_(value if changed is None else changed)
+        if hooks and unit.gradient.used[index]:
+            part.copy_(call_hooks(hooks, part.to(unit.dtype, copy=True)))
