@@ -215,6 +215,39 @@ def test_values_that_were_held_before_the_weight_got_other_data_stay(
     compare(ranks, world, OtherData(inside=inside), build)
 
 
+def evaluated_inside(model: nn.Module, optimizer: Any) -> Any:
+    """Averages are evaluated inside `full_params`, where they have taken the weights' place, and trained on once."""
+    is_sharded, seen = hasattr(optimizer, "engine"), []
+    for number in range(2):
+        step(model, optimizer, number)
+        with unbounded.full_params(model) if is_sharded else torch.no_grad():
+            backup = {name: parameter.data for name, parameter in model.named_parameters()}
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+            seen.append(model(data(5)))
+            average = model.last.weight.data
+            average.mul_(2)
+            seen += [model(data(5)), model.last(model.blocks[0](model.first(data(5))))]
+            with torch.inference_mode():
+                model.first.weight.data = torch.ones(model.first.out_features, 5)
+                seen.append(model(data(5)).clone())
+            for name, parameter in model.named_parameters():
+                parameter.data = backup[name]
+            seen.append(model(data(5)))
+            if number:
+                model.last.weight.data = average
+        seen += [model(data(6)).detach(), average.clone()]
+    return seen, step(model, optimizer, 2), weights(model)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("build", [Net, tiled])
+def test_a_forward_inside_full_params_has_the_data_that_weights_were_given(
+    ranks: Any, world: tuple[int, str, int], build: Any
+) -> None:
+    compare(ranks, world, evaluated_inside, build)
+
+
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_values_that_are_held_can_be_used_inside_full_params_and_after_unshard(plan: str) -> None:
     model = make()

@@ -185,6 +185,8 @@ class Engine:
         self._compute.begin(site, is_whole=self.forward.stands)
         for entered in self._sites_of(site):
             for unit in entered.units:
+                if self.is_shown:
+                    unit.views.take_shown()
                 self.writes.watch(unit)
 
     def _follows_sites(self) -> bool:

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from unbounded.ranks.axis import Axis
-from unbounded.ranks.cut import Cut, join_cut
+from unbounded.ranks.cut import join_cut
 from unbounded.zero.engine import Engine
 from unbounded.zero.parameters.parameter import set_data
 from unbounded.zero.parameters.writes import line_sums
@@ -81,24 +80,14 @@ def _open(unit: Unit, tensor: Axis, before: dict[Unit, _Shown]) -> None:
     shown = _Shown(unit.owned_part().clone(), line_sums(unit.buffer))
     unit.views.show()
     before[unit] = shown
-    for parameter, cut, view in _cut_parameters(unit):
-        set_data(parameter, join_cut(cut, view, tensor))
-
-
-def _cut_parameters(unit: Unit) -> Iterator[tuple[nn.Parameter, Cut, torch.Tensor]]:
-    """The parameters that the tensor axis cuts, with their part of the gathered buffer."""
     views = unit.slot_views(unit.buffer)
     for parameter, slot, view in zip(unit.views.parameters, unit.layout.slots, views, strict=True):
         if slot.cut is not None:
-            yield parameter, slot.cut, view
+            set_data(parameter, join_cut(slot.cut, view, tensor))
 
 
 def _close(engine: Engine, unit: Unit, before: _Shown) -> None:
     with torch.no_grad():
-        for parameter, cut, view in _cut_parameters(unit):
-            if parameter.data_ptr() != view.data_ptr():  # it was joined, and may have been written to
-                view.copy_(cut.take(parameter.data))
-                set_data(parameter, view)
         unit.views.hide()
         unit.gradient.end_lending()
         engine.writes.store(unit, unit.owned_part(), before.owned)

@@ -179,10 +179,16 @@ def train_with_changes(rank: int, size: int, plans: list[dict[str, Any]]) -> lis
             one.step()
             one.zero_grad()
         assert worst_error(model.state_dict(), plain.state_dict())[0] < 1e-4
+        with torch.no_grad(), unbounded.full_params(model):
+            for one in (model, plain):
+                for parameter in one.parameters():
+                    parameter.mul_(3)
+            found.append(([float(model(**batch).loss)], [float(plain(**batch).loss)]))
+        assert worst_error(model.state_dict(), plain.state_dict())[0] < 1e-4
     return found
 
 
-def test_inside_full_params_gradients_are_whole(ranks: Any) -> None:
+def test_inside_full_params_gradients_are_whole_and_forwards_have_what_is_written(ranks: Any) -> None:
     """The plan with four parts also has key heads that two ranks hold."""
     for per_rank in ranks(4, train_with_changes, [{"tensor": 2}, {"tensor": 4, "gradients": "host"}]):
         for seen, wanted in per_rank:

@@ -176,12 +176,18 @@ class ModuleViews:
         for parameter, view in zip(self.parameters, self.unit.slot_views(self.unit.buffer), strict=True):
             show(parameter, view)
 
+    def take_shown(self) -> None:
+        """Brings the values of shown parameters that are in other memory to the gathered buffer."""
+        unit = self.unit
+        for index, (parameter, view) in enumerate(zip(self.parameters, unit.slot_views(unit.buffer), strict=True)):
+            if parameter.data_ptr() != view.data_ptr() or parameter.shape != view.shape:
+                self._take_data(parameter, index, view)
+
     def hide(self) -> None:
         """Takes over what users did to the shown parameters, and hides them again."""
         unit = self.unit
-        for parameter, view in zip(self.parameters, unit.slot_views(unit.buffer), strict=True):
-            if parameter.data_ptr() != view.data_ptr() or parameter.shape != view.shape:
-                self._take_data(parameter, view)
+        self.take_shown()
+        for parameter in self.parameters:
             hide(parameter)
             if not unit.resident:
                 forget_plain(parameter)
@@ -189,7 +195,7 @@ class ModuleViews:
             self._standing(), self._placeholders, self._dicts, self._attributes, strict=True
         ):
             if held is not parameter and isinstance(held, torch.Tensor):  # a new Parameter was put in its place
-                self._take_data(held, unit.slot_views(unit.buffer)[parameter._index])
+                self._take_data(held, parameter._index, unit.slot_views(unit.buffer)[parameter._index])
                 places[attribute] = parameter
 
     def take_over_training(self) -> None:
@@ -224,14 +230,16 @@ class ModuleViews:
             self._watched[1].remove()
         self.accumulator = self._watched = None
 
-    def _take_data(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """`p.data = x` inside full_params: x is the new value."""
-        if parameter.shape != view.shape:
+    def _take_data(self, parameter: torch.Tensor, index: int, view: torch.Tensor) -> None:
+        """`p.data = x` inside full_params, or a value that ranks have joined: this is the new one."""
+        cut, value = self.unit.layout.slots[index].cut, parameter.detach()
+        shape = view.shape if cut is None else cut.shape
+        if value.shape != shape:
             raise StateError(
-                f"a parameter of unit {self.unit.name!r} was given the shape {tuple(parameter.shape)} inside "
-                f"full_params, but is sharded as {tuple(view.shape)}. Resize the model before `shard`."
+                f"a parameter of unit {self.unit.name!r} was given the shape {tuple(value.shape)} inside "
+                f"full_params, but is sharded as {tuple(shape)}. Resize the model before `shard`."
             )
-        view.copy_(parameter.detach())
+        view.copy_(value if cut is None else cut.take(value))
 
     def _standing(self) -> Iterator[Any]:
         return map(dict.get, self._dicts, self._attributes)
