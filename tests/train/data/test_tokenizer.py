@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,14 @@ def test_a_begin_token_is_put_where_the_tokenizer_itself_puts_one(tmp_path: Path
     assert tokens == [*tokenizer.inner("the host")["input_ids"], tokenizer.end]
     assert (tokens[0] == tokenizer.inner.bos_token_id) is begins
     assert tokenizer.encode_prompt("the host") == tokens[:-1]
+
+
+@pytest.mark.parametrize(
+    "document", ["half \ud83d of one", Prompted("q\udc00", "a\ud800"), [*CHAT[:2], dict(CHAT[2], content="\ud83d")]]
+)
+def test_half_a_character_of_json_becomes_a_replacement_character(tmp_path: Path, document: Any) -> None:
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template=TEMPLATE))
+    assert "\ufffd" in tokenizer.decode(tokenizer.encode([document])[0].tokens.tolist())
 
 
 def test_chat_rows_count_only_the_answers_as_targets(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ A prompt with its completion is the two texts, one after the other.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from unbounded.train.data.records import Document, Message, Prompted
 IGNORED = -100
 _BEFORE = "\n"  # stands before a text that follows another one: hardly any tokenizer joins it with what comes next
 Ids = NDArray[np.int32]
+# Half of a UTF-16 pair. JSON can hold one, where somebody cut a text in two, and no tokenizer of transformers takes it.
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 class Encoded(NamedTuple):
@@ -122,6 +125,7 @@ class FolderTokenizer:
         return str(self.inner.decode(list(tokens), skip_special_tokens=True))
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
+        texts = [text if text.isascii() else _HALF_CHARACTER.sub("\ufffd", text) for text in texts]
         if self._fast is not None:  # straight to the Rust core: a third of the time under the interpreter's lock
             return [encoding.ids for encoding in self._fast.encode_batch(texts, add_special_tokens=False)]
         ids: list[list[int]] = self.inner(texts, add_special_tokens=False)["input_ids"]
