@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.encoding import describe_replaced
 from unbounded.train.data.heldout import pack_held_out, share
 from unbounded.train.data.loader import Batch, Loader, merge
-from unbounded.train.data.source import Block, DataFile, open_source, read_text
+from unbounded.train.data.source import Block, DataFile, open_source, read_lines, read_text
 from unbounded.train.data.tokenizer import IGNORED
 
 
@@ -151,6 +153,24 @@ def test_lines_longer_than_a_block_are_read_once(tmp_path: Path) -> None:
     corpus = make_corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts]))
     assert len(corpus.reader.source.blocks) > len(texts)
     assert documents_of(corpus) == texts
+
+
+def test_of_a_line_longer_than_a_block_a_block_inside_reads_no_more_than_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = make_corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 300_000}, {"text": "end"}]))
+    num_bytes, read = (tmp_path / "a.jsonl").stat().st_size, []
+
+    class Counted(io.FileIO):
+        def readline(self, *limit: Any) -> bytes:
+            read.append(super().readline(*limit))
+            return read[-1]
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Counted(path, mode))
+    for block in corpus.reader.source.blocks:
+        read_lines(corpus.reader.source.files[0], block)
+    assert len(corpus.reader.source.blocks) > 10
+    assert sum(map(len, read)) < 2.1 * num_bytes  # once as a line, once in search of the next one
 
 
 def test_parquet_gives_the_documents_of_its_rows(tmp_path: Path) -> None:

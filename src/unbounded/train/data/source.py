@@ -244,7 +244,7 @@ def read_lines(file: DataFile, block: Block) -> list[bytes]:
     with file.path.open("rb") as stream:
         if block.start:
             stream.seek(block.start - 1)
-            stream.readline()
+            stream.readline(block.end - block.start + 1)  # not the rest of a line as long as the file
         lines = []
         while stream.tell() < block.end:
             line = stream.readline()
