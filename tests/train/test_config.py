@@ -90,7 +90,7 @@ def test_values_of_the_wrong_type_are_refused_with_their_key(tmp_path: Path) -> 
     assert "must be a number" in refusal(write(tmp_path / "b.toml", "lr = true\n"))
     assert 'Did you mean "cosine"?' in refusal(write(tmp_path / "c.toml", 'decay = "cosin"\n'))
     assert "cannot be read" in refusal(write(tmp_path / "d.toml", "steps = \n"))
-    assert "does not exist" in refusal(str(tmp_path / "none.toml"))
+    assert refusal(str(tmp_path / "none.toml")).count("settings file") == 1
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         import tomli as tomllib
     try:
         table = tomllib.loads(_read_text(path))
+    except InputError:
+        raise  # it says what is wrong
     except (OSError, ValueError, RecursionError) as error:  # also if it is not UTF-8 or not TOML
         raise InputError(f'settings file "{path}" cannot be read: {error}') from None
     for key in table:
@@ -76,7 +78,7 @@ def _read_text(path: Path) -> str:
         content = file.read(_LARGEST_FILE + 1)
     if len(content) > _LARGEST_FILE:
         raise InputError(f'settings file "{path}" is larger than a megabyte. Give a TOML file of settings.')
-    return content.decode()
+    return content.decode("utf-8-sig")
 
 
 def _argument(one: Field[Any]) -> dict[str, Any]:
