@@ -13,7 +13,7 @@ from torch import nn
 
 import unbounded
 from tests.checkpoint.chains import run_chain
-from tests.checkpoint.jobs import assert_same, build, train, whole
+from tests.checkpoint.jobs import OPTIMIZERS, assert_same, build, train, whole
 from unbounded.checkpoint.format.manifest import TensorEntry
 from unbounded.checkpoint.format.slices import GRAIN, BlockRange, FileRun, RunMap, Slice, deal, find_runs, plan_blocks
 
@@ -134,6 +134,38 @@ def test_compact_states_come_near_the_exact_ones(ranks: Any, tmp_path: Path) -> 
         if key[0] in ("weight", "exp_avg") and not key[1].startswith("frozen"):
             error = (back[key] - value).norm() / value.norm().clamp_min(1e-12)
             assert error < (1e-4 if key[0] == "weight" else 5e-2), key
+
+
+def in_dtypes(rank: int, world_size: int, folder: str, optimizer: str) -> list[float]:
+    """Losses of a model in fp32, and of one in fp64 and one in fp32 that were loaded, each from the one before."""
+    losses = []
+    for number, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+        model = nn.Linear(5, 3).to(dtype)
+        model, sharded = unbounded.shard(model, OPTIMIZERS[optimizer](model.parameters()), {})
+        inputs = torch.linspace(-1, 1, 20, dtype=dtype).view(4, 5)
+
+        def train(model: nn.Module = model, sharded: Any = sharded, inputs: torch.Tensor = inputs) -> float:
+            loss = model(inputs).square().sum()
+            loss.backward()
+            sharded.step()
+            sharded.zero_grad()
+            return float(loss)
+
+        if number:
+            unbounded.load(f"{folder}/{number - 1}", model, sharded)
+        else:
+            train()
+        unbounded.save(f"{folder}/{number}", model, sharded)
+        train()
+        losses.append(train())
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam"])
+def test_states_in_fp32_load_into_a_model_in_fp64_and_back(ranks: Any, tmp_path: Path, optimizer: str) -> None:
+    for first, second, third in ranks(1, in_dtypes, str(tmp_path), optimizer):
+        assert second == pytest.approx(first, rel=1e-5)
+        assert third == pytest.approx(first, rel=1e-5)
 
 
 def straight_through(rank: int, world_size: int, source: str, target: str, plan: dict[str, Any]) -> list[int]:

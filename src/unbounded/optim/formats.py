@@ -72,8 +72,8 @@ def decode_weight(arrays: Mapping[str, torch.Tensor], rule: UpdateRule | None) -
 def encode_moment(values: torch.Tensor, name: str, rule: UpdateRule) -> dict[str, torch.Tensor]:
     """The arrays of one moment (`exp_avg`, ...) given in fp32."""
     spec = next(spec for spec in rule.specs if spec.name == name)
-    if spec.dtype == torch.float32:
-        return {name: values}
+    if spec.dtype.is_floating_point:
+        return {name: values.to(spec.dtype)}
     codes = torch.empty(values.numel(), dtype=spec.dtype, device="cpu")
     scale = torch.empty(-(-values.numel() // kernels.BLOCK), dtype=torch.float32, device="cpu")
     kernels.encode_moment(values.cpu().contiguous(), codes, scale)
@@ -83,8 +83,8 @@ def encode_moment(values: torch.Tensor, name: str, rule: UpdateRule) -> dict[str
 def decode_moment(arrays: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """One moment in fp32."""
     codes = arrays[name]
-    if codes.dtype == torch.float32:
-        return codes
+    if codes.dtype.is_floating_point:
+        return codes.float()
     values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     kernels.decode_moment(codes.cpu(), arrays[f"{name}_scale"].cpu(), values)
     return values.to(codes.device)
