@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import unbounded
-from tests.checkpoint.jobs import assert_same, backward, build, step, train, whole
+from tests.checkpoint.jobs import Odd, assert_same, backward, build, step, train, whole
 
 PRELOAD_IN_RANKS = ["unbounded.checkpoint.loading", "tests.checkpoint.jobs"]
 FORMATS = [("fp32", "exact"), ("bf16", "exact"), ("bf16", "compact"), ("fp16", "exact"), ("fp16", "compact")]
@@ -303,3 +304,42 @@ def test_weights_alone_are_saved_and_loaded_without_an_optimizer(ranks: Any, tmp
     for expected, loaded, _ in ranks(2, weights_only, str(tmp_path / "c")):
         assert_same(expected, loaded)
     assert {kind for kind, _ in whole(tmp_path / "c")} == {"weight", "remainder", "buffer"}
+
+
+class Strided(Odd):
+    """Buffers that torch calls contiguous although they are not, that repeat one element, or that only note a sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("single", torch.arange(10.0)[5::5])
+        self.register_buffer("repeated", torch.tensor([[3.0], [4.0]]).expand(2, 5))
+        self.register_buffer("conjugate", torch.tensor([1 + 2j, 3 - 1j]).conj())
+        self.register_buffer("negative", torch.tensor([1 + 2j, 3 - 1j]).conj().imag)
+
+
+def strided(rank: int, world_size: int, folder: str) -> list[tuple[Any, Any]]:
+    own = dict(Strided().named_buffers())
+    model, optimizer = build({}, kind=Strided)
+    expected = train(model, optimizer, 0, 2, rank)
+    model, optimizer = build({}, kind=Strided)
+    first = train(model, optimizer, 0, 1, rank)
+    values = {"single": own["single"], "negative": own["negative"]}
+    unbounded.save(f"{folder}/c", model, optimizer, values=values)
+    unbounded.export(f"{folder}/e", model)
+    model, optimizer = build({}, seed=99, kind=Strided)
+    for name in ("single", "repeated", "conjugate", "negative"):
+        buffer = getattr(model, name)
+        buffer[(slice(None), 0) if name == "repeated" else slice(None)] = 7
+    loaded = unbounded.load(f"{folder}/c", model, optimizer)["values"]
+    exported = load_file(f"{folder}/e/model.safetensors")
+    found = [(expected, [*first, *train(model, optimizer, 1, 2, rank)])]
+    for name in ("single", "repeated", "conjugate", "negative"):
+        found += [(own[name].tolist(), getattr(model, name).tolist()), (own[name].tolist(), exported[name].tolist())]
+    return found + [(values[name].tolist(), loaded[name].tolist()) for name in values]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_buffers_and_values_with_any_strides_and_signs_come_back(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    for results in ranks(world_size, strided, str(tmp_path)):
+        for expected, found in results:
+            assert found == expected

@@ -32,6 +32,7 @@ from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.random_states import restore_random_states
 from unbounded.checkpoint.saving import check_optimizer, finish_pending
 from unbounded.errors import CheckpointError, MissingCheckpointError, StateError
+from unbounded.native.bulk import fill
 from unbounded.sharding.running import sharded
 from unbounded.zero.setup.assembly import Sharded
 
@@ -187,7 +188,7 @@ class _Loading:
         engine = self.state.engine
         with torch.no_grad():
             for name, value in opened.new_buffers.items():
-                opened.buffers[name].copy_(value)
+                fill(opened.buffers[name], value)
         for unit in engine.units:
             unit.forget_update()
             if unit.resident and not unit.is_whole:

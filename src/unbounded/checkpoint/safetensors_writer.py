@@ -24,6 +24,7 @@ import torch
 from unbounded.checkpoint.format.data_files import disk_engine
 from unbounded.checkpoint.format.folder import sync_folder, told, write_synced
 from unbounded.errors import CheckpointError
+from unbounded.native.bulk import flat
 from unbounded.native.disk import DiskFile
 from unbounded.weights.adapter_files import ADAPTER_CONFIG
 from unbounded.weights.safetensors_reader import ADAPTER_WEIGHTS, INDEX, SINGLE
@@ -122,7 +123,7 @@ class ShardWriter:
         """Elements of tensor `name` from flat element `start` on (host memory)."""
         if values.numel():
             file, offset = self._files[name]
-            raw = values.detach().reshape(-1).contiguous().view(torch.uint8)
+            raw = flat(values).view(torch.uint8)
             file.write(offset + start * values.element_size(), raw).wait()
 
     def __exit__(self, kind: Any, *exception: object) -> None:

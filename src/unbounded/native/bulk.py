@@ -52,6 +52,22 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> 
     return new_tensor(tensor.numel(), dtype, tensor.device).copy_(tensor)
 
 
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The values one after another in memory: the tensor's own memory if they are so there, otherwise a copy.
+
+    To torch, one element is contiguous whatever its stride is, and what `conj()` and its `imag` give are the values
+    before, with a note to change their sign. Bytes of either cannot be taken, or are those of other values.
+    """
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return values.as_strided((values.numel(),), (1,))
+
+
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values into a tensor, also into one that `expand` made, whose elements torch refuses to write."""
+    own = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
+    tensor.detach()[own].copy_(values.view(tensor.shape)[own])
+
+
 class Backing:
     """The bytes under `storage`, which come and go while tensors over it stay. At first they may be there or not."""
 

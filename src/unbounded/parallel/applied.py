@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError, StateError
+from unbounded.native.bulk import fill, flat
 from unbounded.optim.formats import DTYPES
 from unbounded.parallel.context import ContextParallel
 from unbounded.parallel.pipeline.hollow import HollowModel
@@ -208,9 +209,9 @@ def _match_ranks(model: nn.Module, axis: Axis, device: torch.device) -> None:
                 parameter.data.copy_(value)
     for buffer in model.buffers():
         if not buffer.is_meta and buffer.numel():
-            whole = buffer.detach().to(device).contiguous()
-            axis.broadcast(whole.view(-1).view(torch.uint8), "the broadcast of buffers")
-            buffer.detach().copy_(whole)
+            whole = flat(buffer.to(device))
+            axis.broadcast(whole.view(torch.uint8), "the broadcast of buffers")
+            fill(buffer, whole)
 
 
 def _refuse_copies(model: nn.Module) -> Callable[[], None]:

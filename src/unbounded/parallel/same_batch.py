@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
+from unbounded.native.bulk import flat
 from unbounded.parallel.tensor.dropout import drops_anything
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.phases import CopyPhases
@@ -83,6 +84,6 @@ def _mark(batch: Any) -> int:
     mark = 0
     for leaf in pytree.tree_leaves(batch):
         if type(leaf) is torch.Tensor and not leaf.is_meta:
-            data = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            data = flat(leaf.cpu()).view(torch.uint8)
             mark = zlib.crc32(data.numpy().data, zlib.crc32(str(tuple(leaf.shape)).encode(), mark))
     return mark

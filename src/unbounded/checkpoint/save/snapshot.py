@@ -15,6 +15,7 @@ import torch
 from unbounded.checkpoint.format.manifest import GRADIENT, LOOSE, PAGE, UNREDUCED, WEIGHT, TensorEntry
 from unbounded.checkpoint.format.slices import Slice, box_numel, deal
 from unbounded.checkpoint.save.segments import FileSegment
+from unbounded.native.bulk import flat
 from unbounded.native.disk import crc32c
 from unbounded.native.kernels import BLOCK
 from unbounded.optim import formats
@@ -178,17 +179,17 @@ class Snapshot:
 
     def add_tensor(self, name: str, kind: str, tensor: torch.Tensor, rank: int | None) -> None:
         """A small tensor that this rank has whole."""
-        flat = tensor.detach().reshape(-1).contiguous().cpu()
-        segment = FileSegment((MemoryArray(flat, "host"), 0), flat.numel())
+        values = flat(tensor).cpu()
+        segment = FileSegment((MemoryArray(values, "host"), 0), values.numel())
         self.segments.append(segment)
-        if flat.numel():
-            self.stored.append(Stored(segment, 0, name, kind, tuple(tensor.shape), ((0, flat.numel()),), 1, rank))
+        if values.numel():
+            self.stored.append(Stored(segment, 0, name, kind, tuple(tensor.shape), ((0, values.numel()),), 1, rank))
         else:
             self.stored.append(Stored(segment, 0, name, kind, tuple(tensor.shape), ((0, 0),), 1, rank))
 
     def put(self, tensor: torch.Tensor) -> str:
         """Stores a user's tensor under a name made of number and content, so that equal values have equal text."""
-        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        copy = tensor.detach().to("cpu", copy=True)
         name = f"{self.num_loose}-{checksum(copy):08x}"
         self.num_loose += 1
         self.add_tensor(name, LOOSE, copy, self.rank)
@@ -226,5 +227,5 @@ def _copied(array: Array) -> Array:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().reshape(-1).contiguous().cpu()
-    return crc32c(flat.view(torch.uint8)) if flat.numel() else 0
+    values = flat(tensor).cpu()
+    return crc32c(values.view(torch.uint8)) if values.numel() else 0

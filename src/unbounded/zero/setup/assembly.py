@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from unbounded.native.bulk import fill, flat
 from unbounded.optim.rules import NativeRule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.failures import Failures
@@ -154,10 +155,10 @@ class Assembly:
     def _share_buffers(self) -> None:
         """Every rank begins with the first rank's buffers, as with its parameters. Later, each keeps its own."""
         for buffer in self.model.buffers():
-            whole = buffer.detach().contiguous()
-            self.ranks.broadcast(whole.view(-1).view(torch.uint8), "the broadcast of buffers")
+            whole = flat(buffer)
+            self.ranks.broadcast(whole.view(torch.uint8), "the broadcast of buffers")
             if whole.data_ptr() != buffer.data_ptr():
-                buffer.detach().copy_(whole)
+                fill(buffer, whole)
 
     def _engine(self, units: Sequence[Unit], thawing: Thawing, cast_inputs: torch.dtype | None) -> Engine:
         ranks, phases = self.ranks, Phases(self.ranks)
