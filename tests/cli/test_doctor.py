@@ -38,6 +38,13 @@ def test_a_missing_path_is_broken_with_a_remedy_and_exit_code_one(
     assert "broken: disk path: Create it, or choose another disk_path." in capsys.readouterr().out
 
 
+def test_a_path_that_takes_no_files_is_broken_and_the_remedy_is_another_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--path", "/proc"]) == 1
+    assert "broken: disk path: Choose another folder." in capsys.readouterr().out
+
+
 def test_a_path_on_tmpfs_is_a_note(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "memory", "size=8m") as folder:
         found = by_name(checks.disk_path(str(folder)))

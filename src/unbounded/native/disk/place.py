@@ -83,15 +83,23 @@ def open_named(path: Path, *, create: bool, read_only: bool, direct: bool) -> De
     return Descriptors(fd, -1)
 
 
+_REMEDIES = {
+    errno.ENOENT: "Check the path, or open it with create=True.",
+    errno.EISDIR: "Give a file, not a folder.",
+    errno.EROFS: "Its filesystem is read-only; open it with read_only=True.",
+    errno.EACCES: "Check its permissions, or open it with read_only=True.",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n), or close some.",
+}
+
+
 def _cannot_open(path: Path, error: OSError) -> str:
-    remedy = {
-        errno.ENOENT: "Check the path, or open it with create=True.",
-        errno.EISDIR: "Give a file, not a folder.",
-        errno.EROFS: "Its filesystem is read-only; open it with read_only=True.",
-        errno.EACCES: "Check its permissions, or open it with read_only=True.",
-        errno.EMFILE: "Raise the limit on open files (ulimit -n), or close some.",
-    }.get(error.errno or 0, "Check the path and its filesystem.")
+    remedy = _REMEDIES.get(error.errno or 0, "Check the path and its filesystem.")
     return f"{path} could not be opened: {error.strerror} (errno {error.errno}). {remedy}"
+
+
+def _cannot_make(folder: Path, error: OSError) -> str:
+    remedy = _REMEDIES[errno.EMFILE] if error.errno == errno.EMFILE else "Choose another folder."
+    return f"no file could be made in {folder}: {error.strerror} (errno {error.errno}). {remedy}"
 
 
 def open_anonymous(folder: Path, size_bytes: int, *, direct: bool = True) -> Descriptors:
@@ -119,7 +127,7 @@ def _open_unnamed(folder: Path, *, direct: bool) -> Descriptors:
             return Descriptors(fd, fd if extra else -1)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
-                raise disk_error(error.errno or 0, _cannot_open(folder, error), str(folder)) from error
+                raise disk_error(error.errno or 0, _cannot_make(folder, error), str(folder)) from error
     return _open_and_unlink(folder, direct=direct)
 
 
@@ -128,7 +136,7 @@ def _open_and_unlink(folder: Path, *, direct: bool) -> Descriptors:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise disk_error(error.errno or 0, _cannot_open(path, error), str(folder)) from error
+        raise disk_error(error.errno or 0, _cannot_make(folder, error), str(folder)) from error
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if direct:
         with contextlib.suppress(OSError):
