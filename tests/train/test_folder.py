@@ -129,7 +129,7 @@ def test_a_last_save_that_fails_in_the_background_fails_the_run(
         raise DiskError(f"saving to {self.folder} failed: Input/output error (errno 5).")
 
     monkeypatch.setattr(saving.SaveJob, "finish", fail)
-    with pytest.raises(DiskError, match="Input/output error"):
+    with pytest.raises(DiskError, match=r"Input/output error \(errno 5\)\. There is no checkpoint yet\."):
         train(tiny(tmp_path / "out", texts, steps=1))
     shutil.rmtree(tmp_path / "out")
 

@@ -14,7 +14,7 @@ import torch
 from tests.train.corpora import save_model, save_tokenizer, sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, train
 from unbounded.cli import main
-from unbounded.errors import CheckpointError, InputError
+from unbounded.errors import CheckpointError, DiskError, InputError
 from unbounded.train.options.config import Config
 
 CHAT_TEMPLATE = (
@@ -242,3 +242,20 @@ def test_an_export_that_would_overwrite_the_base_model_or_the_run_is_refused(
     with pytest.raises(InputError, match=r"--export .* would overwrite what --(model|output) .* Choose another folder"):
         train(config)
     assert {path.name: path.read_bytes() for path in base.iterdir()} == held
+
+
+def test_an_export_into_what_is_no_folder_is_refused_before_the_first_step(
+    tmp_path: Path, folder: Path, texts: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for where in ("file", "file/in/it"):
+        config = fine_tune(tmp_path / "out", texts, model=str(folder), export=str(tmp_path / where), steps=1)
+        with pytest.raises(InputError, match=r"--export .* is not a folder"):
+            train(config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_names_the_last_checkpoint(tmp_path: Path, folder: Path, texts: Path) -> None:
+    config = fine_tune(tmp_path / "out", texts, model=str(folder), export="/proc/nowhere", steps=1)
+    with pytest.raises(DiskError, match=r"exporting to /proc/nowhere failed.* The last checkpoint is .*step-00000001"):
+        train(config)

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from unbounded.errors import DataError, InputError, TrainingError
+from unbounded.errors import DataError, DiskError, InputError, TrainingError
 from unbounded.observe import trace
 from unbounded.observe.amounts import show_count
 from unbounded.train.data.encoding import describe_replaced
@@ -105,6 +105,8 @@ class TrainingJob:
                 return self._finish(step, stopped_by)
         except Exception as error:
             shortage = name_shortage(error)
+            if isinstance(error, DiskError) and shortage is None:  # stays one, with its errno
+                error.args = (f"{error} {self.guard.last_checkpoint}",)
             if shortage is None:
                 raise
             raise TrainingError(f"{shortage} {self.guard.last_checkpoint}") from error

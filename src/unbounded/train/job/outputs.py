@@ -36,8 +36,12 @@ def _check_disk_path(folder: Path) -> None:
 
 
 def _check_export(settings: Settings, target: Path) -> None:
-    if target.exists() and not target.is_dir():
-        raise InputError(f'--export "{target}" is not a folder. Choose another.')
+    there = next(path for path in (target, *target.absolute().parents) if path.exists())
+    if not there.is_dir():
+        reason = "" if there == target else f', because "{there}" is not one'
+        raise InputError(f'--export "{target}" is not a folder{reason}. Choose another.')
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f'--export "{target}" cannot be written: "{there}" is not writable by this user.')
     for flag, base in (
         ("--model", settings.model),
         ("--from-config", settings.from_config),
