@@ -44,10 +44,12 @@ def export_checkpoint(
     checkpoint's own configuration is written, if it has one.
     """
     max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-    target = expand_home(folder)
+    target, beside = expand_home(folder), None if config is None else expand_home(config)
+    if beside is not None and not beside.is_dir():
+        raise CheckpointError(f"the configuration folder {beside} does not exist. Give the folder of the base model.")
     manifest = folders.read_whole(checkpoint, lambda source: _export(source, target, max_bytes))
-    if config is not None:
-        _copy_beside(expand_home(config), target)
+    if beside is not None:
+        _copy_beside(beside, target)
     elif not manifest.values.get("adapters"):
         _write_config(manifest, target)
     return target
@@ -104,8 +106,8 @@ def _copy_tensor(files: Files, entry: TensorEntry, writer: ShardWriter, key: str
 
 
 def _copy_beside(source: Path, target: Path) -> None:
-    if not source.is_dir():
-        raise CheckpointError(f"the configuration folder {source} does not exist. Give the folder of the base model.")
+    if source.samefile(target):
+        return
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copy(path, target / path.name)

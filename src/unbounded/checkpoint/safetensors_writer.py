@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from unbounded.checkpoint.format.data_files import disk_engine
-from unbounded.checkpoint.format.folder import sync_folder, told, write_synced
+from unbounded.checkpoint.format.folder import data_name, is_whole, sync_folder, told, write_synced
 from unbounded.errors import CheckpointError
 from unbounded.native.bulk import flat
 from unbounded.native.disk import DiskFile
@@ -109,6 +109,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         if any(plan.name != ADAPTER_WEIGHTS for plan in self.plans):
             refuse_adapters(self.folder)
+        _refuse_checkpoint(self.folder)
         with told(self.folder, "exporting to"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.folder)
@@ -206,6 +207,12 @@ def refuse_adapters(folder: Path) -> None:
             f"{folder} holds adapters ({ADAPTER_CONFIG}), which from_pretrained would put on the model exported there. "
             "Choose another folder, or remove them first."
         )
+
+
+def _refuse_checkpoint(folder: Path) -> None:
+    """Raises if the folder is a checkpoint: with other files in it, no save replaces it any more."""
+    if is_whole(folder) and (folder / data_name(0)).exists():
+        raise CheckpointError(f"{folder} is a checkpoint, which holds nothing else. Export to another folder.")
 
 
 def _lock(folder: Path) -> int:

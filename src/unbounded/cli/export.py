@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
 
     out, config = (path and os.path.abspath(expand_home(path)) for path in (args.out, args.config))
     folder = export_checkpoint(args.checkpoint, out, config=config, max_shard_bytes=args.max_shard)
-    files = sorted(folder.rglob("*.safetensors"))
+    files = [*folder.glob("*.safetensors"), *folder.glob("*/adapter_model.safetensors")]
     print(f"{folder}: {sum(path.stat().st_size for path in files):,} bytes in {len(files)} file(s) of weights")
-    if not (folder / "config.json").exists() and not any(folder.rglob("adapter_config.json")):
+    if not (folder / "config.json").exists() and not any(path.name == "adapter_model.safetensors" for path in files):
         print("There is no config.json, because the checkpoint has none. Give --config DIR to copy one.")
     return 0

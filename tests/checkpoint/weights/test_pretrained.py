@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,16 @@ def test_a_checkpoint_is_exported_without_the_model(ranks: Any, tmp_path: Path, 
         "model.safetensors",
         "tokenizer.json",
     ]
+    capsys.readouterr()
+    (tmp_path / "o2" / "config.json").write_text('{"mine": 1}')
+    shutil.copytree(tmp_path / "offline", tmp_path / "o2" / "another")
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "o2"), "--config", str(tmp_path / "o2")]) == 0
+    assert (tmp_path / "o2" / "config.json").read_text() == '{"mine": 1}'
+    assert "in 1 file(s)" in capsys.readouterr().out
+    for out, config in (("checkpoint", "base"), ("o3", "nowhere")):
+        assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / out), "--config", str(tmp_path / config)])
+    assert not (tmp_path / "o3").exists()
+    assert "is a checkpoint, which holds nothing else" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "checkpoint"), "--verify", "--tensors"]) == 0
     shown = capsys.readouterr().out
     assert "LlamaForCausalLM" in shown
