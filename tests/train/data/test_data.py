@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -209,6 +210,28 @@ def test_an_arrow_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.arrow").write_bytes(b"no table")
     with pytest.raises(DataError, match=r'a\.arrow" is not a readable Arrow file'):
         make_corpus(tmp_path / "a.arrow")
+
+
+def test_folders_behind_links_are_searched_once_and_one_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("data/in", "elsewhere", "data/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(name)
+    for name, target in (("link", "elsewhere"), ("other", "elsewhere"), ("in/loop", "data"), (".no", "elsewhere")):
+        (tmp_path / "data" / name).symlink_to(tmp_path / target)
+    found = [file.path.relative_to(tmp_path) for file in open_source([str(tmp_path / "data")]).files]
+    assert found == [Path("data/in/a.txt"), Path("data/link/a.txt")]
+
+    def refuse(folder: Any) -> Any:  # root may read everything
+        if str(folder).endswith("/in"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scan(folder)
+
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="data/in"):
+        open_source([str(tmp_path / "data")])
 
 
 def test_a_mark_of_the_encoding_is_no_text_and_a_pipe_no_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ to be read through once.
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def _expand(pattern: str, data_format: str) -> list[Path]:
 
 
 def _walk(folder: Path, data_format: str) -> list[Path]:
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(folder))]
+    files = sorted(path for path in _below(folder) if path.is_file())
     kept = [p for p in files if data_format == TEXT or (_fits(p, data_format) and p.name not in _ABOUT_DATA)]
     if data_format != TEXT and any(p.suffix.lower() in _CONTAINERS for p in kept):
         kept = [p for p in kept if p.name not in _ABOUT_RECORDS]
@@ -129,8 +130,26 @@ def _walk(folder: Path, data_format: str) -> list[Path]:
     return kept
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+def _below(folder: Path) -> Iterator[Path]:
+    """What is in the folder and those inside it, without hidden ones; links to folders are followed, each folder once.
+
+    A folder that this user may not read is an error: `Path.rglob` would leave out its files without a word.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen = set()
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        about = os.stat(place)
+        is_new = (about.st_dev, about.st_ino) not in seen
+        seen.add((about.st_dev, about.st_ino))
+        folders[:] = sorted(name for name in folders if is_new and not _is_hidden(name))
+        yield from (Path(place, name) for name in names if is_new and not _is_hidden(name))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
 
 
 def _fits(path: Path, data_format: str) -> bool:
