@@ -91,8 +91,11 @@ class WeightFolder:
         if name not in self._files:
             from safetensors import SafetensorError, safe_open
 
+            path = self.folder / name
+            if path.is_file() and not os.access(path, os.R_OK):  # which safetensors calls a file that does not exist
+                raise CheckpointError(f"{path} is not readable by this user. Check its permissions.")
             try:
-                self._files[name] = safe_open(self.folder / name, framework="pt", device="cpu")
+                self._files[name] = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.folder / name} cannot be read ({error}). Download it again.") from None
+                raise CheckpointError(f"{path} cannot be read ({error}). Download it again.") from None
         return self._files[name]

@@ -260,6 +260,17 @@ def test_weights_that_do_not_fit_are_an_error_that_lists_them(tmp_path: Path) ->
         unbounded.shard(model, weights=tmp_path)
 
 
+def test_weights_that_this_user_may_not_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
+    with torch.device("meta"):
+        model = Plain()
+    with pytest.raises(unbounded.CheckpointError, match=r"model\.safetensors is not readable by this user"):
+        unbounded.shard(model, weights=tmp_path)
+
+
 def test_a_folder_without_weights_is_a_file_not_found(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     for folder, match in ((tmp_path, "has no .safetensors files"), (tmp_path / "none", "does not exist")):

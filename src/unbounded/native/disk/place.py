@@ -86,8 +86,8 @@ def open_named(path: Path, *, create: bool, read_only: bool, direct: bool) -> De
 _REMEDIES = {
     errno.ENOENT: "Check the path, or open it with create=True.",
     errno.EISDIR: "Give a file, not a folder.",
-    errno.EROFS: "Its filesystem is read-only; open it with read_only=True.",
-    errno.EACCES: "Check its permissions, or open it with read_only=True.",
+    errno.EROFS: "Its filesystem is read-only. Choose another path.",
+    errno.EACCES: "Check its permissions.",
     errno.EMFILE: "Raise the limit on open files (ulimit -n), or close some.",
 }
 
