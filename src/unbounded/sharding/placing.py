@@ -205,7 +205,7 @@ def unshard(model: nn.Module) -> nn.Module:
     if any(axis.size > 1 for axis in engine.axes.model) or has_tiles(model):
         raise StateError(
             "unshard joins what is partitioned over the data axis, but this model is also cut by tiles or by the "
-            "tensor or pipeline axis.  Use unbounded.export(folder, model) and load the folder into a new model."
+            "tensor or pipeline axis. Use unbounded.export(folder, model) and load the folder into a new model."
         )
     if state.optimizer is not None:
         state.optimizer.wait()

@@ -85,7 +85,7 @@ def file_names(adapter: str, about: Mapping[str, Any]) -> dict[str, list[str]]:
     if about["tensors"] is None:
         raise CheckpointError(
             f"the adapter {adapter!r} ({about['config'].get('peft_type')}) is not stored as it is trained: peft "
-            "computes what it saves.  Call `model.save_pretrained(folder)` inside `with unbounded.full_params(model):`."
+            "computes what it saves. Call `model.save_pretrained(folder)` inside `with unbounded.full_params(model):`."
         )
     found: dict[str, list[str]] = {}
     for key, name in about["tensors"].items():

@@ -74,9 +74,10 @@ class Loader:
         own = self._describe()
         if state["fingerprint"] != own["fingerprint"] or state.get("content", own["content"]) != own["content"]:
             raise DataError(
-                "the data, its order or its tokenizer is not what the checkpoint was trained on, "
+                "the data, or what its order depends on (tokenizer, --seed, --sequence-length, --sequence-overlap, "
+                "--eval-fraction, --objective), is not what the checkpoint was trained on, "
                 "so the run cannot continue at the exact sample. "
-                "Bring back the old data, or pass --restart-data to start the data again."
+                "Bring both back, or pass --restart-data to start the data again."
             )
         self._num_samples = state["samples"]
         self._places = {int(index): StreamPlace(*place) for index, place in state["streams"].items()}
