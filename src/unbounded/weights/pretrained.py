@@ -7,9 +7,11 @@ reported as `from_pretrained` does.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +91,7 @@ class FileValues:
             for name in names
         } | dict(adapters)
         self._check_shapes(tensors)
+        self._check_values([name for (name, *_), _ in parameters], weights)
         if reads:
             self._report(tensors, recipes.unexpected)
 
@@ -114,7 +117,7 @@ class FileValues:
     def unable(self, module: str, lacking: str) -> Exception:
         return CheckpointError(
             f"{lacking} of {module} are on the meta device but not in {self.folder}, and the module has no "
-            "reset_parameters method.  Give it one, or use weights that have them."
+            "reset_parameters method. Give it one, or use weights that have them."
         )
 
     def _base_names(self, names: Sequence[str]) -> list[str]:
@@ -134,6 +137,17 @@ class FileValues:
             raise CheckpointError(
                 f"the weights in {self.folder} do not fit the model: {shown}. "
                 "Build the model from the configuration in the same folder."
+            )
+
+    def _check_values(self, names: Sequence[str], weights: WeightFolder) -> None:
+        """Raises for a quantized model: its codes would be taken for the values of weights."""
+        keys = [key for name in names if name in self._recipes for key in self._recipes[name].keys]
+        codes = [key for key in keys if key in weights.places and not weights.is_float(key)]
+        if codes or _is_quantized(self.folder):
+            what = f"{codes[0]} in it is not made of floats" if codes else "config.json says so"
+            raise CheckpointError(
+                f"{self.folder} holds a quantized model ({what}), which cannot be trained as it is. Load it with "
+                "transformers, call its dequantize(), save it, and give that folder."
             )
 
     def _report(self, tensors: Sequence[tuple[list[str], Any]], unexpected: Sequence[str]) -> None:
@@ -180,6 +194,14 @@ class FileValues:
             )
         with torch.no_grad():
             target.copy_(value)
+
+
+def _is_quantized(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and bool(config.get("quantization_config"))
 
 
 def _is_stand_in(parameter: torch.Tensor) -> bool:

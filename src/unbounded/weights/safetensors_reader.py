@@ -17,6 +17,7 @@ from unbounded.ranks.cut import Cut
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_INDEX_BYTES = 1 << 30
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 class WeightFolder:
@@ -28,14 +29,18 @@ class WeightFolder:
         self.places = self._find() if only is None else self._list([only])
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._open(self.places[key]).get_slice(key).get_shape())
+        return tuple(self._slice(key).get_shape())
+
+    def is_float(self, key: str) -> bool:
+        """Whether a tensor holds values, and not codes that mean something only with their scales."""
+        return self._slice(key).get_dtype() in _FLOATS
 
     def read(self, key: str) -> torch.Tensor:
         return self._open(self.places[key]).get_tensor(key)
 
     def read_part(self, key: str, cut: Cut) -> torch.Tensor:
         """A tensor-axis rank's part of a tensor; only that part is read."""
-        stored = self._open(self.places[key]).get_slice(key)
+        stored = self._slice(key)
         before = (slice(None),) * cut.dim
         places = [before + (slice(start, stop),) for start, stop in cut.intervals]
         return torch.cat([stored[place] for place in places], cut.dim)
@@ -82,6 +87,17 @@ class WeightFolder:
 
     def _list(self, names: Iterable[str]) -> dict[str, str]:
         return {key: name for name in names for key in self._open(name).keys()}  # noqa: SIM118
+
+    def _slice(self, key: str) -> Any:
+        from safetensors import SafetensorError
+
+        file = self.places[key]
+        try:
+            return self._open(file).get_slice(key)
+        except SafetensorError as error:  # the files are of several downloads or exports
+            raise CheckpointError(
+                f"{self.folder / file} has no {key}, but {INDEX} says so ({error}). Download both again."
+            ) from None
 
     def _all(self) -> Iterable[Path]:
         found = self.folder.glob("*.safetensors")

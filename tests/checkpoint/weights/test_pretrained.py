@@ -271,6 +271,36 @@ def test_weights_that_this_user_may_not_read_are_told(tmp_path: Path, monkeypatc
         unbounded.shard(model, weights=tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, None], ids=str)
+def test_a_quantized_model_is_refused_and_not_trained_on_its_codes(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    from safetensors.torch import save_file
+
+    held = Plain().state_dict()
+    if dtype is None:
+        (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    else:
+        held |= {"layers.0.weight": held["layers.0.weight"].to(dtype), "layers.0.weight_scale": torch.ones(1)}
+    save_file(held, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Plain()
+    with pytest.raises(unbounded.CheckpointError, match=r"holds a quantized model .*dequantize"):
+        unbounded.shard(model, weights=tmp_path)
+
+
+def test_an_index_that_places_a_tensor_in_another_file_is_told(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    held = Plain().state_dict()
+    save_file(held, tmp_path / "a.safetensors")
+    save_file({"other": torch.ones(1)}, tmp_path / "b.safetensors")
+    places = dict.fromkeys(held, "b.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with torch.device("meta"):
+        model = Plain()
+    with pytest.raises(unbounded.CheckpointError, match=r"b\.safetensors has no layers\.0\.weight"):
+        unbounded.shard(model, weights=tmp_path)
+
+
 def test_a_folder_without_weights_is_a_file_not_found(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     for folder, match in ((tmp_path, "has no .safetensors files"), (tmp_path / "none", "does not exist")):
