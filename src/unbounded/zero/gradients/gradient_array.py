@@ -99,19 +99,19 @@ class GradientArray:
         with self._changing():
             held = self.array
             is_widened = not self.is_wide and self.sum_dtype != self.wire
+            if is_widened and self.tier == "device":
+                self.array = MemoryArray(convert(held.direct, self.sum_dtype), "device")  # type: ignore[arg-type]
+            elif is_widened:
+                self.array = self._allocate(self.sum_dtype)
             self.is_wide = True
             if self.tier == "device":
-                if is_widened:
-                    self.array = MemoryArray(convert(held.direct, self.sum_dtype), "device")  # type: ignore[arg-type]
                 self.array.direct.add_(part)  # type: ignore[union-attr]
                 return None
-            if not is_widened:
-                return self._add(held, held, part)
-            self.array = self._allocate(self.sum_dtype)
             try:
                 return self._add(self.array, held, part)
             finally:
-                held.free()
+                if held is not self.array:
+                    held.free()
 
     def _add(self, to: Array, held: Array, part: torch.Tensor) -> float:
         """to = held + part, where `to` may be `held`; both are on the host, or `to` is `held` on the disk."""
