@@ -111,7 +111,7 @@ def open_anonymous(folder: Path, size_bytes: int, *, direct: bool = True) -> Des
     reclaim(folder)
     descriptors = _open_unnamed(folder, direct=direct)
     try:
-        reserve(descriptors.fd, size_bytes, str(folder))
+        reserve(descriptors.fd, size_bytes, str(folder), "lower disk_bytes, or add another disk_path")
     except DiskError:
         descriptors.close()
         if descriptors.named:
@@ -170,7 +170,7 @@ def free_bytes(path: Path | int) -> int:
     return space.f_bavail * space.f_frsize
 
 
-def reserve(fd: int, size_bytes: int, path: str) -> None:
+def reserve(fd: int, size_bytes: int, path: str, remedy: str = "or choose another folder") -> None:
     """Takes blocks for `size_bytes` now, so that a full disk shows at once and not in the middle of a step."""
     held = os.fstat(fd).st_blocks * 512
     free = free_bytes(fd)
@@ -181,16 +181,16 @@ def reserve(fd: int, size_bytes: int, path: str) -> None:
             os.ftruncate(fd, size_bytes)
     if code == 0:
         return
-    raise _reserve_error(code, size_bytes, free + held, path)
+    raise _reserve_error(code, size_bytes, free + held, path, remedy)
 
 
-def _reserve_error(code: int, size_bytes: int, free: int, path: str) -> DiskError:
+def _reserve_error(code: int, size_bytes: int, free: int, path: str, remedy: str) -> DiskError:
     reason = f"{os.strerror(code)} (errno {code})"
     if code == errno.ENOSPC:
         short = max(0, size_bytes - free)
         text = (
             f"{path} cannot hold {size_bytes:,} bytes: {free:,} are free, which is {short:,} too few: {reason}. "
-            "Free space there, lower disk_bytes, or add another disk_path."
+            f"Free space there, {remedy}."
         )
     else:
         text = f"{size_bytes:,} bytes could not be reserved on {path}: {reason}. Check its limits and quota."
