@@ -60,6 +60,16 @@ def test_a_rank_that_was_not_yet_heard_from_is_not_called_alive() -> None:
     assert judge(wait(61), seen(unheard), LIMIT, BEAT) is None
 
 
+def test_nothing_is_claimed_of_a_rank_that_was_gone_before_it_told_of_a_collective() -> None:
+    unknown = Seen(1, {}, silent_seconds=61.0)
+    reason = judge(wait(61), seen(unknown), LIMIT, BEAT)
+    assert reason is not None
+    assert reason.endswith(
+        "for rank 1, which has not been heard from for 61 s: its process was stopped or killed, or "
+        "its machine or the link to it is lost."
+    )
+
+
 def test_a_rank_that_has_ended_is_named_at_once() -> None:
     ended = replace(elsewhere(1, gather=4), has_left=True)
     assert "which has ended its program" in str(judge(wait(1), seen(ended), LIMIT, BEAT))

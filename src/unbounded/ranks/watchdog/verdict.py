@@ -106,10 +106,13 @@ def silence_limit(beat: float, gaps: Iterable[float]) -> float:
 
 def describe_silence(other: Seen) -> str:
     """Describes a rank that sends no heartbeat."""
-    return (
+    fact = (
         f"which has not been heard from for {other.silent_seconds:.0f} s: its process was stopped or killed, or its "
-        f"machine or the link to it is lost. It was last at {other.where or 'an unknown place'}. {other.last()}."
+        "machine or the link to it is lost."
     )
+    if not other.places:  # it had only just begun to be heard, and may have done much since
+        return fact
+    return f"{fact} It was last at {other.where or 'an unknown place'}. {other.last()}."
 
 
 def _judge_patience(
