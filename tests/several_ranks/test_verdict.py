@@ -171,6 +171,27 @@ def test_a_rank_that_failed_and_left_is_told_with_its_own_message() -> None:
     assert Watch(Leaving())._find_reason(RuntimeError("the connection broke"), post) == told  # type: ignore[arg-type]
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_an_error_that_cannot_show_itself_is_told_by_its_name() -> None:
+    told: list[str] = []
+    heartbeat = SimpleNamespace(
+        rank=0,
+        size=2,
+        seconds=0.01,
+        failure=None,
+        is_alive=lambda: True,
+        end=told.append,
+        fail=lambda *a: told.extend(a),
+    )
+    Watch(heartbeat).close(Unreadable())  # type: ignore[arg-type]
+    assert told[0] == "Unreadable, whose text cannot be shown"
+    assert len(told) == 3  # with two limits: the heartbeat was ended, too
+
+
 def test_a_rank_is_missing_after_three_beats_at_the_pace_of_this_ones_own() -> None:
     assert silence_limit(1.0, []) == silence_limit(1.0, [0.25, 1.0]) == 3.0
     assert silence_limit(0.1, [0.1]) == 1.0  # never sooner

@@ -125,7 +125,7 @@ class Watch:
         if not heartbeat.is_alive():
             return
         if error is not None:
-            heartbeat.fail(f"{type(error).__name__}: {error}"[:_TEXT_CHARS], FAREWELL_SECONDS)
+            heartbeat.fail(_describe(error)[:_TEXT_CHARS], FAREWELL_SECONDS)
         began = time.monotonic()
         while heartbeat.failure is not None and time.monotonic() - began < self._farewell_seconds():
             if (heartbeat.ask(lambda notices: notices.count("told", 0), FAREWELL_SECONDS) or 0) >= heartbeat.size:
@@ -226,6 +226,15 @@ class Watch:
 
 
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+
+
+def _describe(error: BaseException) -> str:
+    """What peers are told of an error of the user's, which may be unable to show itself."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:
+        return f"{name}, whose text cannot be shown"
 
 
 def watch_job() -> Watch | None:
