@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import unbounded
@@ -246,6 +248,20 @@ def test_a_forward_inside_full_params_has_the_data_that_weights_were_given(
     ranks: Any, world: tuple[int, str, int], build: Any
 ) -> None:
     compare(ranks, world, evaluated_inside, build)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_an_export_inside_full_params_has_what_weights_were_given_there(plan: str, tmp_path: Path) -> None:
+    model = make()
+    model, _ = unbounded.shard(model, adamw(model), PLANS[plan])
+    with unbounded.full_params(model):
+        model.first.weight.mul_(2)
+        model.last.weight.data = torch.ones(3, 7)
+        wanted = weights(model)
+        unbounded.export(tmp_path, model)
+    found = load_file(tmp_path / "model.safetensors")
+    assert_same({name: found[name] for name in wanted}, wanted)
+    assert_same(weights(model), wanted)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

@@ -15,6 +15,8 @@ def unit_values(engine: Engine, unit: Unit) -> list[torch.Tensor]:
     """All ranks of a stage must call this. One whole host tensor per parameter; the unit is released afterwards."""
     was_gathered = unit.state is WeightState.GATHERED
     engine.gathering.gather([unit])
+    if engine.is_shown:
+        unit.views.take_shown()
     values = []
     for view, slot in zip(unit.slot_views(unit.buffer), unit.layout.slots, strict=True):
         value = view.detach()
