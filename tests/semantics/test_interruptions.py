@@ -107,7 +107,7 @@ def test_a_step_that_failed_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert optimizer.engine.phases._text is None  # what follows belongs to no phase
     optimizer.step()
     optimizer.zero_grad()
-    fail_once(monkeypatch, GradientArray, "_store")
+    fail_once(monkeypatch, GradientArray, "store")
     model(data()).square().mean().backward()
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
