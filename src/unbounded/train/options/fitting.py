@@ -46,6 +46,8 @@ def fit(key: str, value: Any, where: str) -> Any:
         return _fit_number(key, value, where)
     if choices:
         _check_choice(value, choices, where)
+    if not value and FIELDS[key].metadata.get("metavar") == "PATH":  # an unset variable in a script, perhaps
+        raise InputError(f"{where} is empty, but it must be a path. Give one, or leave it out.")
     return _fit_text(value, where) if kind is str else value
 
 
