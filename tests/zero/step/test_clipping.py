@@ -111,6 +111,26 @@ def test_gradients_off_the_device_are_not_read_again_for_their_norm(
     assert found == [0 if num_backwards > 1 else len(units), 0]
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_was_measured_before_its_way_to_a_tier_is_not_measured_again(tier: str) -> None:
+    """As on a GPU, where the stream that makes a gradient also measures it."""
+    task = Task()
+    model = task.model()
+    plan = {"precision": "bf16", "gradients": tier, "device_bytes": "1GiB"}
+    model, optimizer = shard(model, task.optimizer(model), plan)
+    gradient = next(unit.gradient for unit in optimizer.engine.units if unit.trainable)
+    parts = [torch.randn(gradient.store.numel).bfloat16() for _ in range(2)]
+    assert gradient.measure_early(parts[0].float()) is None  # it is rounded on its way
+    early = gradient.measure_early(parts[0])
+    with mock.patch.object(kernels, "sum_squares", side_effect=AssertionError):
+        gradient.add(parts[0], measure=True, squares=early)
+        assert gradient.squares() == early == pytest.approx(parts[0].double().square().sum().item())
+        assert gradient.measure_early(parts[1]) is None  # the sum is measured
+        gradient.add(parts[1], measure=True, squares=early)
+        total = (parts[0].float() + parts[1].float()).double().square().sum()
+        assert gradient.squares() == pytest.approx(total.item())
+
+
 def clip_twice(rank: int, world_size: int) -> float:
     task = Clipped(1.0)
     model = task.model()
