@@ -82,9 +82,13 @@ class Gradient(GradientValue):
                 self._squares = total
         else:
             self._forget_changes()
-            measure = measure and squares is None and not self.is_measured_together
-            found = self.store.store(part, self._counted_ranges() if measure else ())
-            self._squares = found if measure else float(squares) if squares is not None else None
+            if squares is not None:
+                self.store.store(part)
+                self._squares = float(squares)  # computed before the part was on its way
+            elif measure and not self.is_measured_together:
+                self._squares = self.store.store(part, self._counted_ranges())
+            else:
+                self.store.store(part)
         self.state, self.is_new = GradientState.HELD, True
 
     def hold_local(self, full: torch.Tensor) -> None:
