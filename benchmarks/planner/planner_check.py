@@ -85,7 +85,7 @@ GPU = {
     "7b-lora": Case("7b", 4, lora=True),
     "13b-4k": Case("13b", 2, steps=4),
     "13b-lora-24gib": Case("13b", 2, lora=True, plan={"device_bytes": "24GiB"}, steps=4),
-    "22b-2k": Case("22b", 1, steps=2),  # half a minute each
+    "22b-2k": Case("22b", 1, steps=3),  # half a minute each; what blocks keep has settled in the third
     "70b-lora": Case("70b", 4, lora=True, steps=3),
     "70b-lora-24gib": Case("70b", 4, lora=True, plan={"device_bytes": "24GiB"}, steps=3),
 }

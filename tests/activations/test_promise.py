@@ -16,7 +16,9 @@ from unbounded.activations.headroom import Headroom
 from unbounded.activations.promise import DevicePromise, describe_batch, explain_shortage
 from unbounded.errors import BudgetError
 from unbounded.tiers.driver import (
+    KERNEL_BYTES,
     MOST_CONTEXT_BYTES,
+    NEXT_KERNEL_BYTES,
     USUAL_CONTEXT_BYTES,
     DriverCount,
     page_table_bytes,
@@ -72,13 +74,25 @@ def test_what_other_processes_take_is_not_ours() -> None:
 def test_the_allocator_has_what_the_context_leaves() -> None:
     gpu = Gpu()
     kept = promise(gpu)
-    assert gpu.cap == kept.cap_bytes == 24 * GIB - GIB // 2 - module.KERNEL_BYTES
-    gpu.context += GIB
+    assert gpu.cap == kept.cap_bytes == 24 * GIB - GIB // 2 - KERNEL_BYTES
+    gpu.context += 64 * 2**20
     kept.begin((torch.empty(2, 3),), {})
-    assert gpu.cap == 24 * GIB - 3 * GIB // 2 - module.KERNEL_BYTES
+    assert gpu.cap == 24 * GIB - GIB // 2 - KERNEL_BYTES  # kernels that were expected are there now
+    gpu.context += GIB - 64 * 2**20
+    kept.begin((torch.empty(2, 3),), {})
+    assert gpu.cap == 24 * GIB - 3 * GIB // 2 - NEXT_KERNEL_BYTES
     for _ in range(module.NUM_FIRST):
         kept.begin((), {})
     assert gpu.cap == 24 * GIB - 3 * GIB // 2 - module.MARGIN_BYTES
+
+
+def test_a_second_model_does_not_wait_for_kernels_that_are_there() -> None:
+    gpu = Gpu()
+    before = gpu.count()
+    gpu.context += GIB
+    count = DriverCount(before._read, before._reserved, before.first_bytes)
+    assert count.coming_bytes() == NEXT_KERNEL_BYTES
+    assert gpu.count().coming_bytes() == KERNEL_BYTES
 
 
 def test_cached_memory_is_given_back_where_the_driver_counts_too_much() -> None:

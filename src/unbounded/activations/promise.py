@@ -24,10 +24,9 @@ from unbounded.activations.structure import take_tensors
 from unbounded.errors import BudgetError
 from unbounded.own_hook import OwnHook
 from unbounded.planner.sizes import format_bytes
-from unbounded.tiers.budget import KERNEL_BYTES
 from unbounded.tiers.driver import DriverCount, allocator_fraction, count_device
 
-# Room for kernels that the next pass may load, after the first forwards; before, it is KERNEL_BYTES.
+# Room for kernels that the next pass may load, after the first forwards.
 MARGIN_BYTES, NUM_FIRST = 64 * 2**20, 4
 RENEW_EVERY = 32
 
@@ -86,12 +85,12 @@ class DevicePromise:
         weakref.finalize(self, _apply_caps, allocator).atexit = False
 
     def check(self) -> None:
-        context = self.driver.context_bytes()
-        if self.budget_bytes <= context + KERNEL_BYTES:
+        context, coming = self.driver.context_bytes(), self.driver.coming_bytes()
+        if self.budget_bytes <= context + coming:
             raise BudgetError(
                 f"device_bytes is {format_bytes(self.budget_bytes)}, but the GPU's context with its kernels takes "
                 f"{format_bytes(context)} of it. Raise it to at least "
-                f"{format_bytes(2 * (context + KERNEL_BYTES))}."
+                f"{format_bytes(2 * (context + coming))}."
             )
 
     def keep(self) -> None:
@@ -129,8 +128,9 @@ class DevicePromise:
 
     def renew(self) -> None:
         """Reads what is outside the allocator, and gives the allocator the rest."""
-        margin = KERNEL_BYTES if self._num_forwards <= NUM_FIRST else MARGIN_BYTES
-        cap = max(0, self.budget_bytes - self.driver.context_bytes() - margin)
+        context = self.driver.context_bytes()
+        margin = self.driver.coming_bytes() if self._num_forwards <= NUM_FIRST else MARGIN_BYTES
+        cap = max(0, self.budget_bytes - context - margin)
         if cap != self.cap_bytes:
             self.cap_bytes = cap
             if self in _promises:

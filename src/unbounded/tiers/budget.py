@@ -35,8 +35,6 @@ PIECE_NUMEL, LEAST_PIECE = 2**22, 2**17
 # 16 MiB keep a disk busier than two of 32: by 0, 4 and 11 % in three runs in turns.
 DEPTH, LEAST_DEPTH = 4, 2
 BOUNCE_BUFFERS = 4
-# Device memory for kernels that are loaded as training begins.
-KERNEL_BYTES = 256 * 2**20
 # Host memory for the checksum of one page of the disk tier.
 SUM_BYTES = 4
 
@@ -90,7 +88,8 @@ def measure(plan: Plan, device: torch.device, num_sharing: int) -> tuple[int, in
 
 def outside_bytes(device: torch.device) -> int:
     """The part of a device's budget outside the allocator, including what kernels will still take."""
-    return count_device(device).context_bytes() + KERNEL_BYTES
+    count = count_device(device)
+    return count.context_bytes() + count.coming_bytes()
 
 
 def size_buffers(host: int, num_arrays: int) -> LeasedBuffers:

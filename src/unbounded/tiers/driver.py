@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 # A context with all of its kernels and collectives takes 0.5 to 1.5 GiB; more than that belongs to another process.
 MOST_CONTEXT_BYTES, USUAL_CONTEXT_BYTES = 3 * 2**30, 768 * 2**20
+# Kernels that are loaded as training begins, in all; and what is set aside for more of them in the first forwards.
+KERNEL_BYTES, NEXT_KERNEL_BYTES = 256 * 2**20, 128 * 2**20
 
 
 class DriverCount:
-    """The bytes of a device taken outside the allocator: `read` gives (free, total), `reserved` the allocator's own."""
+    """The bytes of a device taken outside the allocator: `read` gives (free, total), `reserved` the allocator's own.
 
-    def __init__(self, read: Callable[[], tuple[int, int]], reserved: Callable[[], int]) -> None:
+    `first_bytes` is what the context took when this process first looked.
+    """
+
+    def __init__(
+        self, read: Callable[[], tuple[int, int]], reserved: Callable[[], int], first_bytes: int | None = None
+    ) -> None:
         self._read, self._reserved = read, reserved
         around = self._around()
         self._foreign_bytes = around - USUAL_CONTEXT_BYTES if around > MOST_CONTEXT_BYTES else 0
         self._most = 0
+        self.first_bytes = self.context_bytes() if first_bytes is None else first_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -34,6 +43,10 @@ class DriverCount:
         self._most = max(self._most, min(self._around() - self._foreign_bytes, MOST_CONTEXT_BYTES))
         return max(0, self._most)
 
+    def coming_bytes(self) -> int:
+        """What kernels may still take as training begins: those that are loaded already are part of the context."""
+        return max(KERNEL_BYTES - (self.context_bytes() - self.first_bytes), NEXT_KERNEL_BYTES)
+
     def taken_bytes(self) -> int:
         """What the process takes of the device."""
         return self._reserved() + self.context_bytes()
@@ -43,10 +56,16 @@ class DriverCount:
         return total - free - self._reserved()
 
 
+_first_bytes: dict[torch.device, int] = {}
+
+
 def count_device(device: torch.device) -> DriverCount:
     """Reading it makes the context if there is none yet, so that it is counted."""
     torch.cuda.synchronize(device)
-    return DriverCount(lambda: torch.cuda.mem_get_info(device), lambda: torch.cuda.memory_reserved(device))
+    read, reserved = partial(torch.cuda.mem_get_info, device), partial(torch.cuda.memory_reserved, device)
+    count = DriverCount(read, reserved, _first_bytes.get(device))
+    _first_bytes.setdefault(device, count.first_bytes)
+    return count
 
 
 def unclaimed_bytes(device: torch.device) -> int:
