@@ -295,8 +295,10 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
         for inputs, labels in loader:
             for _ in range(2):
                 engine.backward(nn.functional.cross_entropy(engine(inputs), labels))
-                assert engine.is_gradient_accumulation_boundary() == (engine.micro_steps % 2 == 1)
+                is_last = engine.micro_steps % 2 == 1
+                assert engine.is_gradient_accumulation_boundary() == is_last
                 engine.step()
+                assert engine.was_step_applied() == is_last
     assert "step=1, skipped=0" in caplog.text
     assert "no meaning here" not in caplog.text
     assert (engine.global_steps, engine.device.type, engine.local_rank, made.last_epoch) == (1, "cpu", 0, 1)
@@ -304,6 +306,8 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
         assert float(engine.module[0].weight.sum()) != 0
         engine.module[0].weight.fill_(0.5)
     engine.set_gradient_accumulation_boundary(False)
+    engine.set_lr(0.25)
+    assert (engine.get_lr(), engine.get_mom()) == ([0.25], [(0.9, 0.999)])
     engine.eval()
     assert engine.module[0].weight.sum() == 48.0
     assert engine.load_checkpoint(str(tmp_path / "nothing")) == (None, None)
@@ -314,6 +318,34 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
     state = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert torch.equal(state["0.weight"], torch.full((16, 6), 0.5))
     assert deepspeed.comm.get_world_size() == 1
+
+
+def test_scripts_ask_the_accelerator_for_a_device_its_memory_and_its_seed(caplog: Any) -> None:
+    device = deepspeed.get_accelerator()
+    assert torch.empty(2, device=device.current_device_name()).device.type == device.device_name() == "cpu"
+    assert (device.is_available(), device.device_count(), device.current_device()) == (True, 1, 0)
+    assert device.communication_backend_name() == "gloo"
+    assert 0 < device.memory_allocated() <= device.max_memory_allocated() < device.total_memory()
+    assert 0 < device.available_memory() < device.total_memory()
+    assert device.on_accelerator(device.pin_memory(torch.ones(2)))
+    before = device.get_rng_state()
+    device.manual_seed_all(7)
+    first = torch.rand(3)
+    device.manual_seed(7)
+    assert (torch.equal(first, torch.rand(3)), device.initial_seed()) == (True, 7)
+    device.set_rng_state(before)
+    with device.device(0), device.stream(device.Stream()):
+        device.synchronize()
+        device.empty_cache()
+    with pytest.raises(AttributeError, match=r"torch\.cpu has no attribute 'nothing'"):
+        _ = device.nothing
+    with caplog.at_level(logging.INFO, logger="unbounded"):
+        deepspeed.utils.see_memory_usage("not shown")
+        deepspeed.utils.see_memory_usage("after the model", force=True)
+        deepspeed.utils.log_dist("of rank 3", ranks=[3])
+    (shown,) = caplog.messages
+    assert shown.startswith("[Rank 0] after the model: allocated 0.")
+    assert shown.endswith("GiB of the host")
 
 
 def average_two_models(rank: int, world_size: int) -> list[float]:

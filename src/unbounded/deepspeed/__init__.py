@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from unbounded.deepspeed import checkpointing, comm, ops, utils, zero
+from unbounded.deepspeed import accelerator, checkpointing, comm, ops, utils, zero
+from unbounded.deepspeed.accelerator import get_accelerator
 from unbounded.deepspeed.arguments import add_config_arguments
 from unbounded.deepspeed.comm import init_distributed
 from unbounded.deepspeed.deepspeed_engine import DeepSpeedEngine
@@ -16,9 +17,11 @@ from unbounded.deepspeed.initialization import initialize
 __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedEngine",
+    "accelerator",
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
     "ops",

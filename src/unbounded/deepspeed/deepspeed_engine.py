@@ -42,6 +42,7 @@ class DeepSpeedEngine(nn.Module):
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._boundary: bool | None = None
         self._norm: float | None = None
+        self._was_applied = False
 
     # -- the training loop -----------------------------------------------------------------------------------------
 
@@ -60,8 +61,10 @@ class DeepSpeedEngine(nn.Module):
     def step(self, *unused: Any, **also_unused: Any) -> None:
         """All ranks must call this, after every backward. Updates at the end of an accumulation."""
         self._refuse_without_optimizer("step")
+        self._was_applied = False
         if self.is_gradient_accumulation_boundary():
             self._update()
+            self._was_applied = not self.optimizer.step_was_skipped
         self.micro_steps += 1
         self.global_samples += self.batches.micro * self.batches.world_size
 
@@ -208,6 +211,19 @@ class DeepSpeedEngine(nn.Module):
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of every group from now on; a schedule, if there is one, sets it again."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of every group, or its betas."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` updated: not inside an accumulation, nor after an overflow."""
+        return self._was_applied
 
     def get_batch_info(self) -> tuple[int, int, int]:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
