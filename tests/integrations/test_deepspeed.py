@@ -320,6 +320,13 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
     assert deepspeed.comm.get_world_size() == 1
 
 
+def test_what_deepspeed_has_and_we_do_not_is_named_with_what_to_do() -> None:
+    with pytest.raises(AttributeError, match=r"no 'PipelineModule'. With `unbounded.pipeline\(model\)`"):
+        _ = deepspeed.PipelineModule
+    with pytest.raises(AttributeError, match=r"no 'nothing'.$"):
+        _ = deepspeed.nothing
+
+
 def test_scripts_ask_the_accelerator_for_a_device_its_memory_and_its_seed(caplog: Any) -> None:
     device = deepspeed.get_accelerator()
     assert torch.empty(2, device=device.current_device_name()).device.type == device.device_name() == "cpu"

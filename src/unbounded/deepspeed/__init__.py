@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from unbounded.deepspeed import accelerator, checkpointing, comm, ops, utils, zero
 from unbounded.deepspeed.accelerator import get_accelerator
 from unbounded.deepspeed.arguments import add_config_arguments
@@ -30,3 +32,17 @@ __all__ = [
     "utils",
     "zero",
 ]
+
+_STAGES = "With `unbounded.pipeline(model)` and {'pipeline': 2} in the plan, blocks of any model are stages."
+_INSTEAD = {
+    "PipelineModule": _STAGES,
+    "pipe": _STAGES,
+    "moe": "Layers with experts, such as those of transformers, are partitioned like all others.",
+    "OnDevice": 'Build the model under `torch.device("meta")`.',
+    "tp_model_init": "With {'tensor': 2} in the plan, `unbounded.shard` cuts the layers.",
+    "init_inference": "Export the weights (`unbounded.export`) for a program that serves models.",
+}
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no {name!r}. {_INSTEAD.get(name, '')}".rstrip())
