@@ -385,6 +385,36 @@ def test_tiled_linear_and_checkpointing_compute_what_they_stand_for() -> None:
         torch.testing.assert_close(gradient, whole.weight.sum(0).expand(4, 7))
 
 
+def lamb_by_hand(weight: torch.Tensor, gradients: list[torch.Tensor], rate: float, decay: float, most: float) -> Any:
+    """DeepSpeed's formula, in float64."""
+    w, m, v = weight.double(), torch.zeros_like(weight).double(), torch.zeros_like(weight).double()
+    for count, g in enumerate(gradients, 1):
+        m, v = 0.9 * m + 0.1 * g.double(), 0.999 * v + 0.001 * g.double() ** 2
+        step = m / (v.sqrt() + 1e-8) + decay * w
+        ratio = float(min(max(w.norm() / step.norm(), 0.01), most))
+        w = w - rate * (1 - 0.999**count) ** 0.5 / (1 - 0.9**count) * ratio * step
+    return w
+
+
+@pytest.mark.parametrize("most", [10.0, 0.02])
+def test_lamb_is_computed_as_deepspeed_does(most: float) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Lamb", "params": {"lr": 0.05, "weight_decay": 0.1, "max_coeff": most}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    torch.manual_seed(5)
+    model = nn.Linear(6, 3, bias=False)
+    weight, gradients = model.weight.detach().clone(), []
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    for step in range(4):
+        engine.backward(nn.functional.cross_entropy(engine(batch(step, 0)[0]), batch(step, 0)[1]))
+        gradients.append(model.weight.grad.clone())  # type: ignore[union-attr]
+        engine.step()
+    expected = lamb_by_hand(weight, gradients, 0.05, 0.1, most)
+    torch.testing.assert_close(model.weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_optimizers_decay_weights_as_deepspeeds_do() -> None:
     for kind, plain in ((FusedAdam, torch.optim.AdamW), (DeepSpeedCPUAdam, torch.optim.AdamW)):
         one, other = make_model(), make_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,21 +37,32 @@ class LAMB(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(p, p.grad, group)
+                    self.update(p, p.grad, group)
         return loss
 
-    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        mean, square, count = self.advance(p, grad, group)
+        beta1, beta2 = group["betas"]
+        root = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        step = (mean / (1 - beta1**count)).div_(root).add_(p, alpha=group["weight_decay"])
+        p.sub_(step.mul_(self.trust_ratio(p, step) * group["lr"]))
+
+    def advance(
+        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """The moments with this gradient, and the number of steps."""
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
-        (beta1, beta2), count = group["betas"], float(state["step"])
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        mean.lerp_(grad, 1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        step = (mean / (1 - beta1**count)).div_(root).add_(p, alpha=group["weight_decay"])
+        beta1, beta2 = group["betas"]
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        return state["exp_avg"], state["exp_avg_sq"], float(state["step"])
+
+    @staticmethod
+    def trust_ratio(p: torch.Tensor, step: torch.Tensor, least: float = 0.0, most: float = math.inf) -> torch.Tensor:
         norm, step_norm = torch.linalg.vector_norm(p), torch.linalg.vector_norm(step)
-        ratio = torch.where((norm > 0) & (step_norm > 0), norm / step_norm, torch.ones_like(norm))
-        p.sub_(step.mul_(ratio * group["lr"]))
+        ratio = (norm / step_norm).clamp(least, most)
+        return torch.where((norm > 0) & (step_norm > 0), ratio, torch.ones_like(norm))

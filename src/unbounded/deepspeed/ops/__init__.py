@@ -1,5 +1,5 @@
 """`deepspeed.ops`: optimizers under the names that scripts import them by."""
 
-from unbounded.deepspeed.ops import adagrad, adam, lion
+from unbounded.deepspeed.ops import adagrad, adam, lamb, lion
 
-__all__ = ["adagrad", "adam", "lion"]
+__all__ = ["adagrad", "adam", "lamb", "lion"]

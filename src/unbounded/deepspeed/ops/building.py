@@ -9,6 +9,7 @@ import torch
 
 from unbounded.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from unbounded.deepspeed.ops.adam import FusedAdam
+from unbounded.deepspeed.ops.lamb import FusedLamb
 from unbounded.deepspeed.ops.lion import FusedLion
 from unbounded.errors import PlanError
 
@@ -16,6 +17,7 @@ _KINDS: Mapping[str, Any] = {
     "adam": FusedAdam,
     "adamw": FusedAdam,
     "fusedadam": FusedAdam,
+    "lamb": FusedLamb,
     "lion": FusedLion,
     "adagrad": DeepSpeedCPUAdagrad,
 }
@@ -26,8 +28,8 @@ def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> to
     kind = _KINDS.get(name.lower()) or getattr(torch.optim, name, None)
     if kind is None:
         raise PlanError(
-            f"optimizer.type is {name!r}, which is not available here. Use AdamW, Adam, Lion, Adagrad or one of "
-            "torch.optim."
+            f"optimizer.type is {name!r}, which is not available here. Use AdamW, Adam, Lamb, Lion, Adagrad or one "
+            "of torch.optim."
         )
     options = {key: value for key, value in params.items() if key != "torch_adam"}
     if name.lower() == "adamw":
