@@ -124,6 +124,26 @@ def odd_scaling(model: nn.Module, optimizer: Any) -> Any:
     return seen, {name: value.nan_to_num(7.0, 8.0, 9.0) for name, value in weights(model).items()}
 
 
+def scaling_by_tensors(model: nn.Module, optimizer: Any) -> Any:
+    """Factors that the loop changes before the step, in other dtypes and shapes, a parameter, and two that torch
+    refuses.
+    """
+    factor, third = torch.tensor(0.5), torch.tensor(3.0, dtype=torch.bfloat16)
+    tiny = torch.tensor(1e-4, dtype=torch.float16)
+    for number in range(3):
+        backward(model, number)
+        for parameter in model.parameters():
+            parameter.grad.mul_(factor).div_(third).mul_(tiny)
+            parameter.grad /= torch.tensor([1e-4])
+        for refused in (torch.tensor(1j), torch.ones(1, 1, 1)):
+            with pytest.raises(RuntimeError):
+                model.first.weight.grad.mul_(refused)
+        factor += 1
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
 def scaler(model: nn.Module, optimizer: Any) -> Any:
     """The user's own GradScaler, with an overflow in the second step."""
     scaler, losses = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
@@ -139,19 +159,6 @@ def scaler(model: nn.Module, optimizer: Any) -> Any:
     return losses, scaler.get_scale(), weights(model)
 
 
-def all_of_these(model: nn.Module, optimizer: Any) -> Any:
-    """All of these that are also exact in 16 bits, one after the other."""
-    programs = [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing]
-    return [program(model, optimizer) for program in programs]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_16_bits_every_plan_gives_what_one_device_gives(
-    ranks: Any, world: tuple[int, str, int], precision: str
-) -> None:
-    compare_in(precision, ranks, world, all_of_these)
-
-
 def norms_of_a_list(model: nn.Module, optimizer: Any) -> Any:
     """The gradients are in the user's own list, which outlives their clearing."""
     norms = []
@@ -165,10 +172,23 @@ def norms_of_a_list(model: nn.Module, optimizer: Any) -> Any:
     return norms, weights(model)
 
 
+def all_of_these(model: nn.Module, optimizer: Any) -> Any:
+    """All of these that are also exact in 16 bits, one after the other."""
+    programs = [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing]
+    return [program(model, optimizer) for program in programs]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_16_bits_every_plan_gives_what_one_device_gives(
+    ranks: Any, world: tuple[int, str, int], precision: str
+) -> None:
+    compare_in(precision, ranks, world, all_of_these)
+
+
 @pytest.mark.parametrize(
     "program",
     [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing, clip_then_add, clip_part,
-     own_scaling, odd_scaling, scaler, norms_of_a_list],
+     own_scaling, odd_scaling, scaling_by_tensors, scaler, norms_of_a_list],
 )  # fmt: skip
 def test_gradients_after_a_step_are_the_users(ranks: Any, world: tuple[int, str, int], program: Any) -> None:
     compare(ranks, world, program)

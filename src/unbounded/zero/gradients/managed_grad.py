@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.gradient import Gradient
-from unbounded.zero.gradients.scale_factor import ScaleFactor
+from unbounded.zero.gradients.scale_factor import ScaleFactor, factor_of
 from unbounded.zero.placeholder import Placeholder, as_set, describe
 
 _SCALES = {"mul_", "div_", "__imul__", "__itruediv__"}
@@ -204,9 +204,10 @@ def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[st
         gradient.order_stream()
         gradient.zero_slot(index)
         return (grad,)
-    if name in _SCALES and len(args) == 2 and not kwargs and _is_number(args[1]):
+    if name in _SCALES and len(args) == 2 and not kwargs and _is_number(args[1], grad.ndim):
+        factor = factor_of(args[1])
         gradient.order_stream()
-        gradient.scale_slot(index, _as_factor(args[1]) if "mul" in name else _reciprocal(args[1]))
+        gradient.scale_slot(index, factor if "mul" in name else _reciprocal(factor))
         return (grad,)
     order = _norm_order(name, args, kwargs)
     if order is not None and order == 2.0:
@@ -214,14 +215,10 @@ def _answer(name: str, grad: ManagedGrad, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
-def _as_factor(number: Any) -> ScaleFactor:
-    return number if isinstance(number, torch.Tensor) else float(number)
-
-
-def _reciprocal(number: Any) -> ScaleFactor:
-    if isinstance(number, torch.Tensor):
-        return 1.0 / number
-    return 1.0 / number if number else math.copysign(math.inf, number)
+def _reciprocal(factor: ScaleFactor) -> ScaleFactor:
+    if isinstance(factor, torch.Tensor):
+        return 1.0 / factor
+    return 1.0 / factor if factor else math.copysign(math.inf, factor)
 
 
 def _norm_order(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
@@ -233,9 +230,11 @@ def _norm_order(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> flo
     return float(order) if len(args) <= 2 and isinstance(order, (int, float)) else 2.0 if order == "fro" else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any, ndim: int) -> bool:
+    """Whether a gradient of `ndim` dims times `value` is the gradient times a real number."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not isinstance(value, ManagedGrad)
+        is_scalar = value.numel() == 1 and value.ndim <= ndim and not value.is_complex()
+        return is_scalar and not isinstance(value, ManagedGrad)
     return isinstance(value, (int, float))
 
 
