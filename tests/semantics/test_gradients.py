@@ -174,7 +174,7 @@ def norms_of_a_list(model: nn.Module, optimizer: Any) -> Any:
 
 def all_of_these(model: nn.Module, optimizer: Any) -> Any:
     """All of these that are also exact in 16 bits, one after the other."""
-    programs = [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing]
+    programs = [norms_of_a_list, clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing]
     return [program(model, optimizer) for program in programs]
 
 

@@ -97,7 +97,8 @@ class GradientAgreement:
             if not unit.is_whole:
                 total = self._ranks.sum(total)
             total = self._sum_over_model(unit, total)
-            self._norms[unit] = gradient.changes, total.sqrt().to(gradient.store.dtype)
+            dtype = torch.promote_types(gradient.store.dtype, torch.float32)  # the same digits on every tier
+            self._norms[unit] = gradient.changes, total.sqrt().to(dtype)
         return self._norms[unit][1]
 
     def lend(self, unit: Unit) -> None:
