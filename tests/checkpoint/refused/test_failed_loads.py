@@ -253,6 +253,18 @@ def test_another_optimizer_is_refused_with_what_differs(
     unbounded.load(tmp_path / "c", model)  # weights alone load whatever the optimizer is
 
 
+def test_factored_states_of_another_dtype_are_refused_as_such(tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.float64):
+        linear = torch.nn.Linear(3, 2, dtype=dtype)
+        model, optimizer = unbounded.shard(linear, torch.optim.Adafactor(linear.parameters()))
+        if dtype == torch.float32:
+            unbounded.save(tmp_path / "c", model, optimizer)
+    told = r"the factored states of weight, bias are torch\.float64 here and torch\.float32 in the checkpoint"
+    with pytest.raises(CheckpointError, match=told) as caught:
+        unbounded.load(tmp_path / "c", model, optimizer)
+    assert "it has no" not in str(caught.value)
+
+
 # -- a checkpoint that is replaced meanwhile ---------------------------------------------------------------------------
 
 

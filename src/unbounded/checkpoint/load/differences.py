@@ -126,6 +126,7 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
     assert optimizer is not None
     wanted: set[str] = set()
     lacking: dict[str, list[str]] = {}
+    unlike: dict[str, list[str]] = {}
     for unit in state.engine.units:
         for group in wanted_groups(unit, with_states=True)[1:]:
             wanted.add(group[0])
@@ -136,24 +137,27 @@ def _of_states(state: Sharded, source: StoredTensors) -> list[str]:
             for name, shape in unit.rule.factor_shapes(slot.shape).items() if unit.rule is not None else ():
                 wanted.add(name)
                 dtype = torch.promote_types(unit.dtype, torch.float32)
-                if not _is_there(source, name, slot.name, math.prod(shape), dtype):
+                if not _is_there(source, name, slot.name, math.prod(shape)):
                     lacking.setdefault(name, []).append(slot.name)
+                elif (entry := source.entry(name, slot.name)) is not None and entry.dtype != dtype:
+                    unlike.setdefault(f"{dtype} here and {entry.dtype} in the checkpoint", []).append(slot.name)
     kinds = {entry.kind for entry in source.manifest.tensors.values()} - _NOT_MOMENTS
     names = [slot.name for unit in state.engine.units for slot in unit.layout.slots]  # a pipeline's ranks have some
     kinds = {kind for kind in kinds if any(source.entry(kind, name) is not None for name in names)}
     dropped = sorted(kind for kind in kinds - wanted if not kind.endswith("_scale"))
     saved_from = f"(saved from {saved['kind']}, here {optimizer.kind})"
     found = [f"it has no {kind} of {_shown(names)} {saved_from}" for kind, names in lacking.items()]
+    found += [f"the factored states of {_shown(list(dict.fromkeys(n)))} are {dtypes}" for dtypes, n in unlike.items()]
     found += [f"it has {kind}, which the optimizer here does not keep {saved_from}" for kind in dropped]
     if frozen := _frozen_here(state, source, kinds):
         found.append(f"it has states of {_shown(frozen)}, frozen here (call requires_grad_() on them before loading)")
     return found + (_of_flags(state, source) if found else [])
 
 
-def _is_there(source: StoredTensors, kind: str, name: str, numel: int, dtype: torch.dtype | None = None) -> bool:
-    """Whether there is such a state of that size, and of `dtype` if it cannot be converted."""
+def _is_there(source: StoredTensors, kind: str, name: str, numel: int) -> bool:
+    """Whether there is such a state of that size."""
     entry = source.entry(kind, name)
-    return entry is not None and math.prod(entry.shape) == numel and dtype in (None, entry.dtype)
+    return entry is not None and math.prod(entry.shape) == numel
 
 
 def _frozen_here(state: Sharded, source: StoredTensors, kinds: Iterable[str]) -> list[str]:
