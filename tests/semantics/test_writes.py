@@ -72,6 +72,12 @@ def write(how: str, model: nn.Module) -> None:
                 weight.data += model.blocks[0].up.weight * 0.5
                 weight.data[0] += model.blocks[0].up.weight[1]
                 held -= model.blocks[1].down.weight * 0.5
+        elif how == "taken with gradients":
+            with torch.enable_grad():
+                rows, (upper, lower), flat = weight[2:5], other.chunk(2), model.last.weight.view(-1)
+            rows.mul_(0.5)
+            nn.init.ones_(upper)
+            flat[2:4] = lower[0, :2]
         elif how == "inference":
             with torch.inference_mode():
                 weight.mul_(0.5)
@@ -97,6 +103,7 @@ HOWS = [
     "out",
     "data",
     "graph",
+    "taken with gradients",
     "inference",
     "set",
     "copy",
@@ -306,7 +313,7 @@ def test_a_write_that_autograd_refuses_changes_nothing(plan: str) -> None:
     assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
 
 
-def written_in(rank: int, world_size: int, plan: dict[str, Any]) -> Tensor:
+def written_in(rank: int, world_size: int, plan: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if plan["stage"] < 3 and world_size > 1:
         plan.pop("weights", None)
     model = make()
@@ -315,8 +322,12 @@ def written_in(rank: int, world_size: int, plan: dict[str, Any]) -> Tensor:
     step(model, optimizer)
     with torch.no_grad(), unbounded.full_params(model) if world_size > 1 else contextlib.nullcontext():
         model.last.weight.fill_(0.75)
+        with torch.enable_grad():
+            view = model.first.weight.view(-1)
+        view.fill_(0.75)
     step(model, optimizer)  # with a learning rate of 0 the master says what the weight is
-    return model.state_dict()["last.weight"].float()
+    held = model.state_dict()
+    return held["last.weight"].float(), held["first.weight"].float()
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -324,8 +335,44 @@ def written_in(rank: int, world_size: int, plan: dict[str, Any]) -> Tensor:
 def test_a_write_reaches_what_completes_a_half_precision_weight(
     ranks: Any, world: tuple[int, str, int], precision: str
 ) -> None:
-    for value in ranks(world[0], written_in, {**PLANS[world[1]], "stage": world[2], "precision": precision}):
-        assert torch.equal(value, torch.full((3, 7), 0.75))
+    for last, first in ranks(world[0], written_in, {**PLANS[world[1]], "stage": world[2], "precision": precision}):
+        assert torch.equal(last, torch.full((3, 7), 0.75))
+        assert torch.equal(first, torch.full((7, 5), 0.75))
+
+
+def seen_by_graphs(model: nn.Module, optimizer: Any) -> Any:
+    """A write to a view that has a graph makes the graph that needs its old values unusable; other data does not."""
+    view = model.first.weight[:2]
+    loss = view.square().sum()
+    with torch.no_grad():
+        view.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has been modified inplace"):
+        loss.backward()
+    kept = model.last.weight[0]
+    model.last.weight.data = torch.ones(3, 7)
+    (model.first.weight.t()[1] * model.last.weight[0, 0]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return kept.detach().clone(), step(model, optimizer), weights(model)
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+def test_views_that_were_taken_with_gradients_follow_writes_and_other_data(
+    ranks: Any, world: tuple[int, str, int]
+) -> None:
+    compare(ranks, world, seen_by_graphs)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_graph_of_a_view_from_before_a_write_is_refused(plan: str) -> None:
+    model = make()
+    model, _ = unbounded.shard(model, adamw(model), PLANS[plan])
+    view = model.first.weight[:2]
+    with torch.no_grad():
+        view.mul_(2)
+    with pytest.raises(StateError, match="Take it again from the parameter"):
+        view.square().sum().backward()
+    model.first.weight[:2].square().sum().backward()
 
 
 class Momentum(nn.Module):

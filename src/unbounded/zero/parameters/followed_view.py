@@ -17,7 +17,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unbounded.errors import StateError
 from unbounded.zero.placeholder import METADATA, Placeholder, meets_placeholder
+
+_BACKWARDS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}  # other threads may run these
 
 
 class Source(Protocol):
@@ -47,7 +50,7 @@ class FollowedView(torch.Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in METADATA or func in _BACKWARDS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if meets_placeholder(types):
@@ -81,8 +84,16 @@ def _compute(func: Callable[..., Any], views: list[FollowedView], args: Any, kwa
         view._renew()
     versions = [version_of(view) for view in views]
     name = getattr(func, "__name__", "this")
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if "another view of its base has been modified" not in str(error):
+            raise
+        raise StateError(
+            "a view of a weight, taken with gradients, is used after the weight has changed, and its graph is one of "
+            "before. Take it again from the parameter."
+        ) from error
     if name in ("numpy", "__array__"):
         result.setflags(write=False)  # a write to it could not be seen
     for view, version in zip(views, versions, strict=True):
@@ -105,12 +116,15 @@ def follow(result: Any, lent: list[tuple[Source, torch.Tensor]]) -> Any:
     """`result`, in which tensors that share memory with a value report writes to them."""
 
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad or isinstance(tensor, (FollowedView, nn.Parameter, Placeholder)):
+        if isinstance(tensor, (FollowedView, nn.Parameter, Placeholder)):
             return tensor
         for source, memory in lent:
             if shares(tensor, memory):
                 with torch._C.DisableTorchFunctionSubclass():
-                    view = torch.Tensor._make_subclass(FollowedView, tensor)  # detached, whatever is written to it
+                    if tensor.requires_grad:  # it may still be written to under torch.no_grad()
+                        view = tensor.as_subclass(FollowedView)
+                    else:
+                        view = torch.Tensor._make_subclass(FollowedView, tensor)  # detached, whatever is written to it
                 view._source, view._memory = source, memory
                 hold(source, view)
                 if not hasattr(memory, "_changes"):

@@ -467,7 +467,12 @@ def _compute_with_values(func: Callable[..., Any], args: Any, kwargs: Any) -> An
             parameter.keep(value, getattr(func, "__name__", "this"))
             if result is value:
                 return parameter
-    return follow(result, [(parameter, value) for parameter, (value, _) in lent.items()])
+    return follow(result, [(one, value) for one, (value, _) in lent.items() if not _is_of_pass(one, value)])
+
+
+def _is_of_pass(parameter: ManagedParameter, value: torch.Tensor) -> bool:
+    """Whether `value` is a part of the graph of a running forward, which is itself watched for writes."""
+    return value.requires_grad and parameter._unit.engine.is_in_pass()
 
 
 def _changes_nothing(func: Callable[..., Any], owner: ManagedParameter, args: Any, kwargs: Any) -> bool:

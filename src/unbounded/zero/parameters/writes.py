@@ -18,6 +18,7 @@ from unbounded.native.bulk import convert, new_tensor
 from unbounded.optim import formats
 from unbounded.tiers.array import PAGE
 from unbounded.zero.layout import round_up
+from unbounded.zero.parameters.followed_view import shares
 from unbounded.zero.unit import Unit
 
 CHECKED_FORWARDS, ALWAYS = 2, 1 << 30
@@ -79,7 +80,8 @@ class Writes:
         """Keeps what a forward has written to the gathered buffer of `unit`."""
         now, before = unit.owned_part(), self._before.pop(unit, None)
         if before is None or before.numel() != now.numel():
-            before = _weights_before(unit, slots, now) if unit.resident else fetch_owned(unit)
+            spans = [(slot.start, slot.stop) for slot in map(unit.layout.slots.__getitem__, slots)]
+            before = _weights_before(unit, spans, now) if unit.resident else fetch_owned(unit)
         if not unit.resident and torch.equal(_bits(before), _bits(now)):
             return
         if not unit.is_whole:
@@ -106,10 +108,11 @@ class Writes:
             # On disk a stretch begins and ends on a page.
             first, last = (start - low) // PAGE * PAGE, min(round_up(stop - low, PAGE), high - low)
             before = fetch_owned(unit, first, last)
-            now = before.clone()
-            part = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
-            now[start - low - first : stop - low - first].copy_(part)
-            if unit.resident:
+            now, span = before.clone(), (start - low - first, stop - low - first)
+            now[slice(*span)].copy_(value.detach().reshape(-1)[start - slot.start : stop - slot.start])
+            if unit.resident and shares(value, unit.buffer):  # it was written to where it is
+                before = _weights_before(unit, [span], now, first)
+            elif unit.resident:
                 unit.owned_part()[first:last].copy_(now)
             self.store(unit, now, before, first)
         unit.note_change()
@@ -153,20 +156,20 @@ def fetch_owned(unit: Unit, start: int = 0, stop: int | None = None) -> torch.Te
     return held
 
 
-def _weights_before(unit: Unit, slots: Sequence[int], now: torch.Tensor) -> torch.Tensor:
-    """The weights of a resident unit before a write to `slots` of which there is no copy.
+def _weights_before(unit: Unit, spans: Sequence[tuple[int, int]], now: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """What a resident unit had in place of `now`, from `start` of its part on, before a write to `spans` of it.
 
-    A master that has them all is rounded again. Where the weights are its upper half, any part of the slots may be new.
+    A master that has it all is rounded again. Where the weights are its upper half, any of the spans may be new.
     """
     if "master" in unit.states:
         if unit.states_written is not None:
             unit.states_written.wait()
         master = torch.empty(now.numel(), dtype=unit.states["master"].dtype, device="cpu")
-        unit.states["master"].fetch(master, 0).wait()
+        unit.states["master"].fetch(master, start).wait()
         return master.to(now.dtype).to(now.device)
     before = now.clone()
-    for slot in (unit.layout.slots[index] for index in slots):
-        _bits(before)[slot.start : slot.stop].bitwise_not_()
+    for span in spans:
+        _bits(before)[slice(*span)].bitwise_not_()
     return before
 
 
