@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 import unbounded
 from tests import process
-from unbounded.ranks.watchdog import watch
+from unbounded.ranks import launch
+from unbounded.ranks.watchdog import first_meeting, watch
 from unbounded.ranks.watchdog.heartbeat import Heartbeat
 from unbounded.ranks.watchdog.notices import Notices
 
@@ -176,21 +178,53 @@ def come_late(rank: int, world_size: int) -> tuple[str, str]:
         told.append(text)
         store.set("told", "yes")
 
-    limit = watch.LIMIT_SECONDS
-    watch.LIMIT_SECONDS, watch.print = 0.01, tell  # type: ignore[attr-defined]
+    limit = first_meeting.TOLD_AFTER_SECONDS
+    first_meeting.TOLD_AFTER_SECONDS, first_meeting.print = 0.01, tell  # type: ignore[attr-defined]
     try:
         if rank == 0:
             store.wait(["told"])
-        return watch._name_run(dist.group.WORLD), "".join(told)  # type: ignore[arg-type]
+        return first_meeting.name_run(dist.group.WORLD), "".join(told)  # type: ignore[arg-type]
     finally:
-        watch.LIMIT_SECONDS = limit
-        del watch.print  # type: ignore[attr-defined]
+        first_meeting.TOLD_AFTER_SECONDS = limit
+        del first_meeting.print  # type: ignore[attr-defined]
 
 
 def test_ranks_that_wait_for_anothers_first_call_say_so(ranks: Any) -> None:
     (name, _), (other, told) = ranks(2, come_late)
     assert name == other
     assert "rank 1 has waited" in told
+    assert "for rank 0 to make the first call" in told
+
+
+def end_before_the_first_call(rank: int, world_size: int) -> str:
+    if rank == 2:
+        return ""
+    with pytest.raises(unbounded.errors.PeerError) as caught:
+        sharded(rank)
+    return str(caught.value)
+
+
+def test_a_rank_that_ends_before_its_first_call_is_named_by_all_others(ranks: Any) -> None:
+    told = ranks(3, end_before_the_first_call)
+    for message in told[:2]:
+        assert "for every rank to make its first call to unbounded, but rank 2 did not" in message
+
+
+def await_two(rank: int, limit: float) -> str:
+    """What a rank of two raises that waits for the other to join the job, alone in its store."""
+    launched = launch.Launch("torchrun", rank, 2, rank, None, "node0", 29500)
+    waits, launch._JOIN = launch._JOIN, timedelta(seconds=limit)
+    try:
+        with pytest.raises(unbounded.errors.PlanError) as caught:
+            launch._await_all(dist.HashStore(), launched)
+    finally:
+        launch._JOIN = waits
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_join_is_named() -> None:
+    assert "rank 0 of 2 waited 0 s for rank 1 to make the first call to unbounded" in await_two(0, 0.0)
+    assert "rank 1 of 2 waited 0 s for rank 0 to make the first call to unbounded" in await_two(1, 0.0)
 
 
 class Lasting(Heartbeat):

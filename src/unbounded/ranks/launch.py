@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from unbounded.errors import PlanError
 from unbounded.launcher import Launch, read_launch, read_numbers, tell_local_rank
 from unbounded.ranks.axis import is_running
+from unbounded.ranks.watchdog.first_meeting import Arrivals, name_ranks
 
 _JOIN = timedelta(minutes=10)
 
@@ -74,7 +76,13 @@ def _make_group(launch: Launch, device: torch.device) -> None:
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store: dist.Store = dist.TCPStore(
-            launch.address, launch.port, launch.size, is_master=hosts, timeout=_JOIN, multi_tenant=True
+            launch.address,
+            launch.port,
+            launch.size,
+            is_master=hosts,
+            timeout=_JOIN,
+            wait_for_workers=False,
+            multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
         raise PlanError(
@@ -85,5 +93,26 @@ def _make_group(launch: Launch, device: torch.device) -> None:
     # Restarted workers share the store with those before them: a prefix keeps them from reading stale keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"unbounded-attempt-{attempt}", store)
+    _await_all(store, launch)
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, device_id=bound)
+
+
+def _await_all(store: dist.Store, launch: Launch) -> None:
+    """All ranks must call this. Returns when every rank has come; raises if one has not within the limit."""
+    advice = "Check that every rank was started and calls unbounded, and look for the first error in their output."
+    try:
+        arrivals = Arrivals(store, launch.rank, launch.size)
+        while not arrivals.is_complete():
+            arrivals.tell()
+            if arrivals.seconds > _JOIN.total_seconds():
+                raise PlanError(
+                    f"rank {launch.rank} of {launch.size} waited {arrivals.seconds:.0f} s for "
+                    f"{name_ranks(arrivals.absent())} to make the first call to unbounded. {advice}"
+                )
+            time.sleep(0.05 + launch.size / 1000)  # many ranks ask one store
+    except RuntimeError as error:
+        raise PlanError(
+            f"rank {launch.rank} of {launch.size} lost the job's store at {launch.address}:{launch.port}, which rank 0 "
+            f"or its launcher holds, before every rank had come: {error}. {advice}"
+        ) from error

@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,6 +30,7 @@ from unbounded.errors import PeerError
 from unbounded.held_interrupts import deliver
 from unbounded.ranks.watchdog import verdict
 from unbounded.ranks.watchdog.device_waits import DeviceWaits
+from unbounded.ranks.watchdog.first_meeting import name_run
 from unbounded.ranks.watchdog.heartbeat import Heartbeat
 from unbounded.ranks.watchdog.notices import Notices
 from unbounded.ranks.watchdog.post import Post
@@ -244,33 +244,9 @@ def watch_job() -> Watch | None:
         return None
     if group not in _watches:
         store = dist.distributed_c10d._get_default_store()
-        notices = Notices(store, _name_run(group), dist.get_rank(), dist.get_world_size())
+        notices = Notices(store, name_run(group), dist.get_rank(), dist.get_world_size())
         _watches[group] = Watch(Heartbeat(group, notices))
     return _watches[group]
-
-
-def _name_run(group: dist.ProcessGroup) -> str:
-    """All ranks must call this. A name that only this job has.
-
-    Nobody watches yet, and a rank may prepare data for a long time before it comes. The others wait as long as torch
-    allows, and say so.
-    """
-    config = str(dist.get_backend_config(group))
-    device = "cuda" if "nccl" in config and "gloo" not in config else "cpu"
-    name = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=device)
-    work, begun, is_told = dist.broadcast(name, src=0, async_op=True), time.monotonic(), False
-    assert work is not None
-    while not work.is_completed():
-        time.sleep(0.001)
-        if not is_told and time.monotonic() - begun > LIMIT_SECONDS:
-            is_told = True
-            print(
-                f"unbounded: rank {dist.get_rank()} has waited {LIMIT_SECONDS:.0f} s for the other ranks to make "
-                "their first call to unbounded. Every rank must make it.",
-                file=sys.stderr,
-            )
-    work.wait()
-    return bytes(name.tolist()).hex()
 
 
 def keep_unfinished(work: Collective | None, group: dist.ProcessGroup | None) -> None:
