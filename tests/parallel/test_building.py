@@ -243,6 +243,24 @@ def test_adapters_are_cut_with_their_layers(ranks: Any) -> None:
             assert worst[0] < 1e-4, worst
 
 
+def generate_with_adapters(rank: int, size: int, plans: list[dict[str, Any]]) -> list[bool]:
+    plain, given = adapt(models.build("llama")).eval(), models.batch("llama", 0)["input_ids"]
+    asked = {"input_ids": given, "max_new_tokens": 3, "do_sample": False, "use_cache": False}
+    wanted, same = plain.generate(**asked), []
+    for plan in plans:
+        model = adapt(models.build("llama"))
+        model, _ = unbounded.shard(model, optimizer_of(model), plan)
+        same.append(torch.equal(model.eval().generate(**asked), wanted))
+        with torch.no_grad():
+            same.append(torch.allclose(model(given).logits, plain(given).logits, rtol=1e-4, atol=1e-5))
+    return same
+
+
+def test_a_model_with_adapters_generates_over_a_pipeline(ranks: Any) -> None:
+    plans = [{"pipeline": 2, "microbatches": 2}, {"pipeline": 2, "schedule": "interleaved", "microbatches": 2}]
+    assert ranks(2, generate_with_adapters, plans) == [[True] * 4] * 2
+
+
 def make_and_forget(
     rank: int, size: int, plans: list[dict[str, Any]], most: list[int] | None = None
 ) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import PlanError, StateError
 from unbounded.parallel.attachments import Detach, replace_forward, together
+from unbounded.parallel.blocks import unwrap
 from unbounded.parallel.pipeline.stages import Cutting
 from unbounded.ranks.axis import Axis
 
@@ -103,7 +104,7 @@ class HollowModel:
         self._checked: set[int] = set()  # chunks whose first forward was looked at
         self._removed: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._detaches: list[Detach] = []
-        self._runs = False
+        self._runs = self._leaves = False  # a stage; inside a forward that catches its end
         self.watcher: Watcher | None = None
         self.check: Callable[[Mapping[str, Any]], None] = lambda kwargs: None  # of what a call asks for
         # What calling the model outside `run` does, given the model's own forward and the arguments.
@@ -180,7 +181,10 @@ class HollowModel:
         blocks = [block for stack in self.cutting.stacks for block in stack]
         own = {block for run in self.own_stacks() for block in run}
         self._detaches.extend(replace_forward(block, _refuse_elsewhere) for block in blocks if block not in own)
-        self._detaches.append(replace_forward(self.model, self._make_leaving))
+        self._detaches.append(replace_forward(self.model, self._make_answering))
+        base = unwrap(self.model)
+        if base is not self.model:  # peft calls it alone, to generate
+            self._detaches.append(replace_forward(base, self._make_answering))
         if self.axis.size > 1:
             self._detaches.append(self.model.register_state_dict_post_hook(partial(self._complete)).remove)
             self._detaches.append(self.model.register_load_state_dict_pre_hook(self._leave_out).remove)
@@ -228,12 +232,17 @@ class HollowModel:
             "blocks inside the blocks, or leave pipeline out of the plan."
         )
 
-    def _make_leaving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_answering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def leaving(*args: Any, **kwargs: Any) -> Any:
+            if self._leaves:  # the base of a wrapped model: its wrapper is left too
+                return forward(*args, **kwargs)
+            self._leaves = True
             try:
                 return forward(*args, **kwargs)
             except _Left:
                 return list(self._kept.values())
+            finally:
+                self._leaves = False
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if self._runs or self.answer is None:
