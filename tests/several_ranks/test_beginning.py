@@ -38,8 +38,16 @@ class Counted(nn.Module):
         return self.linear(x)
 
 
-def sharded(rank: int, plan: Any = "auto", lr: float = 0.1, kind: str = "SGD", width: int = 4, first: int = 0) -> Any:
-    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+def sharded(
+    rank: int,
+    plan: Any = "auto",
+    lr: float = 0.1,
+    kind: str = "SGD",
+    width: int = 4,
+    first: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)).to(dtype)
     parameters = list(model.parameters())
     groups = [{"params": parameters[:first]}, {"params": parameters[first:]}]
     optimizer = getattr(torch.optim, kind)(groups if first else parameters, lr=lr)
@@ -65,6 +73,7 @@ def differing(rank: int, world_size: int, what: str) -> str:
     given: dict[str, Any] = {
         "plan": {"plan": {"stage": 2 + rank}},
         "model": {"width": 4 + rank},
+        "dtype": {"dtype": [torch.float32, torch.bfloat16][rank]},
         "rate": {"lr": 0.1 * (1 + rank)},
         "kind": {"kind": ["SGD", "AdamW"][rank]},
         "groups": {"first": 2 + rank},
@@ -79,7 +88,14 @@ def differing(rank: int, world_size: int, what: str) -> str:
     ("what", "message"),
     [
         ("plan", "rank 1 has a different plan from rank 0: Plan() instead of Plan(stage=2)"),
-        ("model", "rank 1 has a different model from rank 0"),
+        (
+            "model",
+            "rank 1 has a different model from rank 0: parameter 0.weight (5, 4) torch.float32, trained instead of",
+        ),
+        (
+            "dtype",
+            "rank 1 has a different model from rank 0: parameter 0.weight (4, 4) torch.bfloat16, trained instead of",
+        ),
         ("rate", "rank 1 has a different optimizer from rank 0: SGD; lr=0.2"),
         ("kind", "rank 1 has a different optimizer from rank 0: AdamW; lr=0.1"),
         ("groups", "rank 1 has a different division of parameters into groups from rank 0. Build the same"),

@@ -22,6 +22,7 @@ from unbounded.launcher import read_local
 from unbounded.optim.formats import DTYPES
 from unbounded.planner.plan import Plan, read_plan
 from unbounded.ranks import launch
+from unbounded.ranks.axis import Axis
 from unbounded.ranks.mesh import Axes, make_axes, world_axis
 from unbounded.ranks.phases import describe_groups
 from unbounded.zero.members import Member, find_members
@@ -50,14 +51,15 @@ def admit(
 ) -> Admitted:
     """All ranks must call this. Joins the job, and checks that every rank can shard the same thing."""
     launch.join(_own_device(model))
-    world, error, admitted, marks = world_axis(), None, None, {}
+    world, error, admitted, marks, lines = world_axis(), None, None, {}, [""]
     try:
         members = check_model(model, is_known=is_known)
         read = read_plan(plan)
         groups = check_optimizer(optimizer, members)
         admitted = members, read, groups, compute_device(members)
+        lines = _describe_model(model, members)
         marks = {
-            "model": _mark_model(model, members),
+            "model": zlib.crc32("\n".join(lines).encode()),
             "plan": repr(replace(read, disk_path=None)),
             "optimizer": None
             if optimizer is None
@@ -68,7 +70,7 @@ def admit(
         error = caught
     told = world.agree(error, marks)
     assert admitted is not None
-    _compare(told)
+    _compare(told, world, lines)
     members, read, groups, device = admitted
     axes = make_axes(mesh, device, tensor=read.tensor, pipeline=read.pipeline, context=read.context)
     axes.limit(read.watchdog_seconds)
@@ -83,10 +85,14 @@ def _own_device(model: nn.Module) -> torch.device:
     return launch.spare_device()
 
 
-def _mark_model(model: nn.Module, members: list[Member]) -> int:
-    names = [f"{m.names} {tuple(m.parameter.shape)} {m.parameter.requires_grad}" for m in members]
-    names += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
-    return zlib.crc32("\n".join(names).encode())
+def _describe_model(model: nn.Module, members: list[Member]) -> list[str]:
+    """The parameters and buffers that must be the same on every rank, in words."""
+    parameters = [
+        f"parameter {', '.join(m.names)} {tuple(m.parameter.shape)} {m.parameter.dtype}, "
+        f"{'trained' if m.parameter.requires_grad else 'frozen'}"
+        for m in members
+    ]
+    return parameters + [f"buffer {name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_buffers()]
 
 
 def _mark_groups(groups: dict[int, int], members: list[Member]) -> int:
@@ -94,16 +100,25 @@ def _mark_groups(groups: dict[int, int], members: list[Member]) -> int:
     return zlib.crc32(repr([groups.get(id(member.parameter)) for member in members]).encode())
 
 
-def _compare(told: list[dict[str, Any]]) -> None:
-    """Raises on every rank if one was given something different from the first."""
+def _compare(told: list[dict[str, Any]], world: Axis, lines: list[str]) -> None:
+    """All ranks must call this. Raises on every rank if one was given something different from the first."""
     for rank, marks in enumerate(told):
         for what, mark in marks.items():
             if mark != told[0][what]:
                 shown = "" if isinstance(mark, int) else f": {mark} instead of {told[0][what]}"
+                if what == "model":
+                    shown = f": {_first_difference(world, lines, rank)}"
                 raise PlanError(
                     f"rank {rank} has a different {what} from rank 0{shown}. "
                     f"Build the same {what} on every rank, in the same order."
                 )
+
+
+def _first_difference(world: Axis, lines: list[str], rank: int) -> str:
+    """All ranks must call this. Where the model of `rank` begins to differ from the first one's."""
+    told = world.objects(lines, "the comparison of every rank's model")
+    pairs = itertools.zip_longest(told[rank], told[0], fillvalue="nothing")
+    return next(f"{own} instead of {other}" for own, other in pairs if own != other)
 
 
 def _own_paths(plan: Plan, rank: int) -> Plan:
