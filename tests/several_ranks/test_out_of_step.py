@@ -119,6 +119,27 @@ def another_rate(job: Job, rank: int, folder: str) -> None:
     job.train()
 
 
+def another_write(job: Job, rank: int, folder: str) -> None:
+    with unbounded.full_params(job.model):
+        job.model.head.weight.mul_(1 + rank)
+
+
+def caught_in_full_params(job: Job, rank: int, folder: str) -> None:
+    with suppress(ValueError), unbounded.full_params(job.model):
+        if rank == 1:
+            raise ValueError("deliberate")
+        job.model.head.weight.mul_(2)
+
+
+def save_of_another_kind(job: Job, rank: int, folder: str) -> None:
+    unbounded.save(folder, job.model, job.optimizer if rank == 0 else None)
+
+
+def load_of_another_kind(job: Job, rank: int, folder: str) -> None:
+    unbounded.save(folder, job.model, job.optimizer)
+    unbounded.load(folder, job.model, job.optimizer if rank == 1 else None)
+
+
 def caught_in_backward(job: Job, rank: int, folder: str) -> None:
     def break_off(module: nn.Module, arguments: Any, output: Tensor) -> None:
         output.register_hook(lambda _: 1 // 0)
@@ -180,6 +201,23 @@ CASES = [
     (longer_generation, 3, r"rank 0 is in model.state_dict\(\); rank 1 is in a forward without gradients"),
     (once_more, 3, "rank 0 is in a backward; rank 1 is in the gather of unit 'blocks.1'"),
     (another_rate, 1, r"rank 1 has different settings in optimizer.step\(\) from rank 0: lr=0.002 instead of lr=0.001"),
+    (another_write, 0, r"rank 1 has different settings in the values that unbounded.full_params\(\) keeps from rank 0"),
+    (another_write, 3, r"unit 'root' written with checksum \w+ instead of unit 'root' not written"),
+    (
+        caught_in_full_params,
+        0,
+        r"rank 0 is in the values that unbounded.full_params\(\) keeps; rank 1 is in a backward",
+    ),
+    (
+        save_of_another_kind,
+        3,
+        r"rank 0 is in unbounded.save\(\); rank 1 is in unbounded.save\(\) without the optimizer",
+    ),
+    (
+        load_of_another_kind,
+        1,
+        r"rank 0 is in unbounded.load\(\) without the optimizer; rank 1 is in unbounded.load\(\)",
+    ),
 ]
 
 

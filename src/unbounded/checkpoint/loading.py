@@ -54,7 +54,7 @@ def load(
     if optimizer is None:  # which alone would take back what a backward has done to its states
         state.engine.refuse_pending("unbounded.load() without the optimizer")
     finish_pending(model)
-    state.engine.confirm("unbounded.load()")
+    state.engine.confirm("unbounded.load()" if optimizer is not None else "unbounded.load() without the optimizer")
     _put_aside_failures(state)
     peers = peers_of(model, state.engine.axes.world)
     return _Loading(state, model, peers, with_optimizer=optimizer is not None).run(folder)

@@ -102,7 +102,7 @@ def _save(
     check_optimizer(state, optimizer)
     refuse_strangers(model)
     finish_pending(model)
-    state.engine.confirm("unbounded.save()")
+    state.engine.confirm("unbounded.save()" if optimizer is not None else "unbounded.save() without the optimizer")
     settle(state)
     job = SaveJob(state, model, folder, optimizer is not None, extra, copy=not wait)
     job.begin()

@@ -103,7 +103,10 @@ def cut_head(model: nn.Module) -> HeadPart | None:
 
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[None]:
-    """All ranks must enter this. Inside, every parameter holds its full value; what is written to it is kept."""
+    """All ranks must enter this. Inside, every parameter holds its full value; what is written to it is kept.
+
+    Every rank must write the same: if they differ, all of them raise at the end.
+    """
     state = sharded(model)
     if state.optimizer is not None:
         state.optimizer.wait()

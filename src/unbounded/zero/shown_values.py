@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,18 +26,23 @@ class _Shown(NamedTuple):
 
 @contextmanager
 def shown_values(engine: Engine) -> Iterator[None]:
-    """All ranks of the axis must call this. Every parameter holds its full value; writes are kept. It may be nested."""
+    """All ranks of the axis must call this. Every parameter holds its full value; writes are kept. It may be nested.
+
+    Each rank keeps its part of what it wrote, so at the end all ranks compare that.
+    """
     with engine.turn():
         engine.refuse_pending("unbounded.full_params()")
         was_shown, before = engine.is_shown, {} if engine.is_shown else _show(engine)
+    written: dict[Unit, torch.Tensor] = {}
     try:
         yield
     finally:
         if not was_shown:
             with engine.turn():
-                _hide(engine, before)
+                written = _hide(engine, before)
     if not was_shown:
         engine.raise_failures()
+        _compare(engine, written)
 
 
 def _show(engine: Engine) -> dict[Unit, _Shown]:
@@ -63,15 +69,29 @@ def _show(engine: Engine) -> dict[Unit, _Shown]:
     return before
 
 
-def _hide(engine: Engine, before: dict[Unit, _Shown]) -> None:
-    """Keeps what was written to the shown values, and releases them."""
+def _hide(engine: Engine, before: dict[Unit, _Shown]) -> dict[Unit, torch.Tensor]:
+    """Keeps what was written to the shown values, and releases them; returns the sums of the units written to."""
     engine.set_shown(False)
+    written: dict[Unit, torch.Tensor] = {}
     for unit, values in before.items():
         with engine.failures.noting():
-            _close(engine, unit, values)
+            sums = _close(engine, unit, values)
+            if sums is not None:
+                written[unit] = sums
     if engine.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
     engine.settle()
+    return written
+
+
+def _compare(engine: Engine, written: Mapping[Unit, torch.Tensor]) -> None:
+    """All ranks of the axis must call this. Raises on all of them if they have not written the same values."""
+    text = "the values that unbounded.full_params() keeps"
+    marks = {unit: zlib.crc32(sums.cpu().numpy().data) for unit, sums in written.items()}
+    shown = (f"written with checksum {marks[unit]:08x}" if unit in marks else "not written" for unit in engine.units)
+    detail = "; ".join(f"unit {unit.name!r} {how}" for unit, how in zip(engine.units, shown, strict=True))
+    engine.copy_phases.confirm(text, detail, ["context"])
+    engine.phases.confirm(text, detail)
 
 
 def _open(unit: Unit, tensor: Axis, before: dict[Unit, _Shown]) -> None:
@@ -86,13 +106,16 @@ def _open(unit: Unit, tensor: Axis, before: dict[Unit, _Shown]) -> None:
             set_data(parameter, join_cut(slot.cut, view, tensor))
 
 
-def _close(engine: Engine, unit: Unit, before: _Shown) -> None:
+def _close(engine: Engine, unit: Unit, before: _Shown) -> torch.Tensor | None:
+    """Keeps this rank's part of a unit; returns the sums of its new values if it was written to."""
     with torch.no_grad():
         unit.views.hide()
         unit.gradient.end_lending()
         engine.writes.store(unit, unit.owned_part(), before.owned)
-        is_written = not torch.equal(before.sums, line_sums(unit.buffer))
+        sums = line_sums(unit.buffer)
+        is_written = not torch.equal(before.sums, sums)
     unit.views.place_data()
     if is_written:  # otherwise graphs from before are still good
         unit.note_change()
     unit.views.take_over_training()
+    return sums if is_written else None
