@@ -171,6 +171,29 @@ def test_a_rank_that_failed_and_left_is_told_with_its_own_message() -> None:
     assert Watch(Leaving())._find_reason(RuntimeError("the connection broke"), post) == told  # type: ignore[arg-type]
 
 
+class Unheard(Leaving):
+    """A heartbeat whose store has gone with the rank that held it."""
+
+    def __init__(self) -> None:
+        self.failure, self.contact = None, time.monotonic() - 60.0
+
+    def seen(self) -> dict[int, Seen]:
+        return {}
+
+
+def test_a_broken_connection_without_a_store_is_told_with_the_ranks_at_its_other_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Watch, "_farewell_seconds", lambda _: 0.0)
+    post = Post("gather", (0, 1, 3))
+    post.begin("the gather", "unit 'u'")
+    told = Watch(Unheard())._find_reason(RuntimeError("it broke."), post)  # type: ignore[arg-type]
+    assert told.startswith(
+        "rank 0 lost the connection to rank 1 or 3 in the gather of unit 'u': it broke. The job's store"
+    )
+    assert "has not answered for 60 s either: that process has probably ended" in told
+
+
 class Unreadable(Exception):
     def __str__(self) -> str:
         raise ValueError

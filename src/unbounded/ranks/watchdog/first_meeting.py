@@ -55,12 +55,12 @@ class Arrivals:
         return f"{rank}/{self._number}"
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int], link: str = "and") -> str:
     """Some ranks, in words."""
-    if not ranks:
-        return "the other ranks"
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else "the other ranks"
+    shown = [*map(str, ranks[:8]), f"{len(ranks) - 8} more"] if len(ranks) > 8 else [*map(str, ranks)]
+    return f"rank{'s' * (link == 'and')} {', '.join(shown[:-1])} {link} {shown[-1]}"
 
 
 def name_run(group: dist.ProcessGroup) -> str:

@@ -30,7 +30,7 @@ from unbounded.errors import PeerError
 from unbounded.held_interrupts import deliver
 from unbounded.ranks.watchdog import verdict
 from unbounded.ranks.watchdog.device_waits import DeviceWaits
-from unbounded.ranks.watchdog.first_meeting import name_run
+from unbounded.ranks.watchdog.first_meeting import name_ranks, name_run
 from unbounded.ranks.watchdog.heartbeat import Heartbeat
 from unbounded.ranks.watchdog.notices import Notices
 from unbounded.ranks.watchdog.post import Post
@@ -191,7 +191,15 @@ class Watch:
                 if reason is not None:
                     return reason
                 time.sleep(self.beat / 4)
-        return f"rank {self.rank} lost the connection to a peer in {what}: {error}"
+        others = [rank for rank in post.members if rank != self.rank]
+        fact = f"rank {self.rank} lost the connection to {name_ranks(others, 'or')} in {what}: {error}"
+        silent = time.monotonic() - self.heartbeat.contact
+        if silent < self._silence_limit():
+            return fact
+        return (
+            f"{fact} The job's store, which rank 0 or its launcher holds, has not answered for {silent:.0f} s either: "
+            "that process has probably ended. Look for the first error in its output."
+        )
 
     def _missing(self, what: str) -> str | None:
         for seen in self.heartbeat.seen().values():
