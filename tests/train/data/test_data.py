@@ -56,6 +56,18 @@ def test_streams_share_the_blocks_of_an_epoch_without_overlap(tmp_path: Path) ->
     assert corpus.order(3, 0).tolist() != corpus.order(4, 0).tolist()
 
 
+def test_a_few_records_as_long_as_many_blocks_are_not_begun_by_every_stream(tmp_path: Path) -> None:
+    text = "".join(chr(97 + i % 26) * 2 + " " for i in range(600_000))  # 1.8 MB, in 110 blocks of 16 KiB
+    corpus = make_corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": text}]), sequence_length=64)
+    assert len(corpus.reader.source.blocks) > 64
+    assert corpus.num_streams == 1
+    rows = rows_of(take(Loader(corpus, rows=4), 2))
+    assert [token for row in rows for token in row] == list(text[: 8 * 64].encode())
+    several = make_corpus(write_jsonl(tmp_path / "b.jsonl", [{"text": text[: 200_000 + i]} for i in range(10)]))
+    assert len(several.reader.source.blocks) > 64
+    assert several.num_streams == 2
+
+
 def test_packed_rows_are_the_documents_joined_with_an_end_token_and_targets_shifted_by_one(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefgh")
     batch = take(Loader(make_corpus(tmp_path / "a.txt", sequence_length=4), rows=3), 1)[0]

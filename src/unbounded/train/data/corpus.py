@@ -68,7 +68,8 @@ class Corpus:
     def num_streams(self) -> int:
         """How many streams the samples are divided into."""
         count = _MAX_STREAMS
-        while count > 1 and len(self.reader.source.blocks) < count * _BLOCKS_PER_STREAM:
+        filled = self.reader.source.count_filled(count * _BLOCKS_PER_STREAM)
+        while count > 1 and filled < count * _BLOCKS_PER_STREAM:
             count //= 2
         return count
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ class DataSource:
         """Every block, in file order."""
         lines_bytes = _lines_block_bytes(sum(f.num_bytes for f in self.files if f.container in (JSONL, ARRAY)))
         return tuple(block for index, file in enumerate(self.files) for block in _cut(index, file, lines_bytes))
+
+    def count_filled(self, most: int) -> int:
+        """How many blocks something begins in, counted up to `most`: those inside a long line hold nothing."""
+        return sum(1 for _ in islice((block for block in self.blocks if self._is_filled(block)), most))
+
+    def _is_filled(self, block: Block) -> bool:
+        file = self.files[block.file]
+        if file.container != JSONL:
+            return True
+        with file.path.open("rb") as stream:
+            _enter(stream, block)
+            return stream.tell() < block.end
 
     @cached_property
     def content(self) -> int:
@@ -261,9 +274,7 @@ def _seam(stream: Any, position: int, num_bytes: int) -> int:
 def read_lines(file: DataFile, block: Block) -> list[bytes]:
     """The lines that begin within the block, without blank ones."""
     with file.path.open("rb") as stream:
-        if block.start:
-            stream.seek(block.start - 1)
-            stream.readline(block.end - block.start + 1)  # not the rest of a line as long as the file
+        _enter(stream, block)
         lines = []
         while stream.tell() < block.end:
             line = stream.readline()
@@ -272,3 +283,10 @@ def read_lines(file: DataFile, block: Block) -> list[bytes]:
             if line.strip():
                 lines.append(line)
         return lines
+
+
+def _enter(stream: Any, block: Block) -> None:
+    """Moves to the first line that begins within the block; if there is none, to the block's end."""
+    if block.start:
+        stream.seek(block.start - 1)
+        stream.readline(block.end - block.start + 1)  # not the rest of a line as long as the file
