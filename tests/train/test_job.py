@@ -25,6 +25,7 @@ from unbounded.errors import DataError, InputError, TrainingError
 from unbounded.observe import trace
 from unbounded.observe.metrics import Metrics, read_metrics
 from unbounded.observe.replacing import write_file
+from unbounded.train.data.document import Split
 from unbounded.train.job.guard import name_shortage
 from unbounded.train.job.summary import describe_summary
 from unbounded.train.step import loop
@@ -310,6 +311,16 @@ def test_epochs_become_steps_by_counting_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 1023)  # 1,024 tokens with the end
     summary = train(tiny(tmp_path / "out", tmp_path / "a.txt", steps=None, epochs=2))
     assert summary.num_steps == 8
+
+
+def test_one_document_is_trained_on_also_where_its_hash_would_hold_it_out(tmp_path: Path) -> None:
+    texts = (f"{i:04}" * 128 for i in range(10_000))
+    held_out = next(text for text in texts if Split(0.01, held_out=True).has(text))
+    (tmp_path / "a.txt").write_text(held_out)
+    summary = train(tiny(tmp_path / "out", tmp_path / "a.txt", steps=None, epochs=1, eval_fraction=None))
+    assert (summary.num_steps, summary.eval_loss) == (2, None)
+    with pytest.raises(DataError, match=r"--eval-fraction 0\.01 holds out all 1 documents"):
+        train(tiny(tmp_path / "out", tmp_path / "a.txt", steps=None, epochs=1, eval_fraction=0.01))
 
 
 class Killed(BaseException):

@@ -60,7 +60,8 @@ class TrainingJob:
         )
         check_outputs(settings)
         self.subject = build(settings)
-        self.train_data, self.eval_data = open_data(settings, self.subject.tokenizer)
+        evaluates = config.eval_fraction is not None or config.eval_data is not None  # asked for
+        self.train_data, self.eval_data = open_data(settings, self.subject.tokenizer, asked=evaluates)
         tokens = 0 if settings.steps else count_epoch(self.train_data, world)
         self.settings = close_length(settings, config, tokens_per_epoch=tokens)
         self.num_parameters, self.num_trained = self.subject.num_parameters, self.subject.num_trained
@@ -68,7 +69,7 @@ class TrainingJob:
         self.names_output = config.output is not None
         self.loader = Loader(self.train_data, rows=self.settings.rows, rank=world.data.rank, num_ranks=world.data.size)
         self.folder = RunFolder(Path(self.settings.output), world, self.settings.keep_last)
-        self.held_out = self._hold_out(asked=config.eval_fraction is not None or config.eval_data is not None)
+        self.held_out = self._hold_out(asked=evaluates)
         self.eval_loss: float | None = None
         self.saved_step = -1
 

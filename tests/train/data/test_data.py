@@ -311,6 +311,8 @@ def test_missing_and_empty_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "blank.jsonl").write_text("\n\n\n")
     with pytest.raises(DataError, match="training data is empty"):
         Loader(make_corpus(tmp_path / "blank.jsonl"), rows=1).next()
+    with pytest.raises(DataError, match=r"--eval-fraction 0\.999999999 holds out all 1 documents"):
+        Loader(make_corpus(tmp_path / "corpus.txt", split=Split(1 - 1e-9)), rows=1).next()
     with pytest.raises(DataError, match="no document was held out"):
         pack_held_out(make_corpus(tmp_path / "corpus.txt", split=Split(1e-9, held_out=True)), 100)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -85,6 +85,11 @@ class Corpus:
     def has(self, document: Document) -> bool:
         """Whether a document is a part of this corpus: of its split, and with something to be predicted."""
         return bool(document) and (self.masking is not None or has_answer(document)) and self.split.has(document)
+
+    def is_empty(self) -> bool:
+        """Whether it has no document at all; reads up to the first one."""
+        blocks = self.reader.source.blocks
+        return not any(self.has(document) for block in blocks for document in self.reader.read(block))
 
     def ask(
         self, tokens: NDArray[np.int32], targets: NDArray[np.int32], starts: NDArray[np.bool_], number: int
@@ -205,7 +210,7 @@ class Stream:
                         num_empty = 0
                         yield StreamPlace(0, epoch, position, number), document
             epoch += 1
-        raise DataError(_no_documents(corpus))
+        raise DataError(explain_no_documents(corpus))
 
 
 def count_characters(document: Document) -> int:
@@ -215,8 +220,18 @@ def count_characters(document: Document) -> int:
     return sum(len(part) if isinstance(part, str) else len(part["content"]) for part in document)
 
 
-def _no_documents(corpus: Corpus) -> str:
-    part = "evaluation" if corpus.split.held_out else "training"
+def explain_no_documents(corpus: Corpus) -> str:
+    """Why a corpus without documents has none."""
+    split, blocks = corpus.split, corpus.reader.source.blocks
+    if split.fraction > 0.0 and not split.held_out:
+        held_out = replace(corpus, split=replace(split, held_out=True))
+        count = sum(held_out.has(document) for block in blocks for document in corpus.reader.read(block))
+        if count:
+            return (
+                f"the training data is empty: --eval-fraction {split.fraction} holds out all {count} documents. "
+                "Turn evaluation off with --eval-fraction 0, give --eval-data instead, or give more documents."
+            )
+    part = "evaluation" if split.held_out else "training"
     return (
         f"the {part} data is empty: {len(corpus.reader.source.files)} files hold no document for it. Give files with "
         "text in them (for conversations, with answers of the assistant), or change --eval-fraction."

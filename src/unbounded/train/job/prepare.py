@@ -13,7 +13,7 @@ from unbounded.errors import DataError, InputError
 from unbounded.native.host_memory import available_bytes
 from unbounded.optim.formats import DTYPES
 from unbounded.tiers.budget import HOST_ACTIVATION_PART, outside_bytes
-from unbounded.train.data.corpus import Corpus, count_tokens
+from unbounded.train.data.corpus import Corpus, count_tokens, explain_no_documents
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.sample import Masking
 from unbounded.train.data.source import open_source
@@ -34,8 +34,9 @@ _LEAST_BUFFERS = 16 << 20
 """What buffers take of the host's budget, however small the model is."""
 
 
-def open_data(settings: Settings, tokenizer: Tokenizer) -> tuple[Corpus, Corpus | None]:
-    """The training data and, if there is an evaluation, its data."""
+def open_data(settings: Settings, tokenizer: Tokenizer, *, asked: bool) -> tuple[Corpus, Corpus | None]:
+    """The training data and, if there is an evaluation, its data. An evaluation that nobody asked for takes no document
+    where none would be left to train on."""
     masking = _masking(settings, tokenizer) if settings.objective == "masked" else None
 
     def corpus(paths: tuple[str, ...], split: Split) -> Corpus:
@@ -55,6 +56,8 @@ def open_data(settings: Settings, tokenizer: Tokenizer) -> tuple[Corpus, Corpus 
     train = corpus(settings.data, Split(settings.eval_fraction))
     if settings.eval_data is not None:
         return train, corpus(settings.eval_data, Split())
+    if not asked and train.is_empty():
+        return replace(train, split=Split()), None
     if settings.eval_fraction > 0.0:
         return train, replace(train, split=Split(settings.eval_fraction, held_out=True))
     return train, None
@@ -77,7 +80,7 @@ def count_epoch(corpus: Corpus, world: World) -> int:
     mine = list(corpus.reader.source.blocks)[world.data.rank :: world.data.size]
     total = int(world.sum([count_tokens(corpus, mine)])[0])
     if not total:
-        raise DataError("the training data is empty: its files contain no document. Give files with text in them.")
+        raise DataError(explain_no_documents(corpus))
     return total
 
 
