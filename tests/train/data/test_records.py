@@ -116,7 +116,10 @@ def test_an_array_is_cut_into_blocks_whose_elements_are_all_of_it(
     ("content", "said"),
     [
         ('[{"text": "a"}, {"text": ', "is not JSON: the array does not end, or an element is incomplete"),
-        ("[1, 2]", "has no field"),
+        ("[1, 2]", "is of type int, but a record is an object"),
+        ('{"text": "a"}\n[]', "is of type list, but a record is an object"),
+        ('{\n"text": "a"\n}', r"is not JSON: .* A record is one whole line, or an element of one array\."),
+        ('[{"text": "a"}]\n[{"text": "b"}]', "goes on after its array, at byte 15"),
         ("[" * 5000, "is nested too deeply|does not end"),
         ('[{"txt": "a"}]', 'Did you mean "txt"'),
         ('[{"text": 5}]', "holds int, not text"),

@@ -86,11 +86,15 @@ class DocumentReader:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{_where(file, line)} is not JSON: {error}") from None
+            remedy = "A record is one whole line, or an element of one array."
+            raise DataError(f"{_where(file, line)} is not JSON: {error}. {remedy}") from None
         return self._read(record, lambda: _where(file, line))
 
     def _read(self, record: Any, where: Any) -> Document:
-        self.kind.check_fields(record if isinstance(record, dict) else (), where, "field")
+        if not isinstance(record, dict):
+            found = type(record).__name__
+            raise DataError(f'{where()} is of type {found}, but a record is an object such as {{"text": "..."}}.')
+        self.kind.check_fields(record, where, "field")
         return self.kind.read(record, where)
 
     def _columns(self, file: DataFile) -> list[str]:

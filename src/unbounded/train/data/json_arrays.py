@@ -58,6 +58,7 @@ def _elements(path: Path) -> Iterator[tuple[int, int]]:
         while True:
             at = _skip(text, at, _SPACE + ",")
             if at < len(text) and text[at] == "]":
+                _refuse_more(path, base + at + 1)
                 return
             try:
                 _, end = decoder.raw_decode(text, at)
@@ -76,6 +77,17 @@ def _elements(path: Path) -> Iterator[tuple[int, int]]:
                     f'"{path}" at byte {base + at} is not JSON: the array does not end, or an element is incomplete.'
                 )
             text, base, at = text[at:] + more, base + at, 0
+
+
+def _refuse_more(path: Path, position: int) -> None:
+    """Raises if anything but space follows the array, which nobody would read."""
+    with path.open("rb") as file:
+        file.seek(position)
+        while window := file.read(_WINDOW_BYTES):
+            if window.strip(_SPACE.encode()):
+                raise DataError(
+                    f'"{path}" goes on after its array, at byte {position}. Give one array, or records on lines.'
+                )
 
 
 def _skip(text: str, at: int, marks: str) -> int:
