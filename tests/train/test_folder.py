@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -101,6 +102,34 @@ def test_an_output_that_is_no_folder_or_holds_somebody_elses_metrics_is_refused(
     assert (tmp_path / "theirs" / "metrics.jsonl").read_text() == '{"loss": 1}\n'
     with pytest.raises(InputError, match="cannot be made"):
         train(tiny(tmp_path / "file" / "below", texts))
+
+
+@pytest.mark.parametrize("content", ['{"name": "mine"}', "notes", "[]", None], ids=["JSON", "text", "list", "FIFO"])
+def test_somebody_elses_run_file_is_not_replaced(tmp_path: Path, texts: Path, content: str | None) -> None:
+    path = tmp_path / "out" / "run.json"
+    path.parent.mkdir()
+    path.write_text(content) if content else os.mkfifo(path)
+    for resume in ("auto", "never"):
+        with pytest.raises(InputError, match=r'run\.json" is not our file, and would be replaced\. Choose another'):
+            train(tiny(tmp_path / "out", texts, resume=resume))
+    assert content is None or path.read_text() == content
+
+
+def test_a_run_file_that_cannot_be_read_is_not_taken_for_none(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path / "out", texts, steps=1)
+    train(config)
+
+    def read_text(path: Path, *args: Any) -> str:
+        if path.name == "run.json":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *args)
+
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(InputError, match=r'run\.json" cannot be read: Permission denied\. Choose another --output\.'):
+        train(replace(config, steps=2))
 
 
 def test_a_trace_replaces_a_trace_and_nothing_else(tmp_path: Path, texts: Path) -> None:

@@ -34,6 +34,7 @@ from unbounded.observe.replacing import write_file
 from unbounded.train.world import World
 
 RUN_FILE = "run.json"
+_OURS = {"format": "unbounded run"}
 _NAME = re.compile(r"(step|replaced)-(\d{1,18})")
 _FAREWELL_SECONDS = 30.0
 Description = dict[str, Any]
@@ -56,7 +57,10 @@ class RunFolder:
         """
         refusal, count = None, 0
         if self._world.is_first:
-            refusal = self._refuse(about, anew=anew)
+            try:
+                refusal = self._refuse(about, anew=anew)
+            except OSError as error:
+                refusal = f'"{error.filename}" cannot be read: {error.strerror}. Choose another --output.'
             kept = None if refusal or anew else self._read().get("threads")
             count = threads or (kept if isinstance(kept, int) and 0 < kept <= 4096 else usual_threads())
             if refusal is None:
@@ -147,6 +151,8 @@ class RunFolder:
             return f'--output "{self.root}" is not writable by this user. Choose another.'
         if not is_metrics(self.root / METRICS):
             return f'"{self.root / METRICS}" is not our metrics file, and would be replaced. Choose another --output.'
+        if not self._is_ours():
+            return f'"{self.root / RUN_FILE}" is not our file, and would be replaced. Choose another --output.'
         other = None if anew else self._other_run(about)
         if other is not None:
             return (
@@ -174,11 +180,18 @@ class RunFolder:
     def _take(self, about: Description, *, anew: bool) -> None:
         if anew:
             self._set_all_aside()
-        write_file(self.root / RUN_FILE, json.dumps({"format": "unbounded run", **about}, indent=1) + "\n")
+        write_file(self.root / RUN_FILE, json.dumps({**_OURS, **about}, indent=1) + "\n")
+
+    def _is_ours(self) -> bool:
+        """Whether the description of a run may go to its file: there is none, an empty one, or one of ours."""
+        path = self.root / RUN_FILE
+        if not path.is_file():
+            return not os.path.lexists(path)
+        return not path.stat().st_size or _OURS.items() <= self._read().items()
 
     def _read(self) -> Description:
-        """How the run in this folder described itself; empty if there is none."""
-        with suppress(OSError, ValueError, RecursionError):
+        """How the run in this folder described itself; empty if there is none, or another file in its place."""
+        with suppress(FileNotFoundError, ValueError, RecursionError):
             there = json.loads((self.root / RUN_FILE).read_text())
             if isinstance(there, dict):
                 return there
