@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +182,30 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_allocated(
         with pytest.raises(InputError, match=said) as caught:
             train(fine_tune(tmp_path / "out", texts, **settings))
         assert "\n" not in str(caught.value)
+
+
+def test_the_configuration_of_a_quantized_model_is_not_trained_from_scratch(
+    tmp_path: Path, folder: Path, texts: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "quantized")
+    path = tmp_path / "quantized" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "gptq"}}))
+    for given in (path.parent, path):
+        with pytest.raises(InputError, match=r'configuration of a quantized model.*Remove "quantization_config"'):
+            train(fine_tune(tmp_path / "out", texts, from_config=str(given)))
+
+
+def test_a_model_folder_that_may_not_be_read_is_not_called_empty(
+    tmp_path: Path, folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any = ".") -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    for given in ({"model": str(folder)}, {"from_config": str(folder)}):
+        with pytest.raises(PermissionError, match=re.escape(str(folder))):
+            train(fine_tune(tmp_path / "out", texts, **given))
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])

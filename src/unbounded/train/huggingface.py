@@ -6,6 +6,7 @@ the adapters, unit by unit.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,18 @@ def _read_config(path: Path, *, needs_weights: bool) -> Any:
         from transformers import AutoConfig
     except ImportError:
         raise InputError(f'"{path}" needs transformers. Install it: pip install "unbounded[hf]".') from None
-    if needs_weights and not list(path.glob("*.safetensors")):
+    names = os.listdir(path) if path.is_dir() else []  # an error where the user may not look, unlike a glob
+    if needs_weights and not any(name.endswith(".safetensors") for name in names):
         raise InputError(f'model folder "{path}" has no safetensors file. Save the model there with save_pretrained.')
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers raises a dozen kinds here; the user needs the one line
         raise InputError(f'no model configuration can be read from "{path}": {_first_line(error)}') from None
+    if not needs_weights and getattr(config, "quantization_config", None):
+        raise InputError(
+            f'"{path}" is the configuration of a quantized model, but training from scratch gives plain weights, which '
+            'nobody could load with it. Remove "quantization_config" from it.'
+        )
     _check_shape(path, config)
     return config
 
