@@ -133,6 +133,14 @@ def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
         other.load_state_dict(state)
 
 
+def test_a_state_does_not_continue_with_another_packing(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "a.jsonl")
+    joined, separated = (Loader(make_corpus(path, separated=value), rows=2).state_dict() for value in (False, True))
+    Loader(make_corpus(path, separated=True), rows=2).load_state_dict(separated)
+    with pytest.raises(DataError, match=r"--packing\), is not what the checkpoint was trained on"):
+        Loader(make_corpus(path, separated=True), rows=2).load_state_dict(joined)
+
+
 def test_a_state_of_the_same_file_with_its_lines_in_another_order_is_refused(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a.jsonl")
     state = Loader(make_corpus(path), rows=2).state_dict()

@@ -101,10 +101,11 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that changes whenever the order of samples does."""
+        """A number that changes whenever the samples, or what is to be predicted in them, do."""
         files = [(str(file.path.name), file.num_bytes) for file in self.reader.source.files]
         kind: tuple[object, ...] = (self.reader.kind, self.tokenizer.name.rsplit("/", 1)[-1], self.split, self.seed)
         kind += (self.overlap,) if self.masking is None else (self.overlap, self.masking)
+        kind += ("separated",) if self.separated else ()
         digest = blake2b(repr((files, kind, self.sequence_length)).encode(), digest_size=6).digest()
         return int.from_bytes(digest, "little")
 

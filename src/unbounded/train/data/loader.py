@@ -75,7 +75,7 @@ class Loader:
         if state["fingerprint"] != own["fingerprint"] or state.get("content", own["content"]) != own["content"]:
             raise DataError(
                 "the data, or what its order depends on (tokenizer, --seed, --sequence-length, --sequence-overlap, "
-                "--eval-fraction, --objective), is not what the checkpoint was trained on, "
+                "--eval-fraction, --objective, --packing), is not what the checkpoint was trained on, "
                 "so the run cannot continue at the exact sample. "
                 "Bring both back, or pass --restart-data to start the data again."
             )
