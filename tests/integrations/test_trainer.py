@@ -344,6 +344,14 @@ def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: 
         build(unbounded.hf.Trainer, str(tmp_path), make_model(torch.float16), fp16_full_eval=True)
     with launched(0, 1), pytest.raises(unbounded.PlanError, match="tensor=2, but Trainer gives every rank other rows"):
         build(unbounded.hf.Trainer, str(tmp_path), plan={"tensor": 2})
+    adapters = tmp_path / "run" / "checkpoint-3" / "adapter_config.json"
+    adapters.parent.mkdir(parents=True)
+    adapters.write_text("{}")
+    with launched(0, 1):
+        trainer = build(unbounded.hf.Trainer, str(tmp_path / "run"))
+        with pytest.raises(unbounded.CheckpointError, match=r"checkpoint-3 holds adapters .* Choose another folder"):
+            trainer.train()
+        assert trainer.state.global_step == 0
     for name in [name for name in sys.modules if name.startswith("unbounded.hf")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from unbounded.checkpoint.exporting import export
 from unbounded.checkpoint.loading import load
+from unbounded.checkpoint.safetensors_writer import refuse_adapters
 from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError, StateError
 from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
@@ -169,6 +170,9 @@ class ShardingTrainer:
             resume_from_checkpoint = find_trainers(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, (str, Path)):
             check_whole(resume_from_checkpoint)
+        if not describe_adapters(self.model) and self.args.save_strategy != "no":
+            for checkpoint in Path(self.args.output_dir).glob("checkpoint-*"):
+                refuse_adapters(checkpoint)  # now, and not in the step that would save there
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
