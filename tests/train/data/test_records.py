@@ -83,12 +83,23 @@ def test_the_texts_of_a_turn_in_parts_are_one_text(tmp_path: Path) -> None:
         ({"content": [None]}, "holds NoneType, not text"),
         ({"content": 0}, "holds int, not text"),
         ({"content": None, "tool_calls": [{"name": "add"}]}, '"tool_calls", but only its "content" would be trained'),
+        ({"content": "4", "reasoning_content": "2 and 2"}, '"reasoning_content", but only its "content" would be'),
+        ({"content": "4", "weight": 0}, '"weight", but only its "content" would be'),
     ],
 )
 def test_a_turn_that_holds_more_than_text_is_refused(tmp_path: Path, turn: dict[str, Any], said: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [*ASKED, {"role": "assistant", **turn}]}])
     with pytest.raises(DataError, match=said):
         documents_of(open_one(path))
+
+
+@pytest.mark.parametrize("container", ["jsonl", "parquet"])
+def test_a_conversation_with_tools_is_not_trained_on_without_them(tmp_path: Path, container: str) -> None:
+    path = write_in(container, tmp_path, [{"messages": ASKED, "tools": [{"name": "add"}]}])
+    with pytest.raises(DataError, match='has "tools", which would be left out'):
+        documents_of(open_one(path))
+    weighed = [{**message, "weight": 1, "thinking": None} for message in ASKED]
+    assert documents_of(open_one(write_in(container, tmp_path, [{"messages": weighed, "tools": None}]))) == [ASKED]
 
 
 def test_a_completion_alone_is_trained_on_and_ends_with_the_end_of_text() -> None:

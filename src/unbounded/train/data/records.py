@@ -34,7 +34,8 @@ Where = Callable[[], str]
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 _SPEAKERS = (("role", "content"), ("from", "value"))
-_CALLS = ("tool_calls", "function_call")
+_UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking")
+_RENDER = 'Render the conversations yourself, and give their "prompt" and "completion" or their "text".'
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class RecordKind:
         if self.name == TEXT:
             return _text(values[0], self.fields[0], where)
         if self.name in (CHAT, SHAREGPT):
+            if record.get("tools"):
+                raise DataError(f'{where()} has "tools", which would be left out. {_RENDER}')
             return _messages(values[0], self.fields[0], where)
         if self.name == ALPACA:
             question, answer = (_text(v, n, where) for v, n in zip(values, self.fields, strict=True))
@@ -80,9 +83,9 @@ def has_answer(document: Document) -> bool:
 def kind_named(name: str, text_field: str, messages_field: str | None) -> RecordKind:
     """The kind of a format, with the user's names for its fields."""
     if name == CHAT:
-        return RecordKind(CHAT, (messages_field or "messages",))
+        return RecordKind(CHAT, (messages_field or "messages",), ("tools",))
     if name == SHAREGPT:
-        return RecordKind(SHAREGPT, (messages_field or "conversations",))
+        return RecordKind(SHAREGPT, (messages_field or "conversations",), ("tools",))
     if name == ALPACA:
         return RecordKind(ALPACA, ("instruction", "output"), ("input",))
     if name == PROMPT:
@@ -123,12 +126,11 @@ def _messages(value: Any, name: str, where: Where) -> list[Message]:
 
 def _content(turn: Mapping[str, Any], name: str, where: Where) -> str:
     """What is said in a turn: a text, or the texts of its parts, one after another."""
-    call = next((key for key in _CALLS if turn.get(key)), None)
-    if call is not None:
-        raise DataError(
-            f'{where()}: a message has "{call}", but only its "{name}" would be trained on. Render the conversations '
-            'yourself, and give their "prompt" and "completion" or their "text".'
-        )
+    unread = next((key for key in _UNREAD if turn.get(key)), None)
+    if unread is None and turn.get("weight") not in (None, 1):
+        unread = "weight"
+    if unread is not None:
+        raise DataError(f'{where()}: a message has "{unread}", but only its "{name}" would be trained on. {_RENDER}')
     said = turn[name]
     parts = said if isinstance(said, list) else ["" if said is None else said]
     return "".join(_part(part, name, where) for part in parts)
