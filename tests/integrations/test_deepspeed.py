@@ -157,7 +157,7 @@ def test_parameters_that_an_optimizer_or_a_schedule_does_not_take_are_refused(se
 def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
     model = nn.Linear(2, 2)
     config = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    with pytest.raises(unbounded.PlanError, match=r"train_batch_size is 10, but .*4 x .*2 x 1 ranks is 8"):
+    with pytest.raises(unbounded.PlanError, match=r"train_batch_size is 10, but .*4 x .*2 x 1 data ranks is 8"):
         deepspeed.initialize(model=model, config=config)
     with pytest.raises(unbounded.PlanError, match="no config"):
         deepspeed.initialize(model=model)
@@ -353,6 +353,41 @@ def test_scripts_ask_the_accelerator_for_a_device_its_memory_and_its_seed(caplog
     (shown,) = caplog.messages
     assert shown.startswith("[Rank 0] after the model: allocated 0.")
     assert shown.endswith("GiB of the host")
+
+
+def make_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+
+
+def train_with_autotp(rank: int, world_size: int) -> list[float]:
+    config = {
+        "train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": world_size, "tp_overlap_comm": True},
+    }
+    rows = torch.randint(0, 64, (8, 12), generator=torch.Generator().manual_seed(1))
+    engine, _, loader, _ = deepspeed.initialize(model=make_llama(), config=config, training_data=list(rows))
+    assert (engine.world_size, engine.dp_world_size, engine.get_batch_info()) == (world_size, 1, (4, 2, 2))
+    losses = []
+    for _ in range(2):
+        for batch in loader:
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_tensor_parallelism_of_a_config_is_that_of_the_plan(ranks: Any) -> None:
+    (alone,) = ranks(1, train_with_autotp)
+    for losses in ranks(2, train_with_autotp):
+        assert losses == pytest.approx(alone, rel=1e-5)
 
 
 def average_two_models(rank: int, world_size: int) -> list[float]:

@@ -39,7 +39,7 @@ _INSTEAD = {
     "pipe": _STAGES,
     "moe": "Layers with experts, such as those of transformers, are partitioned like all others.",
     "OnDevice": 'Build the model under `torch.device("meta")`.',
-    "tp_model_init": "With {'tensor': 2} in the plan, `unbounded.shard` cuts the layers.",
+    "tp_model_init": "Give the config {'tensor_parallel': {'autotp_size': 2}}.",
     "init_inference": "Export the weights (`unbounded.export`) for a program that serves models.",
 }
 

@@ -1,4 +1,4 @@
-"""Batch sizes: train batch = micro-batch x accumulation x ranks. Two of the three give the third."""
+"""Batch sizes: train batch = micro-batch x accumulation x data ranks. Two of the three give the third."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unbounded.errors import PlanError
 
 @dataclass(frozen=True)
 class Batches:
-    """The three sizes, consistent."""
+    """The three sizes, consistent. `world_size` counts the ranks that get rows of their own."""
 
     train: int
     micro: int
@@ -31,6 +31,6 @@ class Batches:
         if given not in (None, train):
             raise PlanError(
                 f"train_batch_size is {given}, but train_micro_batch_size_per_gpu {micro} x "
-                f"gradient_accumulation_steps {steps} x {world_size} ranks is {train}. Correct one of them."
+                f"gradient_accumulation_steps {steps} x {world_size} data ranks is {train}. Correct one of them."
             )
         return cls(train, micro, steps, world_size)

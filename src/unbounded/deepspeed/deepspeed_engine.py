@@ -177,8 +177,9 @@ class DeepSpeedEngine(nn.Module):
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Any = None, **unused: Any
     ) -> DataLoader[Any]:
-        """A loader that gives every rank its own micro-batches of `dataset`."""
-        sampler: Any = DistributedSampler(dataset, self.world_size, self.global_rank)  # type: ignore[arg-type]
+        """A loader that gives every rank its own micro-batches of `dataset`; ranks of one tensor axis get the same."""
+        ranks = sharded(self.module).engine.axes.data
+        sampler: Any = DistributedSampler(dataset, ranks.size, ranks.rank)  # type: ignore[arg-type]
         return DataLoader(
             dataset,
             batch_size or self.batches.micro,
@@ -201,9 +202,11 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        return self.batches.world_size
+        return comm.get_world_size()
 
-    dp_world_size = world_size
+    @property
+    def dp_world_size(self) -> int:
+        return self.batches.world_size
 
     @property
     def skipped_steps(self) -> int:

@@ -179,7 +179,8 @@ def _plan(values: ConfigValues) -> Plan:
     dtype = values.choice("data_types.grad_accum_dtype", _DTYPES)
     if dtype is not None:
         fields["accumulate_dtype"] = dtype
-    return Plan(**fields)
+    ranks = values.count("tensor_parallel.autotp_size", 1, least=0)
+    return Plan(**fields, tensor=ranks or 1)
 
 
 def _precision(values: ConfigValues) -> dict[str, Any]:

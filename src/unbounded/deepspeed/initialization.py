@@ -48,7 +48,7 @@ def initialize(
     found = read_config(find_config(args, config, config_params))
     if dist_init_required is not False:
         comm.init_distributed()
-    batches = Batches.of(found, comm.get_world_size())
+    batches = Batches.of(found, max(1, comm.get_world_size() // found.plan.tensor))
     if comm.get_rank() == 0:
         logger.info("DeepSpeed config:\n%s", found.report)
     made = _make_optimizer(found, optimizer, model_parameters, model)

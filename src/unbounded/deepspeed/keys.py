@@ -16,6 +16,7 @@ _LOGS = "the script logs its own metrics; unbounded.trace(path) records a step"
 _ANY = "every optimizer that can be sharded exactly is allowed, and others are refused"
 _EXACT = "weights and gradients are sent as they are, so results are those of full precision"
 
+_LAYERS = "which layers are cut is read from the model, or from styles in the plan of unbounded.shard"
 _ALL_RANKS = "weights are partitioned over all ranks of the job"
 
 READ = ""
@@ -102,6 +103,12 @@ KEYS: Table = {
         "leaf_module": _UNITS,
         "aio": _AIO,
     },
+    "tensor_parallel": {
+        "autotp_size": READ,
+        "dtype": "the model's precision is that of bf16 or fp16",
+        "tp_overlap_comm": _OVERLAP,
+        **dict.fromkeys(("preset_model", "use_default_specs", "partition_config"), _LAYERS),
+    },
     "zero_allow_untested_optimizer": _ANY,
     "zero_force_ds_cpu_optimizer": _ANY,
     "wall_clock_breakdown": _LOGS,
@@ -153,7 +160,6 @@ CHANGES_TRAINING: Mapping[str, str] = {
     "eigenvalue": "Leave it out.",
     "elasticity": "Choose the batch sizes; checkpoints load under any number of ranks.",
     "hybrid_engine": "Call model.generate(); weights stay gathered across a generation.",
-    "tensor_parallel": "Leave it out.",
     "pipeline": "Leave it out.",
     "sequence_parallel_size": "Leave it out.",
 }
