@@ -41,6 +41,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         return bool(self.optimizer.step_was_skipped)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What frameworks save beside the states."""
+        return self.optimizer.groups_and_counters()  # type: ignore[no-any-return]
+
     def __getattr__(self, name: str) -> Any:
         """What the wrapper does not have comes from the optimizer: `scale`, `memory`, `last_backward`."""
         if name == "optimizer":

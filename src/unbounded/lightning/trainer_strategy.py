@@ -133,6 +133,10 @@ class UnboundedStrategy(DDPStrategy):
         """Nothing: weights go from their tiers into the checkpoint's folder."""
         return {}
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The small part: the states go from their tiers into the checkpoint's folder."""
+        return getattr(optimizer, "_optimizer", optimizer).groups_and_counters()  # type: ignore[no-any-return]
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """All ranks call this. Writes a folder that Lightning resumes from; `unbounded export` extracts the weights."""
         module = self.lightning_module

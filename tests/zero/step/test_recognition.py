@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -114,10 +115,15 @@ def test_momentum_that_a_scheduler_brings_works_before_shard_and_is_refused_clea
 def test_the_state_dict_gives_groups_and_counters_back_through_torch_save(tmp_path: Any) -> None:
     model = tiny()
     _, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()  # nothing is missing yet
     train(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.25
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    with pytest.warns(UserWarning, match=r"not the states of 3 steps .* unbounded\.save") as told:
+        torch.save(optimizer.state_dict(), file)
+    assert told[0].filename == __file__
     unbounded.save(tmp_path / "states", model, optimizer)
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert saved["state"] == {}

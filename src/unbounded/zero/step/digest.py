@@ -6,6 +6,7 @@ state dict says so, and has the step count of the states: an optimizer whose sta
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -37,6 +38,17 @@ def describe(optimizer: Counters, units: Sequence[Unit]) -> dict[str, Any]:
         "skipped_steps": optimizer.skipped_steps,
         "loss_scale": None if scale is None else asdict(scale),
     }
+
+
+def warn_of_lack(units: Sequence[Unit]) -> None:
+    """Tells whoever asks for a state dict, perhaps to save it, what is not in it; once for each place in their code."""
+    steps = _steps(units)
+    if steps:
+        warnings.warn(
+            f"optimizer.state_dict() has groups and counters, but not the states of {steps} steps (moments, masters), "
+            "without which no run can go on from a file of it: unbounded.save(folder, model, optimizer) saves all.",
+            stacklevel=3,
+        )
 
 
 def restore(optimizer: Counters, units: Sequence[Unit], state_dict: dict[str, Any]) -> None:

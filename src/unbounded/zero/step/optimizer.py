@@ -246,9 +246,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.gathering.complete(self.engine.units)
         self.engine.raise_failures()
 
-    @in_turn
     def state_dict(self) -> dict[str, Any]:
-        """Param groups and counters, in torch's form. The states are where the plan put them: `unbounded.save`."""
+        """`groups_and_counters`, with a warning: a user who saves this alone cannot go on from it."""
+        digest.warn_of_lack(self.engine.units)
+        return self.groups_and_counters()
+
+    @in_turn
+    def groups_and_counters(self) -> dict[str, Any]:
+        """The small part, in torch's form. The states are where the plan put them: `unbounded.save` saves all."""
         self.engine.refuse_pending("optimizer.state_dict()")
         return {**super().state_dict(), digest.KEY: digest.describe(self, self.engine.units)}
 
