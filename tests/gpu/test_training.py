@@ -161,6 +161,30 @@ def test_held_gradients_are_clipped_by_what_the_device_computes(gradients: Any) 
         torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_a_factor_on_the_device_counts_as_it_was_when_it_was_used(gradients: str) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model).cuda()
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = unbounded.shard(model, ours, {"optimizer": "host", "gradients": gradients})
+    tokens = torch.randint(0, 300, (4, 32)).cuda()
+    for one, stepped in ((reference, torch.optim.SGD(reference.parameters(), lr=0.1)), (model, optimizer)):
+        factor = torch.tensor(0.5, device="cuda")
+        for _ in range(2):
+            one(tokens).backward()
+            for parameter in one.parameters():
+                parameter.grad.mul_(factor)
+            factor.mul_(3)
+            for parameter in one.parameters():
+                parameter.grad.div_(factor)
+            factor.add_(1)
+            stepped.step()
+            stepped.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.cpu(), reference.state_dict()[name].cpu(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer_format", ["exact", "compact"])
 def test_half_precision_gives_the_same_losses_wherever_states_live(precision: str, optimizer_format: str) -> None:
