@@ -127,7 +127,13 @@ def _look(replica: Replica, groups: Groups, num_dims: int, dtype: torch.dtype) -
         state: dict[str, Any] = {}
         for _ in range(2):
             probe.grad = torch.ones(shape, dtype=dtype, device="cpu")
-            state = dict(replica.step([probe], Replica.options(group), {probe: state}).get(probe, {}))
+            try:
+                state = dict(replica.step([probe], Replica.options(group), {probe: state}).get(probe, {}))
+            except (ValueError, RuntimeError, AssertionError) as error:
+                raise PlanError(
+                    f"{replica.name} cannot update a parameter with {num_dims} dims ({error}). Give such parameters to "
+                    "another optimizer: shard(model, [one, other])."
+                ) from error
         held |= {name: value for name, value in state.items() if value is not None}
     arrays, factors, scalars = [], {}, {}
     for name, value in held.items():

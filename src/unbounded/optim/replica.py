@@ -19,6 +19,11 @@ class Replica:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
+    @property
+    def name(self) -> str:
+        """The name of the optimizer's class."""
+        return type(self._optimizer).__name__
+
     @staticmethod
     def options(group: Mapping[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of a group as they are now."""

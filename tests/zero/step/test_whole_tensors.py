@@ -287,6 +287,36 @@ def masters(kind: str) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in master.state_dict().items()}
 
 
+@pytest.mark.parametrize("plan", [{}, {"weights": "disk", "optimizer": "disk", "gradients": "disk"}], ids=str)
+def test_matrices_are_trained_among_frozen_parameters_that_are_none(plan: dict[str, Any]) -> None:
+    """LoRA with Muon: frozen norms and biases are in units with frozen matrices, some of which Muon has."""
+    found = []
+    for chosen in (None, plan):
+        torch.manual_seed(3)
+        task = Task()
+        model = task.model()
+        optimizer: Any = torch.optim.Muon(matrices(model)[0], lr=0.02)
+        for parameter in matrices(model)[1]:
+            parameter.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        if chosen is not None:
+            model, optimizer = shard(model, optimizer, chosen)
+        for step in range(3):
+            model.loss(Batch(step, 0, 0).tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=2e-5, atol=2e-6)
+    with pytest.raises(unbounded.StateError, match=r"frozen at `shard`, so it is not laid out for its optimizer"):
+        model.blocks[0].requires_grad_(True)
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    _, optimizer = shard(pair, torch.optim.Muon([pair[0].weight.requires_grad_(True)]), plan)
+    pair[1].weight.requires_grad_(True)
+    with pytest.raises(unbounded.StateError, match=r"frozen at `shard`, with parameters that Muon cannot update"):
+        optimizer.add_param_group({"params": [pair[1].weight]})
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -170,7 +170,10 @@ def _spec(
     rule = None
     if book is not None:
         with contextlib.nullcontext() if trainable else contextlib.suppress(PlanError):
-            rule = book.rule(optimizer, target, [shape for _, shape, _ in entries])
+            given = [
+                shape for _, shape, group in entries if group >= 0
+            ]  # of what is frozen, the optimizer may have some
+            rule = book.rule(optimizer, target, given or [shape for _, shape, _ in entries])
     needs_wholes = trainable and rule is not None and rule.granularity is Granularity.TENSOR
     if needs_wholes:
         _refuse_parts(members, cuts, book.kind(optimizer) if book is not None else "")

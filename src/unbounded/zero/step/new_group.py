@@ -46,9 +46,14 @@ def check_states(optimizer: torch.optim.Optimizer, optimizer_format: str, units:
         )
     book = RuleBook(optimizer, optimizer_format)
     for unit in units:
-        wanted = book.rule(0, unit.dtype, [slot.shape for slot in unit.layout.slots])
         held = unit.rule_if_trained
-        if wanted is None or held is None or wanted.specs != held.specs:
+        if held is None:
+            raise StateError(
+                f"the unit {unit.name!r} was frozen at `shard`, with parameters that {kind_of(optimizer)} cannot "
+                "update, so it has no states. Unfreeze what is to be trained before `shard`, and freeze it afterwards."
+            )
+        wanted = book.rule(0, unit.dtype, [slot.shape for slot in unit.layout.slots])
+        if wanted is None or wanted.specs != held.specs:
             names = [", ".join(s.name for s in rule.specs) if rule else "none" for rule in (wanted, held)]
             raise StateError(
                 f"the new group's options need other states ({names[0]}) than the optimizer kept at `shard` "
