@@ -375,6 +375,15 @@ def test_a_graph_of_a_view_from_before_a_write_is_refused(plan: str) -> None:
     model.first.weight[:2].square().sum().backward()
 
 
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_view_that_was_taken_with_gradients_goes_into_compiled_code(plan: str) -> None:
+    model = make()
+    model, _ = unbounded.shard(model, adamw(model), PLANS[plan])
+    square = torch.compile(lambda weight: weight.square().sum(), backend="eager")
+    square(model.first.weight.t()).backward()
+    torch.testing.assert_close(model.first.weight.grad, 2 * model.first.weight.detach())
+
+
 class Momentum(nn.Module):
     """MoCo: a second encoder follows the first inside the forward, by new data."""
 

@@ -20,7 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unbounded.errors import StateError
 from unbounded.zero.placeholder import METADATA, Placeholder, meets_placeholder
 
-_BACKWARDS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}  # other threads may run these
+# Backwards may run in other threads, and a base that is asked for would be a view of itself.
+_UNFOLLOWED = {
+    *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
+    torch.Tensor._base.__get__,  # type: ignore[union-attr]
+}
 
 
 class Source(Protocol):
@@ -50,7 +54,7 @@ class FollowedView(torch.Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA or func in _BACKWARDS:
+        if func in METADATA or func in _UNFOLLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if meets_placeholder(types):
