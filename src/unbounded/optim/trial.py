@@ -1,7 +1,8 @@
 """Tries what a class declares about its update on small tensors, before it is trusted.
 
-The class updates a matrix and a vector together, as in plain PyTorch, and once more as the engine would: each tensor by
-itself and, if it is declared elementwise, each in two flat parts with their own states. Both must agree.
+The class updates a matrix and a vector (two matrices, if it was given matrices only) together, as in plain PyTorch, and
+once more as the engine would: each tensor by itself and, if it is declared elementwise, each in two flat parts with
+their own states. Both must agree.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from unbounded.optim.granularity import Granularity
 from unbounded.optim.replica import Replica
 from unbounded.optim.rules import Whole
 
-_SHAPES = ((6, 10), (9,))
+_SHAPES, _MATRICES = ((6, 10), (9,)), ((6, 10), (9, 4))
 _STEPS = 3
 _TOLERANCE = 1e-5
 
@@ -27,9 +28,12 @@ def try_declared(optimizer: torch.optim.Optimizer, granularity: Granularity) -> 
     """Raises if the class does not update as it declares."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        values = [_draw(shape) for shape in _SHAPES]
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        only_matrices = granularity is Granularity.TENSOR and all(parameter.dim() == 2 for parameter in own)
+        shapes = _MATRICES if only_matrices else _SHAPES
+        values = [_draw(shape) for shape in shapes]
         # Of very different sizes, so that a norm over too much shows.
-        grads = [[_draw(shape) * 3**index for index, shape in enumerate(_SHAPES)] for _ in range(_STEPS)]
+        grads = [[_draw(shape) * 3**index for index, shape in enumerate(shapes)] for _ in range(_STEPS)]
         for group in optimizer.param_groups:
             together = _train_together(optimizer, group, values, grads)
             if granularity is Granularity.TENSOR:
