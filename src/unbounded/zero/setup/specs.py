@@ -170,9 +170,7 @@ def _spec(
     rule = None
     if book is not None:
         with contextlib.nullcontext() if trainable else contextlib.suppress(PlanError):
-            given = [
-                shape for _, shape, group in entries if group >= 0
-            ]  # of what is frozen, the optimizer may have some
+            given = [shape for _, shape, group in entries if group >= 0]  # which may be frozen
             rule = book.rule(optimizer, target, given or [shape for _, shape, _ in entries])
     needs_wholes = trainable and rule is not None and rule.granularity is Granularity.TENSOR
     if needs_wholes:
