@@ -113,6 +113,7 @@ def test_values_of_the_wrong_type_are_refused_with_their_key(tmp_path: Path) -> 
         (["--eval-fraction", "1"], "less than 1"),
         (["--steps", "5", "--warmup", "6"], "longer than the run"),
         (["--output", ""], "--output is empty, but it must be a path"),
+        ([""], "the settings file has an empty name"),
     ],
 )
 def test_contradictions_are_refused(arguments: list[str], said: str) -> None:

@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def make_config(given: dict[str, Any]) -> Config:
     """The flags in `given`, on top of the settings in their file. Unknown keys and contradictions are refused."""
     flags = {key: value for key, value in given.items() if key in FIELDS}
-    settings = read_toml(Path(given["file"])) if given.get("file") else {}
+    file = given.get("file")
+    if file == "":  # as from a variable that is not set: without a file, it would train something else
+        raise InputError("the settings file has an empty name. Give the path of a TOML file, or leave it out.")
+    settings = read_toml(Path(file)) if file is not None else {}
     plan = {**dict(settings.pop("plan", ())), **dict(flags.pop("plan", ()))}
     flags = {key: fit(key, value, flag_of(key)) for key, value in flags.items()}
     for pair in EXCLUSIVE:  # a flag overrides the file, even if the file says the same thing with the other key
