@@ -210,9 +210,11 @@ def refuse_adapters(folder: Path) -> None:
 
 
 def _refuse_checkpoint(folder: Path) -> None:
-    """Raises if the folder is a checkpoint: with other files in it, no save replaces it any more."""
-    if is_whole(folder) and (folder / data_name(0)).exists():
-        raise CheckpointError(f"{folder} is a checkpoint, which holds nothing else. Export to another folder.")
+    """Raises if the folder is a checkpoint, or in one, which would be removed with all that is in it, or never be
+    replaced by a save any more."""
+    for place in (folder, *folder.resolve().parents):
+        if is_whole(place) and (place / data_name(0)).exists():
+            raise CheckpointError(f"{place} is a checkpoint, which holds nothing else. Export to another folder.")
 
 
 def _lock(folder: Path) -> int:

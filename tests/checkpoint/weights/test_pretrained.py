@@ -113,10 +113,11 @@ def test_a_checkpoint_is_exported_without_the_model(ranks: Any, tmp_path: Path, 
     assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "o2"), "--config", str(tmp_path / "o2")]) == 0
     assert (tmp_path / "o2" / "config.json").read_text() == '{"mine": 1}'
     assert "in 1 file(s)" in capsys.readouterr().out
-    for out, config in (("checkpoint", "base"), ("o3", "nowhere")):
+    for out, config in (("checkpoint", "base"), ("checkpoint/a/b", "base"), ("o3", "nowhere")):
         assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / out), "--config", str(tmp_path / config)])
     assert not (tmp_path / "o3").exists()
-    assert "is a checkpoint, which holds nothing else" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoint" / "a").exists()
+    assert capsys.readouterr().err.count("checkpoint is a checkpoint, which holds nothing else") == 2
     assert main(["inspect", str(tmp_path / "checkpoint"), "--verify", "--tensors"]) == 0
     shown = capsys.readouterr().out
     assert "LlamaForCausalLM" in shown
