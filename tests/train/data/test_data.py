@@ -133,11 +133,19 @@ def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
         other.load_state_dict(state)
 
 
+def test_a_state_does_not_continue_in_records_that_are_read_as_text(tmp_path: Path) -> None:
+    path = write_texts(tmp_path / "a.jsonl", 20)
+    state = Loader(make_corpus(path), rows=2).state_dict()
+    with pytest.raises(DataError, match=r"--data-format\), is not what the checkpoint was trained on"):
+        Loader(make_corpus(path, data_format="text"), rows=2).load_state_dict(state)
+    Loader(make_corpus(path, data_format="jsonl"), rows=2).load_state_dict(state)
+
+
 def test_a_state_does_not_continue_with_another_packing(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a.jsonl")
     joined, separated = (Loader(make_corpus(path, separated=value), rows=2).state_dict() for value in (False, True))
     Loader(make_corpus(path, separated=True), rows=2).load_state_dict(separated)
-    with pytest.raises(DataError, match=r"--packing\), is not what the checkpoint was trained on"):
+    with pytest.raises(DataError, match=r"--packing, .* is not what the checkpoint was trained on"):
         Loader(make_corpus(path, separated=True), rows=2).load_state_dict(joined)
 
 

@@ -109,6 +109,11 @@ class Corpus:
         digest = blake2b(repr((files, kind, self.sequence_length)).encode(), digest_size=6).digest()
         return int.from_bytes(digest, "little")
 
+    @cached_property
+    def reading(self) -> list[int | str]:
+        """How its files are read: in how many streams, and in which ways."""
+        return [self.num_streams, *sorted({file.container for file in self.reader.source.files})]
+
 
 class _OpenDocument:
     """A tokenised document and the place it came from; its first `offset` tokens are already used."""

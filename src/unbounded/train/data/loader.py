@@ -72,10 +72,11 @@ class Loader:
         if self._thread is not None:
             raise DataError("a loader's state can only be set before its first batch.")
         own = self._describe()
-        if state["fingerprint"] != own["fingerprint"] or state.get("content", own["content"]) != own["content"]:
+        same = state["fingerprint"] == own["fingerprint"]
+        if not same or any(state.get(key, own[key]) != own[key] for key in ("content", "reading")):
             raise DataError(
                 "the data, or what its order depends on (tokenizer, --seed, --sequence-length, --sequence-overlap, "
-                "--eval-fraction, --objective, --packing), is not what the checkpoint was trained on, "
+                "--eval-fraction, --objective, --packing, --data-format), is not what the checkpoint was trained on, "
                 "so the run cannot continue at the exact sample. "
                 "Bring both back, or pass --restart-data to start the data again."
             )
@@ -143,6 +144,7 @@ class Loader:
         return {
             "fingerprint": self._corpus.fingerprint,
             "content": self._corpus.reader.source.content,
+            "reading": self._corpus.reading,
             "samples": self._num_samples,
             "streams": {str(index): list(place) for index, place in sorted(places.items())},
         }
