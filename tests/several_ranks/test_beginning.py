@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import unbounded
 from tests import process
@@ -46,12 +47,15 @@ def sharded(
     width: int = 4,
     first: int = 0,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    mesh: Any = None,
 ) -> Any:
-    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)).to(dtype)
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)).to(dtype)
     parameters = list(model.parameters())
     groups = [{"params": parameters[:first]}, {"params": parameters[first:]}]
     optimizer = getattr(torch.optim, kind)(groups if first else parameters, lr=lr)
-    return unbounded.shard(model, optimizer, plan)
+    return unbounded.shard(model, optimizer, plan, mesh=mesh)
 
 
 def buffers_after(rank: int, world_size: int) -> dict[str, Any]:
@@ -70,9 +74,12 @@ def test_every_rank_begins_with_the_first_ones_buffers(ranks: Any) -> None:
 
 
 def differing(rank: int, world_size: int, what: str) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     given: dict[str, Any] = {
         "plan": {"plan": {"stage": 2 + rank}},
         "model": {"width": 4 + rank},
+        "origin": {"device": ["cpu", "meta"][rank]},
+        "mesh": {"mesh": [mesh, None][rank]},
         "dtype": {"dtype": [torch.float32, torch.bfloat16][rank]},
         "rate": {"lr": 0.1 * (1 + rank)},
         "kind": {"kind": ["SGD", "AdamW"][rank]},
@@ -95,6 +102,14 @@ def differing(rank: int, world_size: int, what: str) -> str:
         (
             "dtype",
             "rank 1 has a different model from rank 0: parameter 0.weight (4, 4) torch.bfloat16, trained instead of",
+        ),
+        (
+            "origin",
+            "rank 1 has a different model from rank 0: a model on the meta device instead of a model with values",
+        ),
+        (
+            "mesh",
+            "rank 1 has a different mesh from rank 0: none instead of ('data',) of the ranks [0, 1]. Build the same",
         ),
         ("rate", "rank 1 has a different optimizer from rank 0: SGD; lr=0.2"),
         ("kind", "rank 1 has a different optimizer from rank 0: AdamW; lr=0.1"),

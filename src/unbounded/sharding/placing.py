@@ -69,7 +69,10 @@ def shard(
     process group yet, one is made.
     """
     optimizer = unwrap(optimizer) if optimizer is not None else None
-    admitted = admit(model, optimizer, plan, mesh=mesh, is_known=is_sharded(model))
+    if weights is None and isinstance(model, nn.Module):
+        weights = next((_expected[part] for part in model.modules() if part in _expected), None)
+    has_folder = weights is not None
+    admitted = admit(model, optimizer, plan, mesh=mesh, is_known=is_sharded(model), has_folder=has_folder)
     axes, device = admitted.axes, admitted.device
     running.free_dropped()
     is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1
@@ -77,8 +80,6 @@ def shard(
         _refuse_tiles(model)
     parts = take_parts(model, optimizer, admitted.plan, axes, device)
     open_plan = close_activations(model, admitted.plan, device)
-    if weights is None:
-        weights = next((_expected[part] for part in model.modules() if part in _expected), None)
     fill = _choose_fill(model, optimizer, weights, device, parts)
     lowered = DTYPES[open_plan.precision] if open_plan.precision is not None else None
     if not is_cut:

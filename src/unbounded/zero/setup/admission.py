@@ -48,8 +48,12 @@ def admit(
     *,
     mesh: DeviceMesh | None,
     is_known: bool,
+    has_folder: bool,
 ) -> Admitted:
-    """All ranks must call this. Joins the job, and checks that every rank can shard the same thing."""
+    """All ranks must call this. Joins the job, and checks that every rank can shard the same thing.
+
+    `has_folder` says whether the model's weights come from a folder.
+    """
     launch.join(_own_device(model))
     world, error, admitted, marks, lines = world_axis(), None, None, {}, [""]
     try:
@@ -57,7 +61,7 @@ def admit(
         read = read_plan(plan)
         groups = check_optimizer(optimizer, members)
         admitted = members, read, groups, compute_device(members)
-        lines = _describe_model(model, members)
+        lines = [_describe_origin(model, has_folder=has_folder), *_describe_model(model, members)]
         marks = {
             "model": zlib.crc32("\n".join(lines).encode()),
             "plan": repr(replace(read, disk_path=None)),
@@ -65,6 +69,7 @@ def admit(
             if optimizer is None
             else describe_groups(type(optimizer).__name__, optimizer.param_groups),
             "division of parameters into groups": _mark_groups(groups, members),
+            "mesh": _describe_mesh(mesh),
         }
     except Exception as caught:
         error = caught
@@ -83,6 +88,20 @@ def _own_device(model: nn.Module) -> torch.device:
     if first is not None and first.device.type == "cuda":
         return first.device
     return launch.spare_device()
+
+
+def _describe_origin(model: nn.Module, *, has_folder: bool) -> str:
+    """Where the first values of a model come from: ranks must take them from there together."""
+    if has_folder:
+        return "a model whose weights come from a folder"
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    return "a model on the meta device" if is_meta else "a model with values"
+
+
+def _describe_mesh(mesh: DeviceMesh | None) -> str:
+    if isinstance(mesh, DeviceMesh):
+        return f"{mesh.mesh_dim_names} of the ranks {mesh.mesh.tolist()}"
+    return "none" if mesh is None else type(mesh).__name__
 
 
 def _describe_model(model: nn.Module, members: list[Member]) -> list[str]:
