@@ -44,6 +44,8 @@ def load(
 ) -> dict[str, Any]:
     """All ranks must call this. Loads the checkpoint in `folder` into the model and returns its `extra`.
 
+    The folder is the one that the first rank names; what others name is not used.
+
     With `optimizer`, its states, step counts, hyper-parameters, loss scale, gradients added up so far and the random
     states are loaded too; without it, only weights and buffers. If there is no whole checkpoint, all ranks raise a
     FileNotFoundError; if it is of another model or optimizer, a CheckpointError that lists what differs.

@@ -78,6 +78,8 @@ def save(
 ) -> Save:
     """All ranks must call this. Writes one checkpoint to `folder`. An older one there is replaced only by a whole one.
 
+    The folder is the one that the first rank names, on a filesystem that all ranks share; what others name is not used.
+
     Without `optimizer`, only weights and buffers are saved. `load` returns `extra`: numbers, strings, containers and
     tensors, such as the state_dict() of a scheduler. With `wait=False` it returns once everything small is copied.
     Training may continue, and the next step waits only for what it would overwrite. Errors of such a save are raised
