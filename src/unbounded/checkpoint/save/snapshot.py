@@ -101,12 +101,15 @@ class Snapshot:
         array = unit.factors.array
         if array is None or (unit.is_whole and number % self.copies.size != self.copies.rank):
             return
+        held = [(unit.layout.slots[factor.slot], factor) for factor in unit.factors.held]
+        counted = [(slot.name, factor) for slot, factor in held if slot.is_counted]
+        if not counted:
+            return
         kept = _copied(array) if copy else array
         segment = FileSegment((kept, 0), array.numel, reader if kept is array else None)
         self.segments.append(segment)
-        for factor in unit.factors.held:
+        for name, factor in counted:
             box = ((0, factor.stop - factor.start),)
-            name = unit.layout.slots[factor.slot].name
             self.stored.append(Stored(segment, factor.start, name, factor.name, factor.shape, box))
 
     def _part(self, unit: Unit, number: int) -> tuple[int, int]:
