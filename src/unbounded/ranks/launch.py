@@ -20,6 +20,7 @@ from unbounded.ranks.axis import is_running
 from unbounded.ranks.watchdog.first_meeting import Arrivals, name_ranks
 
 _JOIN = timedelta(minutes=10)
+_num_joined = 0  # groups that this process has made
 
 
 def is_due() -> bool:
@@ -90,12 +91,15 @@ def _make_group(launch: Launch, device: torch.device) -> None:
             f"{error}. "
             "Check that every rank was started and that the port is free and reachable."
         ) from error
-    # Restarted workers share the store with those before them: a prefix keeps them from reading stale keys.
+    # Restarted workers share the store with those before them, and a second group of these with the first: a prefix
+    # keeps them from reading stale keys.
+    global _num_joined
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"unbounded-attempt-{attempt}", store)
+    store = dist.PrefixStore(f"unbounded-attempt-{attempt}-{_num_joined}", store)
     _await_all(store, launch)
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, device_id=bound)
+    _num_joined += 1
 
 
 def _await_all(store: dist.Store, launch: Launch) -> None:
