@@ -16,6 +16,7 @@ import unbounded
 import unbounded.deepspeed as deepspeed
 from unbounded.deepspeed.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 from unbounded.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from unbounded.deepspeed.ops.building import build_optimizer
 
 STAGE3 = {
     "bf16": {"enabled": True},
@@ -137,6 +138,8 @@ def test_mistakes_in_a_config_are_told_with_what_was_meant(config: Any, message:
     ("section", "params"),
     [
         ({"optimizer": {"type": "AdamW", "params": {"lrr": 1e-3}}}, "optimizer.params: .*'lrr'"),
+        ({"optimizer": {"type": "Muon"}}, "which parameters it has is said by `use_muon`"),
+        ({"optimizer": {"type": "lr_scheduler"}}, "optimizer.type is 'lr_scheduler', which is not available"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params: Invalid learning rate"),
         ({"optimizer": {"type": "AdamW", "params": {"betas": ["a", 0.9]}}}, "optimizer.params: could not convert"),
         (
@@ -448,6 +451,16 @@ def test_lamb_is_computed_as_deepspeed_does(most: float) -> None:
         engine.step()
     expected = lamb_by_hand(weight, gradients, 0.05, 0.1, most)
     torch.testing.assert_close(model.weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_optimizers_have_deepspeeds_defaults() -> None:
+    def made(kind: str, **params: Any) -> Any:
+        return build_optimizer(kind, params, make_model().parameters())
+
+    assert made("Lion").defaults["betas"] == (0.9, 0.999)
+    assert made("AdamW").defaults["weight_decay"] == 0
+    assert made("AdamW", torch_adam=True).defaults["weight_decay"] == 0.01
+    assert type(made("Adam", torch_adam=True, adam_w_mode=False)) is torch.optim.Adam
 
 
 def test_the_optimizers_decay_weights_as_deepspeeds_do() -> None:

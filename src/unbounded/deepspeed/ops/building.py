@@ -25,15 +25,22 @@ _KINDS: Mapping[str, Any] = {
 
 def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> torch.optim.Optimizer:
     """`name` and `params` as the config's optimizer section has them, over `parameters` or groups of them."""
+    options = dict(params)
+    if name.lower() == "adamw":
+        options["adam_w_mode"] = True
     kind = _KINDS.get(name.lower()) or getattr(torch.optim, name, None)
-    if kind is None:
+    if kind is FusedAdam and options.pop("torch_adam", False):  # torch's own weight decay, if params has none
+        kind = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
+    if name.lower() == "muon":
+        raise PlanError(
+            "optimizer.type is 'Muon', but which parameters it has is said by `use_muon`, which is not read here. Call "
+            "unbounded.shard(model, [muon, adamw]) instead of initialize."
+        )
+    if not isinstance(kind, type):
         raise PlanError(
             f"optimizer.type is {name!r}, which is not available here. Use AdamW, Adam, Lamb, Lion, Adagrad or one "
             "of torch.optim."
         )
-    options = {key: value for key, value in params.items() if key != "torch_adam"}
-    if name.lower() == "adamw":
-        options["adam_w_mode"] = True
     try:
         if "betas" in options:
             options["betas"] = tuple(map(float, options["betas"]))
