@@ -14,7 +14,7 @@ from torch import nn
 
 import unbounded
 import unbounded.deepspeed as deepspeed
-from unbounded.deepspeed.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from unbounded.deepspeed.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from unbounded.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from unbounded.deepspeed.ops.building import build_optimizer
 
@@ -150,6 +150,10 @@ def test_mistakes_in_a_config_are_told_with_what_was_meant(config: Any, message:
             {**ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-4]}}},
             "warmup_max_lr has 2 values for 1 param groups",
         ),
+        (
+            {**ADAM, "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}},
+            "lr_range_test_step_size is 0, but it must be at least 1",
+        ),
     ],
 )
 def test_parameters_that_an_optimizer_or_a_schedule_does_not_take_are_refused(section: Any, params: str) -> None:
@@ -186,6 +190,33 @@ def test_schedules_follow_the_published_formulas() -> None:
     assert [round(rate, 4) for rate in both.get_last_lr()] == [0.5, 0.15]
     cosine = rates(WarmupCosineLR, total_num_steps=4, warmup_num_steps=2, cos_min_ratio=0.0)
     assert cosine == [0, 0, 2.0, 1.0, 0.0, 0.0]
+    climb = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2}
+    assert rates(LRRangeTest, **climb) == [0.1, 0.15, 0.2, 0.25, 0.3, 0.35]
+    assert rates(LRRangeTest, **climb, lr_range_test_staircase=True) == [0.1, 0.1, 0.2, 0.2, 0.3, 0.3]
+    cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 2}
+    assert rates(OneCycle, **cycle) == [0.1, 0.3, 0.5, 0.3, 0.1, 0.1]
+    assert rates(OneCycle, **cycle, cycle_first_stair_count=1) == [0.1, 0.1, 0.5, 0.1, 0.1, 0.1]
+    decay = rates(OneCycle, **cycle, cycle_second_step_size=0, decay_lr_rate=1.0, decay_step_size=1)
+    assert decay == [0.1, 0.3, 0.1, 0.05, 0.0333, 0.025]
+
+
+def test_a_cycle_moves_the_first_beta_against_the_rate_and_the_update_follows() -> None:
+    params = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.05, "cycle_first_step_size": 2, "cycle_min_mom": 0.5}
+    config = {**CONFIG, "gradient_accumulation_steps": 1, "scheduler": {"type": "OneCycle", "params": params}}
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    for step, (rate, beta) in enumerate([(0.01, 0.5), (0.03, 0.7), (0.05, 0.5), (0.03, 0.7), (0.01, 0.9)]):
+        assert engine.get_lr() == pytest.approx([rate])
+        assert engine.get_mom() == [(pytest.approx(beta), 0.99)]
+        optimizer.param_groups[0].update(lr=rate, betas=(beta, 0.99))
+        run_script(engine, 0, step, step + 1)
+        nn.functional.cross_entropy(model(batch(step, 0)[0]), batch(step, 0)[1]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name])
 
 
 # -- scripts -------------------------------------------------------------------------------------------------------

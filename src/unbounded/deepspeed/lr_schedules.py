@@ -1,4 +1,4 @@
-"""DeepSpeed's learning rate schedules, which configs name: a logarithmic or linear warm-up, then a decay."""
+"""DeepSpeed's learning rate schedules, which configs name: warm-ups with a decay, a cycle, and a range test."""
 
 from __future__ import annotations
 
@@ -11,39 +11,22 @@ import torch
 from unbounded.errors import PlanError
 
 
-class WarmupLR:
-    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, then constant."""
+class Schedule:
+    """Sets the rates of every step from its number. A subclass says how, by `get_lr`."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        if warmup_type not in ("log", "linear"):
-            raise PlanError(f'warmup_type is {warmup_type!r}. It may be "log" or "linear".')
-        self.optimizer, self.warmup_type = optimizer, warmup_type
-        groups = optimizer.param_groups
-        self.lowest = _for_groups("warmup_min_lr", warmup_min_lr, len(groups))
-        highest = [group["lr"] for group in groups] if warmup_max_lr is None else warmup_max_lr
-        self.highest = _for_groups("warmup_max_lr", highest, len(groups))
-        self.warmup_num_steps = max(2, int(warmup_num_steps))
-        self.last_batch_iteration = last_batch_iteration
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int) -> None:
+        self.optimizer, self.last_batch_iteration = optimizer, last_batch_iteration
         if last_batch_iteration == -1:
             self._set()
+
+    def get_lr(self) -> list[float]:
+        raise NotImplementedError
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
         self._set()
-
-    def get_lr(self) -> list[float]:
-        part = self._part() if self.last_batch_iteration >= 0 else 0.0
-        return [low + (high - low) * part for low, high in zip(self.lowest, self.highest, strict=True)]
 
     def get_last_lr(self) -> list[float]:
         return self._last_lr
@@ -59,6 +42,33 @@ class WarmupLR:
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = rate
+
+
+class WarmupLR(Schedule):
+    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, then constant."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if warmup_type not in ("log", "linear"):
+            raise PlanError(f'warmup_type is {warmup_type!r}. It may be "log" or "linear".')
+        self.warmup_type = warmup_type
+        groups = optimizer.param_groups
+        self.lowest = _for_groups("warmup_min_lr", warmup_min_lr, len(groups))
+        highest = [group["lr"] for group in groups] if warmup_max_lr is None else warmup_max_lr
+        self.highest = _for_groups("warmup_max_lr", highest, len(groups))
+        self.warmup_num_steps = max(2, int(warmup_num_steps))
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        part = self._part() if self.last_batch_iteration >= 0 else 0.0
+        return [low + (high - low) * part for low, high in zip(self.lowest, self.highest, strict=True)]
 
     def _part(self) -> float:
         """How far between the lowest and the highest rate this step is."""
@@ -121,6 +131,113 @@ class WarmupCosineLR(WarmupLR):
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
+class LRRangeTest(Schedule):
+    """From `lr_range_test_min_lr` up a line without an end, to see which rate is the highest that trains."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if lr_range_test_step_size < 1:
+            raise PlanError(f"lr_range_test_step_size is {lr_range_test_step_size}, but it must be at least 1.")
+        self.lowest = _for_groups("lr_range_test_min_lr", lr_range_test_min_lr, len(optimizer.param_groups))
+        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        sizes = (self.last_batch_iteration + 1) / self.step_size
+        factor = 1 + self.step_rate * (math.floor(sizes) if self.staircase else sizes)
+        return [low * factor for low in self.lowest]
+
+
+class OneCycle(Schedule):
+    """Rates go up and down once, while the first beta goes down and up; then rates decay and the beta grows."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        if cycle_first_step_size <= 0 or second < 0:
+            raise PlanError(
+                f"the halves of the cycle have {cycle_first_step_size} and {second} steps. Give cycle_first_step_size "
+                "at least 1, and cycle_second_step_size at least 0."
+            )
+        number = len(optimizer.param_groups)
+        self.lowest, self.highest = (
+            _for_groups("cycle_min_lr", cycle_min_lr, number),
+            _for_groups("cycle_max_lr", cycle_max_lr, number),
+        )
+        self.first, self.second = cycle_first_step_size, second
+        up, down = cycle_first_stair_count, cycle_second_stair_count
+        self.stairs = (up, up if down is None else down)
+        self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
+        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        self.least_momentum = _for_groups("cycle_min_mom", cycle_min_mom, number)
+        self.most_momentum = _for_groups("cycle_max_mom", cycle_max_mom, number)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        if self._is_decaying:
+            factor = 1 + self.decay_lr_rate * self._num_decays()
+            return [low / factor for low in self.lowest]
+        height = self._height()
+        return [low + (high - low) * height for low, high in zip(self.lowest, self.highest, strict=True)]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of every group; None if they stay as they are."""
+        if not self.cycle_momentum:
+            return None
+        if self.last_batch_iteration < 0:  # the first step has the least, before the way down from the most begins
+            return [(least, 0.99) for least in self.least_momentum]
+        if self._is_decaying:
+            factor = 1 + self.decay_mom_rate * self._num_decays()
+            return [(most * factor, 0.99) for most in self.most_momentum]
+        height = self._height()
+        pairs = zip(self.least_momentum, self.most_momentum, strict=True)
+        return [(most - (most - least) * height, 0.99) for least, most in pairs]
+
+    def _set(self) -> None:
+        super()._set()
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
+
+    @property
+    def _is_decaying(self) -> bool:
+        return self.last_batch_iteration >= self.first + self.second
+
+    def _num_decays(self) -> float:
+        over = self.last_batch_iteration - (self.first + self.second) + 1
+        return over / self.decay_step_size if self.decay_step_size else 0.0
+
+    def _height(self) -> float:
+        """How far up from the lowest rate to the highest the next step is."""
+        done = (self.last_batch_iteration + 1) % (self.first + self.second)
+        is_up = done <= self.first
+        way, size = (done, self.first) if is_up else (self.first + self.second - done, self.second)
+        stairs = self.stairs[0 if is_up else 1]
+        return math.floor(way * stairs / size) / stairs if stairs > 0 else way / size
+
+
 def _for_groups(name: str, rates: float | Sequence[float], number: int) -> list[float]:
     """One rate for each param group: the same for all, or as many as there are groups."""
     if not isinstance(rates, (list, tuple)):
@@ -130,7 +247,8 @@ def _for_groups(name: str, rates: float | Sequence[float], number: int) -> list[
     return list(rates)
 
 
-SCHEDULES: Mapping[str, Any] = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+KINDS = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+SCHEDULES: Mapping[str, Any] = {kind.__name__: kind for kind in KINDS}
 
 
 def build_schedule(name: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
