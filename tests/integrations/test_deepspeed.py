@@ -317,6 +317,9 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
     deepspeed.init_distributed("gloo")
+    assert torch.distributed.get_rank() == 0  # scripts ask it
+    with pytest.raises(unbounded.PlanError, match="given world_size=4, but this process is one of 1"):
+        deepspeed.init_distributed(world_size=4)
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         model = make_model()
     optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3)
