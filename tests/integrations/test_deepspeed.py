@@ -331,7 +331,8 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
         )
         for inputs, labels in loader:
             for _ in range(2):
-                engine.backward(nn.functional.cross_entropy(engine(inputs), labels))
+                loss = nn.functional.cross_entropy(engine(inputs), labels)
+                assert float(engine.backward(loss).detach()) == float(loss.detach()) / 2
                 is_last = engine.micro_steps % 2 == 1
                 assert engine.is_gradient_accumulation_boundary() == is_last
                 engine.step()
@@ -342,6 +343,22 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         assert float(engine.module[0].weight.sum()) != 0
         engine.module[0].weight.fill_(0.5)
+    in_order = [int(label) for rows in engine.deepspeed_io(data, 2, "eval") for label in rows[1]]
+    assert in_order == data.tensors[1].tolist()
+    (reverse,) = engine.deepspeed_io(data, data_sampler=[3, 2, 1, 0])
+    assert reverse[1].tolist() == data.tensors[1].flip(0).tolist()
+    engine.set_train_batch_size(12)
+    assert engine.get_batch_info() == (12, 4, 3)
+    engine.set_train_micro_batch_size(2)
+    assert engine.get_batch_info() == (6, 2, 3)
+    with pytest.raises(unbounded.PlanError, match="given 5, but micro-batches of all ranks have 2 rows together"):
+        engine.set_train_batch_size(5)
+    engine.load_state_dict(engine.state_dict())
+    with pytest.raises(unbounded.PlanError, match="given custom_load_fn"):
+        engine.load_checkpoint(str(tmp_path), custom_load_fn=print)
+    engine.module[0].requires_grad_(False)
+    engine.save_16bit_model(str(tmp_path), exclude_frozen_parameters=True)
+    assert list(torch.load(tmp_path / "pytorch_model.bin")) == ["2.weight", "2.bias", "4.weight", "4.bias"]
     engine.set_gradient_accumulation_boundary(False)
     engine.set_lr(0.25)
     assert (engine.get_lr(), engine.get_mom()) == ([0.25], [(0.9, 0.999)])
@@ -355,6 +372,34 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
     state = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert torch.equal(state["0.weight"], torch.full((16, 6), 0.5))
     assert deepspeed.comm.get_world_size() == 1
+
+
+def test_a_scripts_own_backward_is_divided_by_the_micro_batches_or_refused() -> None:
+    engines = [deepspeed.initialize(model=make_model(), config=CONFIG)[0] for _ in range(2)]
+    for step in range(4):
+        losses = [nn.functional.cross_entropy(engine(batch(step, 0)[0]), batch(step, 0)[1]) for engine in engines]
+        engines[0].backward(losses[0])
+        engines[1].scale(losses[1]).backward()
+        for engine in engines:
+            engine.step(lr_kwargs={"last_batch_iteration": 2})
+    assert engines[0].get_lr() == [CONFIG["scheduler"]["params"]["warmup_max_lr"]]  # type: ignore[index]
+    assert all(map(torch.equal, *(engine.state_dict().values() for engine in engines)))
+    engine = engines[0]
+    for step in range(2):
+        nn.functional.cross_entropy(engine(batch(step, 0)[0]), batch(step, 0)[1]).backward()
+        if step == 0:
+            engine.step()
+    with pytest.raises(unbounded.StateError, match="were not divided by gradient_accumulation_steps 2"):
+        engine.step()
+
+
+def test_helpers_of_scripts_that_have_little_to_do_here() -> None:
+    batches = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+    model = make_model()
+    assert deepspeed.utils.set_z3_leaf_modules(model, ["Tanh"]) == [model[1], model[3]]  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"no module of .*Conv2d"):
+        deepspeed.utils.set_z3_leaf_modules(model, [nn.Conv2d])
 
 
 def test_what_deepspeed_has_and_we_do_not_is_named_with_what_to_do() -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 from unbounded.deepspeed import accelerator, checkpointing, comm, ops, utils, zero
 from unbounded.deepspeed.accelerator import get_accelerator
-from unbounded.deepspeed.arguments import add_config_arguments
 from unbounded.deepspeed.comm import init_distributed
 from unbounded.deepspeed.deepspeed_engine import DeepSpeedEngine
 from unbounded.deepspeed.ds_config import DeepSpeedConfig, plan_from_config, read_config
-from unbounded.deepspeed.initialization import initialize
+from unbounded.deepspeed.initialization import add_config_arguments, initialize
 
 __all__ = [
     "DeepSpeedConfig",

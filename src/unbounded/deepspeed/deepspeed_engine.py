@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,30 +19,27 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
-from unbounded.deepspeed import comm
 from unbounded.deepspeed.batch_sizes import Batches
 from unbounded.deepspeed.checkpoints import COUNTERS, find_tag, name_latest, sort_extra, write_weights
 from unbounded.deepspeed.ds_config import DeepSpeedConfig
-from unbounded.errors import StateError
+from unbounded.deepspeed.engine_facts import EngineFacts
+from unbounded.errors import PlanError, StateError
 from unbounded.sharding.running import sharded
 
 logger = logging.getLogger("unbounded")
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(EngineFacts):
     """A sharded model with DeepSpeed's methods. `module` is the model itself."""
 
     def __init__(
         self, model: nn.Module, optimizer: Any, schedule: Any, config: DeepSpeedConfig, batches: Batches
     ) -> None:
-        super().__init__()
-        self.module = model
-        self.optimizer, self.lr_scheduler, self.config, self.batches = optimizer, schedule, config, batches
-        self.training_dataloader: DataLoader[Any] | None = None
-        self.global_steps = self.micro_steps = self.global_samples = 0
+        super().__init__(model, optimizer, schedule, config, batches)
         self._boundary: bool | None = None
         self._norm: float | None = None
         self._was_applied = False
+        self._num_scaled = 0  # losses since the last update
 
     # -- the training loop -----------------------------------------------------------------------------------------
 
@@ -52,19 +49,29 @@ class DeepSpeedEngine(nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any
     ) -> torch.Tensor:
-        """Adds the gradient of `loss`, divided by the number of micro-batches of a step."""
+        """Adds the gradient of `loss`, divided by the number of micro-batches of a step; returns what was divided."""
         self._refuse_without_optimizer("backward")
         part = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        self._num_scaled += 1
         self.optimizer.scale(part).backward(retain_graph=retain_graph)
-        return loss
+        return part
 
-    def step(self, *unused: Any, **also_unused: Any) -> None:
-        """All ranks must call this, after every backward. Updates at the end of an accumulation."""
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the script itself is to call `backward()` on, in place of `engine.backward(loss)`."""
+        self._refuse_without_optimizer("scale")
+        self._num_scaled += 1
+        return self.optimizer.scale(loss / self.gradient_accumulation_steps())  # type: ignore[no-any-return]
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None, **unused: Any) -> None:
+        """All ranks must call this, after every backward. Updates at the end of an accumulation.
+
+        The schedule's step is given `lr_kwargs`.
+        """
         self._refuse_without_optimizer("step")
         self._was_applied = False
         if self.is_gradient_accumulation_boundary():
-            self._update()
-            self._was_applied = not self.optimizer.step_was_skipped
+            self._refuse_undivided()
+            self._update(lr_kwargs or {})
         self.micro_steps += 1
         self.global_samples += self.batches.micro * self.batches.world_size
 
@@ -72,13 +79,24 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is None:
             raise StateError(f"{call} was called on an engine without an optimizer. Give initialize one.")
 
-    def _update(self) -> None:
+    def _refuse_undivided(self) -> None:
+        """Raises if only the script's own backwards made the gradients of several micro-batches."""
+        num_backwards = sharded(self.module).engine.taking.num_backwards
+        if self.gradient_accumulation_steps() > 1 and num_backwards and not self._num_scaled:
+            raise StateError(
+                f"the gradients come from loss.backward(), so they were not divided by gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps()}. Call engine.backward(loss), or engine.scale(loss).backward()."
+            )
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         limit = self.config.clipping or math.inf
         self._norm = float(self.optimizer.clip_grad_norm_(limit))
         self.optimizer.step()
+        self._was_applied = not self.optimizer.step_was_skipped
         self.optimizer.zero_grad()
-        if self.lr_scheduler is not None and not self.optimizer.step_was_skipped:
-            self.lr_scheduler.step()
+        self._num_scaled = 0
+        if self.lr_scheduler is not None and self._was_applied:
+            self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
@@ -106,6 +124,10 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` updated: not inside an accumulation, nor after an overflow."""
+        return self._was_applied
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -117,6 +139,8 @@ class DeepSpeedEngine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """All ranks must call this. One checkpoint in save_dir/tag; `client_state` comes back from the load."""
+        if exclude_frozen_parameters and self.global_rank == 0:
+            logger.warning("Checkpoints have all parameters, so exclude_frozen_parameters has no effect.")
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         counters = {key: getattr(self, key) for key in COUNTERS}
@@ -138,6 +162,11 @@ class DeepSpeedEngine(nn.Module):
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """All ranks must call this. The path and the client state, or (None, None) if nothing was saved."""
+        if custom_load_fn is not None:
+            raise PlanError(
+                "load_checkpoint was given custom_load_fn, but checkpoints are not read as one state dict. Write to "
+                "the weights inside `with unbounded.full_params(engine.module):` after the load."
+            )
         try:
             folder = find_tag(Path(load_dir), None if tag is None else str(tag))
         except FileNotFoundError as error:
@@ -157,6 +186,9 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """All ranks must call this. The whole weights in one file, which the first rank writes."""
         state = self.module.state_dict()
+        if exclude_frozen_parameters:
+            frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+            state = {name: value for name, value in state.items() if name not in frozen}
         self._write(lambda: write_weights(state, Path(save_dir) / save_filename))
         return True
 
@@ -172,102 +204,44 @@ class DeepSpeedEngine(nn.Module):
 
     save_fp16_model = save_16bit_model
 
-    # -- what it is ------------------------------------------------------------------------------------------------
+    # -- the model and its data ------------------------------------------------------------------------------------
 
     def deepspeed_io(
-        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Any = None, **unused: Any
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader that gives every rank its own micro-batches of `dataset`; ranks of one tensor axis get the same."""
+        """A loader of micro-batches of `dataset`. For training, every rank gets its own, in random order.
+
+        Ranks of one tensor axis get the same. With another `route` ("eval", "predict") every rank gets all, in order.
+        """
         ranks = sharded(self.module).engine.axes.data
-        sampler: Any = DistributedSampler(dataset, ranks.size, ranks.rank)  # type: ignore[arg-type]
+        if data_sampler is None and route == "train":
+            data_sampler = DistributedSampler(dataset, ranks.size, ranks.rank)  # type: ignore[arg-type]
         return DataLoader(
             dataset,
             batch_size or self.batches.micro,
-            sampler=sampler,
+            sampler=data_sampler,
             collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
             drop_last=self.config.drops_last,
         )
-
-    @property
-    def device(self) -> torch.device:
-        return sharded(self.module).engine.device
-
-    @property
-    def global_rank(self) -> int:
-        return comm.get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        return comm.get_local_rank()
-
-    @property
-    def world_size(self) -> int:
-        return comm.get_world_size()
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.batches.world_size
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.optimizer.skipped_steps  # type: ignore[no-any-return]
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def set_lr(self, lr: float) -> None:
-        """The learning rate of every group from now on; a schedule, if there is one, sets it again."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def get_mom(self) -> list[Any]:
-        """The momentum of every group, or its betas."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` updated: not inside an accumulation, nor after an overflow."""
-        return self._was_applied
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def train_batch_size(self) -> int:
-        return self.batches.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.batches.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.batches.accumulation
-
-    def gradient_clipping(self) -> float:
-        return self.config.clipping or 0.0
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.plan.stage
-
-    def zero_optimization(self) -> bool:
-        return self.config.plan.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        return self.config.plan.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.plan.precision == "bf16"
-
-    def loss_scale(self) -> float:
-        scale = self.optimizer.loss_scale
-        return 1.0 if scale is None else scale.value
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterable[tuple[str, nn.Parameter]]:  # type: ignore[override]
-        """Under the model's own names."""
-        return self.module.named_parameters(*args, **kwargs)
 
     def module_state_dict(self, **unused: Any) -> dict[str, Any]:
         return self.module.state_dict()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole weights under the model's own names, as `state_dict` gives them."""
+        return self.module.load_state_dict(*args, **kwargs)
 
     def empty_partition_cache(self) -> None:
         """Nothing stays gathered between passes."""

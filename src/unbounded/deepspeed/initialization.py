@@ -1,9 +1,11 @@
-"""`initialize`: config, process group, optimizer, schedule, `shard`, and the engine over them."""
+"""`initialize`: arguments, config, process group, optimizer, schedule, `shard`, and the engine over them."""
 
 from __future__ import annotations
 
+import argparse
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from unbounded.deepspeed import comm
-from unbounded.deepspeed.arguments import find_config
 from unbounded.deepspeed.batch_sizes import Batches
 from unbounded.deepspeed.deepspeed_engine import DeepSpeedEngine
 from unbounded.deepspeed.ds_config import DeepSpeedConfig, read_config
@@ -21,6 +22,14 @@ from unbounded.errors import PlanError
 from unbounded.sharding.placing import shard
 
 logger = logging.getLogger("unbounded")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config, as DeepSpeed does."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed's config")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed's JSON config file")
+    return parser
 
 
 def initialize(
@@ -45,7 +54,7 @@ def initialize(
         raise PlanError(
             "initialize was given a model-parallel unit (mpu or mesh_param), which is not supported. Leave it out."
         )
-    found = read_config(find_config(args, config, config_params))
+    found = read_config(_find_config(args, config, config_params))
     if dist_init_required is not False:
         comm.init_distributed()
     batches = Batches.of(found, max(1, comm.get_world_size() // found.plan.tensor))
@@ -77,3 +86,14 @@ def _make_schedule(config: DeepSpeedConfig, given: Any, optimizer: torch.optim.O
     if config.scheduler is None or optimizer is None:
         return None
     return build_schedule(*config.scheduler, optimizer)
+
+
+def _find_config(args: Any, config: Any, config_params: Any) -> str | os.PathLike[str] | Mapping[str, Any]:
+    """The config that `initialize` was given, in one of the three ways."""
+    named = getattr(args, "deepspeed_config", None)
+    given = [value for value in (config, config_params, named) if value is not None]
+    if not given:
+        raise PlanError("initialize was given no config. Give config=, a dict or the path of a JSON file.")
+    if len(given) > 1 and any(value != given[0] for value in given[1:]):
+        raise PlanError("initialize was given config= and args.deepspeed_config, and they differ. Give one of them.")
+    return given[0]  # type: ignore[no-any-return]

@@ -50,6 +50,10 @@ def _broadcast(parameters: list[nn.Parameter], source: int | None) -> None:
                 parameter.copy_(value)
 
 
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Does nothing: parameters that a module uses without owning them are found as they are used."""
+
+
 class TiledLinear(nn.Module):
     """A linear layer as a grid of smaller ones, each its own unit, so that no whole weight is ever gathered."""
 

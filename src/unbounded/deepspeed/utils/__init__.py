@@ -1,9 +1,12 @@
-"""`deepspeed.utils`: the logger, what is in use of memory, and weights from checkpoints."""
+"""`deepspeed.utils`: the logger, what is in use of memory, loaders without an end, and weights from checkpoints."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
 
 from unbounded.deepspeed.accelerator import get_accelerator
 from unbounded.deepspeed.comm import get_rank
@@ -34,4 +37,43 @@ def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (
         log_dist(f"{message}: {used.format(*(size / 2**30 for size in sizes))}", ranks)
 
 
-__all__ = ["get_accelerator", "log_dist", "logger", "see_memory_usage", "zero_to_fp32"]
+class RepeatingLoader:
+    """The batches of `loader`, and from the first one again when they are over."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader, self._batches = loader, iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        for batch in self._batches:
+            return batch
+        self._batches = iter(self.loader)
+        return next(self._batches)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The modules of these classes. Nothing else is done: modules that a pass skips need no mark."""
+    wanted = set(leaf_module_classes)
+    found = [module for module in model.modules() if not wanted.isdisjoint(_names(type(module)))]
+    if not found and raise_if_not_found:
+        raise ValueError(f"the model has no module of {sorted(map(str, wanted))}. Name classes that it has.")
+    return found
+
+
+def _names(kind: type) -> tuple[type | str, str, str]:
+    return kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+
+
+__all__ = [
+    "RepeatingLoader",
+    "get_accelerator",
+    "log_dist",
+    "logger",
+    "see_memory_usage",
+    "set_z3_leaf_modules",
+    "zero_to_fp32",
+]
