@@ -393,6 +393,38 @@ def test_a_scripts_own_backward_is_divided_by_the_micro_batches_or_refused() -> 
         engine.step()
 
 
+@pytest.mark.parametrize(
+    ("precision", "skips"),
+    [
+        ({"bf16": {"enabled": True}}, True),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, False),
+        ({"fp16": {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}}, True),
+    ],
+)
+def test_a_step_whose_gradients_are_not_finite_is_skipped_as_by_deepspeed(precision: Any, skips: bool) -> None:
+    config = {**CONFIG, **precision, "gradient_accumulation_steps": 1}
+    engine, _, _, schedule = deepspeed.initialize(model=make_model(), config=config)
+    run_script(engine, 0, 0, 2)
+    before = engine.state_dict()["0.weight"].clone()
+    inputs, labels = batch(2, 0)
+    inputs[0, 0] = float("nan")
+    engine.backward(nn.functional.cross_entropy(engine(inputs), labels))
+    engine.step()
+    assert engine.was_step_applied() is not skips
+    assert (engine.skipped_steps, engine.global_steps, schedule.last_batch_iteration) == (skips, 3, 2 - skips)
+    assert torch.equal(engine.state_dict()["0.weight"], before) is skips
+    if not skips:
+        return
+    run_script(engine, 0, 3, 5)
+    assert engine.state_dict()["0.weight"].isfinite().all()
+    if "fp16" in precision:
+        engine.backward(nn.functional.cross_entropy(engine(inputs), labels))
+        with pytest.raises(
+            unbounded.StateError, match=r"step 6 are not finite, and the loss scale 1 is fp16\.min_loss"
+        ):
+            engine.step()
+
+
 def test_helpers_of_scripts_that_have_little_to_do_here() -> None:
     batches = deepspeed.utils.RepeatingLoader([1, 2])
     assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]

@@ -25,6 +25,7 @@ from unbounded.deepspeed.ds_config import DeepSpeedConfig
 from unbounded.deepspeed.engine_facts import EngineFacts
 from unbounded.errors import PlanError, StateError
 from unbounded.sharding.running import sharded
+from unbounded.zero.step.loss_scale import LossScale
 
 logger = logging.getLogger("unbounded")
 
@@ -89,18 +90,34 @@ class DeepSpeedEngine(EngineFacts):
             )
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        before = self.optimizer.loss_scale
         limit = self.config.clipping or math.inf
         self._norm = float(self.optimizer.clip_grad_norm_(limit))
-        self.optimizer.step()
-        self._was_applied = not self.optimizer.step_was_skipped
+        if self.config.skips_nonfinite and not math.isfinite(self._norm):
+            self.optimizer.skipped_steps += 1
+        else:
+            self.optimizer.step()
+            self._was_applied = not self.optimizer.step_was_skipped
         self.optimizer.zero_grad()
         self._num_scaled = 0
         if self.lr_scheduler is not None and self._was_applied:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
+        self._report(before)
+
+    def _report(self, scale: LossScale | None) -> None:
+        """What became of a step that began with this `scale`. Raises if no step to come can do better."""
+        is_first = self.global_rank == 0
+        if not self._was_applied and is_first:
+            logger.info("step=%d was skipped: its gradients are not finite", self.global_steps)
         every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
+        if every and self.global_steps % every == 0 and is_first:
             logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+        if not self._was_applied and scale is not None and scale.is_exhausted:
+            raise StateError(
+                f"the gradients of step {self.global_steps} are not finite, and the loss scale {scale.value:g} is "
+                "fp16.min_loss_scale already. Look for what is not finite in the data or the model, or train in bf16."
+            )
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates."""

@@ -38,6 +38,7 @@ class DeepSpeedConfig:
     steps_per_print: int | None = None
     offloads_checkpoints: bool = False
     drops_last: bool = False
+    skips_nonfinite: bool = False  # steps in bf16 whose gradients are not finite; fp16 skips them in any case
     honoured: tuple[str, ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
 
@@ -73,8 +74,10 @@ def read_config(config: Given) -> DeepSpeedConfig:
     _refuse_unknown([key for key, (_, verdict) in entries.items() if verdict is None])
     values = ConfigValues({key: value for key, (value, verdict) in entries.items() if verdict == READ})
     _refuse_changes(given)
+    plan = _plan(values)
+    checks = values.flag("bf16.check_grad_overflow") if "bf16.check_grad_overflow" in values else True
     return DeepSpeedConfig(
-        plan=_plan(values),
+        plan=plan,
         train_batch_size=values.count("train_batch_size"),
         micro_batch_size=values.count("train_micro_batch_size_per_gpu"),
         accumulation_steps=values.count("gradient_accumulation_steps"),
@@ -84,6 +87,7 @@ def read_config(config: Given) -> DeepSpeedConfig:
         steps_per_print=_steps_per_print(values),
         offloads_checkpoints=values.flag("activation_checkpointing.cpu_checkpointing"),
         drops_last=values.flag("dataloader_drop_last"),
+        skips_nonfinite=checks and plan.precision == "bf16",
         honoured=values.names(),
         ignored={key: verdict for key, (_, verdict) in entries.items() if verdict},
     )

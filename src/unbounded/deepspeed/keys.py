@@ -35,6 +35,7 @@ _OFFLOAD: Table = {
     "pipeline_write": _OVERLAP,
     "ratio": "which updates run on the GPU is decided by speed",
     "super_offload": _AUTO,
+    "cpuadam_cores_perc": "host_threads of the plan says how many threads compute",
 }
 _AIO: Table = dict.fromkeys(
     ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"),
@@ -54,7 +55,7 @@ KEYS: Table = {
     "bf16": {
         "enabled": READ,
         "immediate_grad_update": _OVERLAP,
-        "check_grad_overflow": "bf16 has the range of fp32",
+        "check_grad_overflow": READ,
         "bf16_master_weights_and_grads": "masters are completed by 16 bits instead of being kept twice",
         "bf16_optimizer_states": 'optimizer_format="compact" of the plan keeps states in 8 bits',
     },

@@ -41,6 +41,11 @@ class LossScale:
         """Whether the loss is never scaled."""
         return self.value == 1.0 and self.growth_interval == 0
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether an overflow would skip its step and leave nothing to try: the scale is as low as it may be."""
+        return self.growth_interval > 0 and self.value <= self.minimum and self.endured + 1 >= self.hysteresis
+
     def after_step(self, *, overflow: bool) -> LossScale:
         if self.growth_interval == 0:
             return self
