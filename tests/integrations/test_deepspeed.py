@@ -354,11 +354,16 @@ def test_the_other_calls_of_scripts(tmp_path: Path, caplog: Any) -> None:
     with pytest.raises(unbounded.PlanError, match="given 5, but micro-batches of all ranks have 2 rows together"):
         engine.set_train_batch_size(5)
     engine.load_state_dict(engine.state_dict())
+    for save in (engine.save_checkpoint, engine.save_16bit_model):
+        with pytest.raises(unbounded.PlanError, match="save_dir is '', as from a variable that is not set"):
+            save("")
     with pytest.raises(unbounded.PlanError, match="given custom_load_fn"):
         engine.load_checkpoint(str(tmp_path), custom_load_fn=print)
     engine.module[0].requires_grad_(False)
     engine.save_16bit_model(str(tmp_path), exclude_frozen_parameters=True)
-    assert list(torch.load(tmp_path / "pytorch_model.bin")) == ["2.weight", "2.bias", "4.weight", "4.bias"]
+    trained = ["2.weight", "2.bias", "4.weight", "4.bias"]
+    assert list(torch.load(tmp_path / "pytorch_model.bin")) == trained
+    assert list(engine.module_state_dict(exclude_frozen_parameters=True)) == trained
     engine.set_gradient_accumulation_boundary(False)
     engine.set_lr(0.25)
     assert (engine.get_lr(), engine.get_mom()) == ([0.25], [(0.9, 0.999)])
@@ -391,6 +396,12 @@ def test_a_scripts_own_backward_is_divided_by_the_micro_batches_or_refused() -> 
             engine.step()
     with pytest.raises(unbounded.StateError, match="were not divided by gradient_accumulation_steps 2"):
         engine.step()
+    engine = engines[1]
+    engine.set_gradient_accumulation_boundary(True)  # Accelerate: one step after all backwards
+    for step in range(2):
+        engine.backward(nn.functional.cross_entropy(engine(batch(step, 0)[0]), batch(step, 0)[1]))
+    engine.step()
+    assert (engine.global_steps, engine.global_samples) == (3, 24)
 
 
 @pytest.mark.parametrize(

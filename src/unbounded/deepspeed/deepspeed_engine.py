@@ -74,7 +74,6 @@ class DeepSpeedEngine(EngineFacts):
             self._refuse_undivided()
             self._update(lr_kwargs or {})
         self.micro_steps += 1
-        self.global_samples += self.batches.micro * self.batches.world_size
 
     def _refuse_without_optimizer(self, call: str) -> None:
         if self.optimizer is None:
@@ -103,6 +102,7 @@ class DeepSpeedEngine(EngineFacts):
         if self.lr_scheduler is not None and self._was_applied:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
+        self.global_samples += self.train_batch_size()
         self._report(before)
 
     def _report(self, scale: LossScale | None) -> None:
@@ -156,6 +156,7 @@ class DeepSpeedEngine(EngineFacts):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """All ranks must call this. One checkpoint in save_dir/tag; `client_state` comes back from the load."""
+        _check_folder(save_dir)
         if exclude_frozen_parameters and self.global_rank == 0:
             logger.warning("Checkpoints have all parameters, so exclude_frozen_parameters has no effect.")
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
@@ -202,10 +203,8 @@ class DeepSpeedEngine(EngineFacts):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """All ranks must call this. The whole weights in one file, which the first rank writes."""
-        state = self.module.state_dict()
-        if exclude_frozen_parameters:
-            frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-            state = {name: value for name, value in state.items() if name not in frozen}
+        _check_folder(save_dir)
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         self._write(lambda: write_weights(state, Path(save_dir) / save_filename))
         return True
 
@@ -250,8 +249,11 @@ class DeepSpeedEngine(EngineFacts):
             drop_last=self.config.drops_last,
         )
 
-    def module_state_dict(self, **unused: Any) -> dict[str, Any]:
-        return self.module.state_dict()
+    def module_state_dict(self, *, exclude_frozen_parameters: bool = False, **unused: Any) -> dict[str, Any]:
+        """All ranks must call this. Whole weights by name."""
+        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        left_out = frozen if exclude_frozen_parameters else set()
+        return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return self.module.state_dict(*args, **kwargs)
@@ -272,3 +274,8 @@ class DeepSpeedEngine(EngineFacts):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def _check_folder(save_dir: Any) -> None:
+    if not save_dir:
+        raise PlanError(f"save_dir is {save_dir!r}, as from a variable that is not set. Give the folder to write to.")
