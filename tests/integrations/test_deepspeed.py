@@ -170,6 +170,17 @@ def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
         deepspeed.initialize(model=model)
 
 
+def test_what_a_trainer_would_fill_in_must_be_given() -> None:
+    config: dict[str, Any] = {**CONFIG, "gradient_clipping": "auto"}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}}
+    config["zero_optimization"] = {"stage": 2, "reduce_bucket_size": "auto"}
+    with pytest.raises(unbounded.PlanError, match=r'"auto" for gradient_clipping, optimizer\.params\.lr, which only'):
+        deepspeed.initialize(model=make_model(), config=config)
+    config["gradient_clipping"] = 1.0
+    model = make_model()
+    deepspeed.initialize(model=model, config=config, optimizer=FusedAdam(model.parameters(), lr=1e-3))
+
+
 def test_schedules_follow_the_published_formulas() -> None:
     def rates(kind: Any, **options: Any) -> list[float]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)

@@ -39,6 +39,7 @@ class DeepSpeedConfig:
     offloads_checkpoints: bool = False
     drops_last: bool = False
     skips_nonfinite: bool = False  # steps in bf16 whose gradients are not finite; fp16 skips them in any case
+    left_open: tuple[str, ...] = ()  # keys that are "auto" and have a meaning here
     honoured: tuple[str, ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,6 +89,7 @@ def read_config(config: Given) -> DeepSpeedConfig:
         offloads_checkpoints=values.flag("activation_checkpointing.cpu_checkpointing"),
         drops_last=values.flag("dataloader_drop_last"),
         skips_nonfinite=checks and plan.precision == "bf16",
+        left_open=tuple(_left_open(entries)),
         honoured=values.names(),
         ignored={key: verdict for key, (_, verdict) in entries.items() if verdict},
     )
@@ -133,6 +135,14 @@ def _walk(given: Mapping[str, Any], table: Table, prefix: str) -> Iterator[tuple
             yield from _walk(value, verdict, f"{name}.")
         elif value not in (None, False, "auto"):
             raise PlanError(f"{name} is {value!r}, but it must be an object with the keys {', '.join(verdict)}.")
+
+
+def _left_open(entries: Mapping[str, tuple[Any, str | None]]) -> Iterator[str]:
+    for name, (value, verdict) in entries.items():
+        if verdict == READ and value == "auto":
+            yield name
+        elif verdict == READ and isinstance(value, Mapping):  # of an optimizer or a scheduler
+            yield from (f"{name}.{key}" for key, inner in value.items() if inner == "auto")
 
 
 def _refuse_unknown(names: list[str]) -> None:

@@ -55,6 +55,7 @@ def initialize(
             "initialize was given a model-parallel unit (mpu or mesh_param), which is not supported. Leave it out."
         )
     found = read_config(_find_config(args, config, config_params))
+    _refuse_open(found, {"optimizer": optimizer, "scheduler": lr_scheduler})
     if dist_init_required is not False:
         comm.init_distributed()
     batches = Batches.of(found, max(1, comm.get_world_size() // found.plan.tensor))
@@ -67,6 +68,16 @@ def initialize(
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     engine.training_dataloader = loader
     return engine, placed, loader, schedule
+
+
+def _refuse_open(config: DeepSpeedConfig, given: Mapping[str, Any]) -> None:
+    """Raises if values that training needs are "auto", except those of sections that the script replaces."""
+    names = [name for name in config.left_open if given.get(name.partition(".")[0]) is None]
+    if names:
+        raise PlanError(
+            f'the DeepSpeed config has "auto" for {", ".join(names)}, which only a Trainer can fill in, from its '
+            "arguments. Give initialize the values."
+        )
 
 
 def _make_optimizer(
