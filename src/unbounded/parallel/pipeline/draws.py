@@ -1,57 +1,76 @@
 """Random numbers of a pipeline: every stage draws what the one-rank model would draw in its place.
 
 One rank runs micro-batches one after another, so the state in which a stage begins a micro-batch depends on everything
-drawn before. Each stage finds out once what it draws (the shapes of its dropouts) and tells the others. At the start of
-a batch, every rank skips everybody's numbers in the order of the one-rank model, and keeps the states in which its own
-stages begin. On CUDA a state is a counter, so nothing has to be drawn, only added up.
+drawn before. Each stage finds out once what it draws (which operators, and the shapes that they are given) and tells
+the others. At the start of a batch, every rank skips everybody's numbers in the order of the one-rank model, and keeps
+the states in which its own stages begin. On CUDA a state is a counter, so nothing has to be drawn, only added up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unbounded.parallel.pipeline.hollow import HollowModel
 from unbounded.parallel.tensor.dropout import drops_anything
 from unbounded.ranks.axis import Axis
 
-# A draw: the torch function, which draws one number per element, the shape, and for dropout its part.
-Draw = tuple[str, tuple[int, ...], torch.dtype, float]
-_PLAIN = {torch.rand: "rand", torch.randn: "randn", torch.rand_like: "rand", torch.randn_like: "randn"}
+
+@dataclass(frozen=True)
+class _Outline:
+    """A tensor of a draw without its values, on which it hardly ever depends how many numbers are drawn."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def fill(self) -> torch.Tensor:
+        length = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        values = torch.ones(max(0, length), dtype=self.dtype, device="cpu")
+        return values.as_strided(self.shape, self.strides)
 
 
-class _DrawRecorder(TorchFunctionMode):
-    """Notes what is drawn, but not from somebody's own generator."""
+@dataclass(frozen=True)
+class _Draw:
+    """An operator that has drawn numbers, by its name and overload, and its arguments."""
+
+    name: str
+    overload: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def repeat(self) -> None:
+        """Draws as many numbers again."""
+        namespace, name = self.name.split("::")
+        operator = getattr(getattr(getattr(torch.ops, namespace), name), self.overload or "default")
+        args, kwargs = pytree.tree_map_only(_Outline, _Outline.fill, (self.args, self.kwargs))
+        operator(*args, **kwargs)
+
+
+class _DrawRecorder(TorchDispatchMode):
+    """Notes which operators draw from the generator of the CPU: those that change its state, whoever calls them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.draws: list[Draw] = []
+        self.draws: list[_Draw] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (nn.functional.dropout, torch.dropout):
-            self._note(*args, **kwargs)
-        elif func is nn.functional.scaled_dot_product_attention:
-            self._note_attention(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, kwargs = torch.get_rng_state(), kwargs or {}
+        outlines = pytree.tree_map_only(torch.Tensor, _outline, (args, kwargs))  # before it may write to them
         result = func(*args, **kwargs)
-        if func in _PLAIN and kwargs.get("generator") is None:
-            self.draws.append((_PLAIN[func], tuple(result.shape), result.dtype, 0.0))
+        if not torch.equal(before, torch.get_rng_state()):
+            self.draws.append(_Draw(func._schema.name, func._schema.overload_name, *outlines))
         return result
 
-    def _note(self, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **kwargs: Any) -> None:
-        if kwargs.get("train", training) and p > 0:
-            self.draws.append(("dropout", tuple(x.shape), x.dtype, p))
 
-    def _note_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any = None, dropout_p: float = 0.0, **_: Any
-    ) -> None:
-        if dropout_p > 0:
-            self.draws.append(("dropout", (*query.shape[:-1], key.shape[-2]), query.dtype, dropout_p))
+def _outline(tensor: torch.Tensor) -> _Outline:
+    return _Outline(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 class HostNumbers:
@@ -72,17 +91,14 @@ class HostNumbers:
         with self._recorder:
             yield
 
-    def noted(self) -> list[Draw]:
+    def noted(self) -> list[_Draw]:
         """What was drawn since this was last asked."""
         draws, self._recorder.draws = self._recorder.draws, []
         return draws
 
-    def pass_over(self, draws: Sequence[Draw]) -> None:
-        for kind, shape, dtype, p in draws:
-            if kind == "dropout":
-                nn.functional.dropout(torch.ones((), dtype=dtype, device="cpu").expand(shape), p, training=True)
-            else:
-                getattr(torch, kind)(shape, dtype=dtype, device="cpu")
+    def pass_over(self, draws: Sequence[_Draw]) -> None:
+        for draw in draws:
+            draw.repeat()
 
 
 class DeviceNumbers:
@@ -150,17 +166,15 @@ class Draws:
     def __init__(self, axis: Axis, hollow: HollowModel, device: torch.device) -> None:
         self.axis, self.hollow = axis, hollow
         self.numbers: Any = DeviceNumbers(device) if device.type == "cuda" else HostNumbers()
-        self._is_needed: bool | None = None
+        self._is_needed: bool | None = None  # until a batch was noted
         self._known: dict[Any, list[Stretches]] = {}
         self._own: list[Stretches] | None = None
         self._states: dict[Any, Any] = {}
         self._after: Any = None
 
     def is_needed(self) -> bool:
-        """Whether several stages draw anything."""
-        if self._is_needed is None:
-            self._is_needed = self.axis.size > 1 and any(self.axis.objects(drops_anything(self.hollow.model)))
-        return self._is_needed
+        """Whether stages draw anything. It may be so until a batch was noted."""
+        return self.axis.size > 1 and self._is_needed is not False
 
     def knows(self, key: Any) -> bool:
         return key in self._known
@@ -174,8 +188,11 @@ class Draws:
         finally:
             own, self._own = self._own, None
             self.numbers.go_to(before)
-        told = self.axis.objects(own)
-        self._known[key] = [told[stage % self.axis.size][stage // self.axis.size] for stage in range(self._num_stages)]
+        told = self.axis.objects((own, drops_anything(self.hollow.model)))
+        stages = [told[stage % self.axis.size][0][stage // self.axis.size] for stage in range(self._num_stages)]
+        drawn = any(draws for stretches in stages for draws, _ in stretches)
+        self._known[key] = stages
+        self._is_needed = self._is_needed or drawn or any(drops for _, drops in told)
 
     def lay_out(self, key: Any, num_micros: int) -> None:
         """Skips what the one-rank model would draw for a batch, and keeps the states that are needed here."""
