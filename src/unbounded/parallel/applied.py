@@ -191,8 +191,7 @@ def _find_tensor(
         return None
     if given:
         return GivenTensors(model, given, axes.tensor)
-    by_context = axes.context.size > 1
-    return TensorParallel(model, axes.tensor, plan.styles, sequence=plan.sequence, stacks=stacks, by_context=by_context)
+    return TensorParallel(model, axes.tensor, plan.styles, sequence=plan.sequence, stacks=stacks)
 
 
 def _match_ranks(model: nn.Module, axis: Axis, device: torch.device) -> None:

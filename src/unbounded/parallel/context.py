@@ -27,7 +27,7 @@ from unbounded.parallel.collectives import LayerSite, exchange_parts, join_parts
 from unbounded.parallel.context_trial import BlockTrial
 from unbounded.parallel.partial_gradients import Partial, attach_sum
 from unbounded.parallel.tensor.attention import head_width
-from unbounded.parallel.tensor.dropout import SlicedDropout
+from unbounded.parallel.tensor.dropout import SlicedDropout, innermost_checkpoint
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.axis import Axis
 
@@ -185,6 +185,7 @@ class ContextParallel:
                 if not self.scene.is_cut:
                     return forward(*args, **kwargs)
                 mode = ContextAttention(self.scene, site)
+                self.scene.checkpoint = innermost_checkpoint()
                 with mode:
                     result = forward(*args, **kwargs)
                 if not mode.num_attentions:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import unbounded
 from tests.parallel.comparing import worst_error
@@ -51,7 +52,8 @@ class Restless(nn.Module):
             x = x + self.heads(self.before(x))
         if self.kind == "channels":
             x = self.alpha(self.channels(x))
-        return x + self.feed(self.before(self.norm(x)))
+        feed = (lambda x: checkpoint(self.feed, x, use_reentrant=False)) if self.kind == "repeated" else self.feed
+        return x + feed(self.before(self.norm(x)))
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.between(self.up(x)))
@@ -94,14 +96,33 @@ def train(rank: int, size: int, kind: str, plan: dict[str, Any]) -> Any:
     return *found, worst_error(model.state_dict(), plain.state_dict())
 
 
+STYLES = (("blocks.*.up.linear", "column"), ("blocks.*.down", "row"))
+
+
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
         ("torch's own", {"pipeline": 2, "microbatches": 2}),
         ("channels", {"pipeline": 2, "microbatches": 2, "schedule": "interleaved"}),
+        ("between", {"tensor": 2, "styles": STYLES}),
+        ("between", {"tensor": 2, "styles": STYLES, "activations": "recompute"}),
+        ("channels", {"tensor": 2, "styles": STYLES, "sequence": True, "activations": "recompute"}),
+        ("channels", {"context": 2}),
     ],
 )
 def test_what_is_random_is_that_of_one_rank(ranks: Any, kind: str, plan: dict[str, Any]) -> None:
     for wanted, found, worst in ranks(2, train, kind, plan):
         assert found == pytest.approx(wanted, rel=1e-5)
         assert worst[0] < 1e-5, worst
+
+
+@pytest.mark.parametrize("plan", [{"tensor": 2, "styles": STYLES}, {"context": 2}])
+def test_dropout_that_would_be_another_when_a_part_of_a_block_runs_again_is_refused(ranks: Any, plan: Any) -> None:
+    for message in ranks(2, refuse, plan):
+        assert "runs in a torch.utils.checkpoint of a part of the block" in message
+
+
+def refuse(rank: int, size: int, plan: dict[str, Any]) -> str:
+    with pytest.raises(unbounded.StateError) as caught:
+        train(rank, size, "repeated", plan)
+    return str(caught.value)

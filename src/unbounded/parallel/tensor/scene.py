@@ -49,6 +49,8 @@ class Scene:
         self.axis, self.by_sequence = axis, by_sequence
         self._takes_single = takes_single  # whether a part of a sequence may be one token
         self.hold = Hold.COPIES
+        self.is_dropping = False  # whether dropout on parts is that of the whole
+        self.checkpoint: Any = None  # around the innermost module that drops the same when it runs again
         self.num_rows = 0  # of the batch that is cut along its sequence
         self._divides = True  # the sequence, over the ranks
         self._is_inside = False  # the blocks, where the sequence is cut

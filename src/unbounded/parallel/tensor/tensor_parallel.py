@@ -18,7 +18,7 @@ from unbounded.parallel.partial_gradients import Partial, attach_sum
 from unbounded.parallel.recorded import records_routing
 from unbounded.parallel.tensor import attention, layers
 from unbounded.parallel.tensor.cutting import Layer, LayerCuts
-from unbounded.parallel.tensor.dropout import attach_dropout
+from unbounded.parallel.tensor.dropout import attach_dropout, drops_anything
 from unbounded.parallel.tensor.head.vocabulary import HeadPart, TokenLoss, attach_head
 from unbounded.parallel.tensor.scene import Scene
 from unbounded.parallel.tensor.sequence import SequenceBlocks
@@ -39,7 +39,6 @@ class TensorParallel:
         *,
         sequence: bool,
         stacks: Sequence[Sequence[nn.Module]] | None = None,
-        by_context: bool = False,
     ) -> None:
         self.model, self.base, self.axis = model, unwrap(model), axis
         self.scene = Scene(axis, by_sequence=sequence)
@@ -50,8 +49,7 @@ class TensorParallel:
         if sequence:
             records = records_routing(self.base)
             self.sequence = SequenceBlocks(self.scene, found, self.layers, self.names, records_routing=records)
-        # A context axis must cut what the tensor axis has already cut: its dropout is around the blocks.
-        self._dropping = [block for stack in found for block in stack] if sequence or by_context else []
+        self._blocks = [block for stack in found for block in stack]
         self.heads: dict[nn.Module, HeadPart] = {}
         self._is_given, self._trials = styles is not None, list[Trial]()
         self._detaches: list[Detach] = []
@@ -190,16 +188,15 @@ class TensorParallel:
         return self.names.get(found.group(1), holder) if found else holder
 
     def _attach_dropouts(self) -> None:
-        found: dict[nn.Module, None] = {}
-        if self._dropping:
-            found.update(dict.fromkeys(self._dropping))
-        else:
-            columns = [layer for layer in self.layers if layer.style.kind is Kind.COLUMN]
-            found.update({layer.parent: None for layer in columns if layer.parent is not None})
-        for module in found:
-            detach = attach_dropout(module, self.scene)
-            if detach is not None:
-                self._detaches.append(detach)
+        """On blocks, which may run again by themselves, and so may modules of column layers; otherwise on the model."""
+        if not drops_anything(self.base):
+            return
+        inside = {module for block in self._blocks for module in block.modules()}
+        cut = [layer for layer in self.layers if layer.style.kind in (Kind.COLUMN, Kind.ROW)]
+        around = [layer.parent for layer in cut if layer.style.kind is Kind.COLUMN and layer.parent is not None]
+        whole = [self.base] if any(layer.module not in inside for layer in cut) else []
+        for module in dict.fromkeys([*self._blocks, *around, *whole]):
+            self._detaches.append(attach_dropout(module, self.scene))
 
 
 def _is_called(module: nn.Module) -> bool:
