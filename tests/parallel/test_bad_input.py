@@ -29,6 +29,24 @@ class Flat(nn.Module):
         return self.down(self.up(x))
 
 
+class Sharing(Flat):
+    """What it does between its layers looks at all features, and no module is around the two."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Flat() for _ in range(2)), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Heads(nn.Module):
     """Attention whose code fixes the number of heads, so that parts of it would have narrower ones."""
 
@@ -82,7 +100,8 @@ class Tower(nn.Module):
 def make_model(family: str, changes: dict[str, Any]) -> Any:
     if family == "tower":
         return Tower(**changes)
-    return Flat() if family == "flat" else models.build(family, **changes)
+    own = {"flat": Flat, "sharing": Sharing, "classes": Classes}
+    return own[family]() if family in own else models.build(family, **changes)
 
 
 def refusal(rank: int, size: int, family: str, plan: dict[str, Any], changes: dict[str, Any], call: bool) -> str:
@@ -99,6 +118,8 @@ def refusal(rank: int, size: int, family: str, plan: dict[str, Any], changes: di
             run(**models.batch("gpt2", 0, rank))
         elif call and "pipeline" in plan:
             unbounded.pipeline(model)(**models.batch("gpt2", 0))
+        elif call and isinstance(model, Flat):
+            model(torch.ones(2, 8))
         elif call:
             model(**models.batch("gpt2", 0, length=8 if family == "tower" else 7))
     except unbounded.UnboundedError as error:
@@ -130,6 +151,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
         {},
         False,
         "no layer of Flat matches the tensor styles",
+    ),
+    "features between": (
+        "sharing",
+        {"tensor": 2, "styles": (("up", "column"), ("down", "row"))},
+        {},
+        True,
+        "Sharing gives something else (a relative difference of",
+    ),
+    "no end": (
+        "classes",
+        {"tensor": 2, "styles": (("blocks.*.up", "column"), ("blocks.*.down", "row"), ("head", "column"))},
+        {},
+        False,
+        "'head' has the style 'column', but no row layer comes after it",
     ),
     "style": ("flat", {"tensor": 2, "styles": (("up", "colum"),)}, {}, False, "Did you mean 'column'?"),
     "sequence alone": ("gpt2", {"sequence": True}, {}, False, "sequence without a tensor axis"),

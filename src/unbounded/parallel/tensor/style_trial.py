@@ -68,6 +68,8 @@ class Trial:
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, cuts: dict[Any, Cut | None]) -> None:
         """All ranks of the axis must call this. Raises on all of them if parts give something else than the whole."""
+        if not any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+            return  # a model whose batch is inside something else
         site, seen = self.scene.at(self.name), self.scene.hold is Hold.SEQUENCE
         hidden: list[torch.Tensor] = []
         change_hidden(self.module, args, kwargs, lambda x: hidden.append(x) or x)  # type: ignore[func-returns-value]
@@ -76,7 +78,9 @@ class Trial:
         if seen:
             shape[1] *= site.size
         generator = torch.Generator(given.device).manual_seed(0)
-        whole = torch.randn(shape, generator=generator, dtype=torch.float32, device=given.device)
+        whole = given.detach()  # of tokens there are no others
+        if given.is_floating_point():
+            whole = torch.randn(shape, generator=generator, dtype=torch.float32, device=given.device)
         part = take_part(whole, 1, site) if seen else whole
         args, kwargs = pytree.tree_map(_for_trial, (args, kwargs), is_leaf=is_cache)
         with torch.no_grad(), torch.autocast(given.device.type, enabled=False), evaluating(self.module):
@@ -89,7 +93,7 @@ class Trial:
                     found = first_tensor(forward(*given_args, **given_kwargs))
                 except (RuntimeError, ValueError) as error:
                     raise self._refusal(f"cannot run ({error})") from error
-        if found.shape != wanted.shape and wanted.dim() > 1:
+        if seen and found.shape != wanted.shape and wanted.dim() > 1:
             wanted = take_part(wanted, 1, site)
         difference = float((found - wanted).norm() / wanted.norm()) if found.shape == wanted.shape else float("inf")
         is_wrong = bool(wanted.isfinite().all()) and not difference < TOLERANCE
@@ -97,8 +101,9 @@ class Trial:
         site.axis.agree(found_wrong if is_wrong else None, what="the trial of styles")
 
     def _refusal(self, what: str) -> PlanError:
+        place = f"{self.name!r} ({type(self.module).__name__})" if self.name else f"{type(self.module).__name__}"
         return PlanError(
-            f"{self.name!r} ({type(self.module).__name__}) {what} if its layers are cut by the plan's styles. Its code "
+            f"{place} {what} if its layers are cut by the plan's styles. Its code "
             "must be right for a part of the features: let views find the number of heads, as in view(batch, tokens, "
             "-1, width), and have a row layer after every column layer with nothing between them that looks at all "
             "features. Otherwise leave these layers out of styles." + (_OF_SEQUENCE if self.scene.by_sequence else "")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from unbounded.errors import PlanError
 from unbounded.parallel.attachments import Detach, together
 from unbounded.parallel.blocks import find_stacks, unwrap
 from unbounded.parallel.collectives import LayerSite
@@ -50,6 +51,9 @@ class TensorParallel:
             records = records_routing(self.base)
             self.sequence = SequenceBlocks(self.scene, found, self.layers, self.names, records_routing=records)
         self._blocks = [block for stack in found for block in stack]
+        self._rows = [layer.name for layer in self.layers if layer.style.kind is Kind.ROW]
+        if styles is not None and stacks is None:
+            self._check_ends()
         self.heads: dict[nn.Module, HeadPart] = {}
         self._is_given, self._trials = styles is not None, list[Trial]()
         self._detaches: list[Detach] = []
@@ -142,7 +146,6 @@ class TensorParallel:
 
         With sequence parallelism whole blocks: their own code may mix tokens, of which it sees a part.
         """
-        rows = [layer.name for layer in self.layers if layer.style.kind is Kind.ROW]
         known: set[type[nn.Module]] = set()
         blocks = [block for stack in self.sequence.stacks for block in stack] if self.sequence is not None else []
         names = {module: name for name, module in self.names.items()} if blocks else {}
@@ -151,15 +154,36 @@ class TensorParallel:
                 known.add(type(block))
                 yield names[block]
         inside = tuple(f"{names[block]}." for block in blocks)
-        for layer in self.layers:
-            if layer.name.startswith(inside):
-                continue
-            name = layer.name if layer.style.kind is Kind.COLUMN and not layer.style.joins else ""
-            while name and not (_is_called(self.names[name]) and any(row.startswith(f"{name}.") for row in rows)):
-                name = name.rpartition(".")[0]
-            if name and type(self.names[name]) not in known:
+        for layer in self._columns():
+            name = self._region(layer) if not layer.name.startswith(inside) else None
+            # Blocks inside the model would get their own weights in its trial.
+            if name is not None and (name or not self._blocks) and type(self.names[name]) not in known:
                 known.add(type(self.names[name]))
                 yield name
+
+    def _columns(self) -> list[Layer]:
+        """The layers that put out a part of their features."""
+        return [layer for layer in self.layers if layer.style.kind is Kind.COLUMN and not layer.style.joins]
+
+    def _region(self, column: Layer) -> str:
+        """The name of the smallest module around a column layer that has a row layer too."""
+        name = column.name
+        while name and not (_is_called(self.names[name]) and any(row.startswith(f"{name}.") for row in self._rows)):
+            name = name.rpartition(".")[0]
+        return name
+
+    def _check_ends(self) -> None:
+        """Raises if nothing sums what comes of a column layer: the rows around it belong to others."""
+        regions = {layer.name: self._region(layer) for layer in self._columns()}
+        taken = tuple(f"{name}." for name in set(regions.values()) if name)
+        free = [row for row in self._rows if not row.startswith(taken)]
+        for name, region in regions.items():
+            if not region and not free:
+                raise PlanError(
+                    f"{name!r} has the style 'column', but no row layer comes after it, so every rank would go on with "
+                    "its part of the features. Give the layer after it the style 'row', or this one 'column_joined', "
+                    "or 'head' if it makes logits."
+                )
 
     def _attach_sums(self) -> None:
         """One sum per block for all parameters whose gradients are parts."""
