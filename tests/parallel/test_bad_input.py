@@ -120,6 +120,10 @@ def refusal(rank: int, size: int, family: str, plan: dict[str, Any], changes: di
             unbounded.pipeline(model)(**models.batch("gpt2", 0))
         elif call and isinstance(model, Flat):
             model(torch.ones(2, 8))
+        elif kind in ("input_ids", "labels"):
+            batch = models.batch("gpt2", 0)
+            batch[kind][1, 2] = models.VOCABULARY
+            model(**batch)
         elif call:
             model(**models.batch("gpt2", 0, length=8 if family == "tower" else 7))
     except unbounded.UnboundedError as error:
@@ -165,6 +169,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, str]] = {
         {},
         False,
         "'head' has the style 'column', but no row layer comes after it",
+    ),
+    "other tokens": (
+        "input_ids gpt2",
+        {"tensor": 2},
+        {},
+        True,
+        "some tokens are 35, but the vocabulary has 35 entries. Give tokens between 0 and 34.",
+    ),
+    "other labels": (
+        "labels gpt2",
+        {"tensor": 2},
+        {},
+        True,
+        "some labels are 35, but the vocabulary has 35 entries. Give labels between 0 and 34, or -100 for those",
     ),
     "style": ("flat", {"tensor": 2, "styles": (("up", "colum"),)}, {}, False, "Did you mean 'column'?"),
     "sequence alone": ("gpt2", {"sequence": True}, {}, False, "sequence without a tensor axis"),

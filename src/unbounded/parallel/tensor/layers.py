@@ -68,10 +68,11 @@ def attach_vocabulary(module: nn.Embedding, scene: Scene, site: LayerSite, cut: 
             "an embedding with max_norm changes rows as it reads them, which cannot be cut over a tensor axis. "
             "Make it without max_norm."
         )
-    (start, stop), padding = cut.intervals[0], module.padding_idx
+    (start, stop), padding, size = cut.intervals[0], module.padding_idx, cut.shape[cut.dim]
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def vocabulary(tokens: torch.Tensor) -> torch.Tensor:
+            check_classes(tokens, size, "tokens")
             is_other = (tokens < start) | (tokens >= stop)
             rows = forward((tokens - start).masked_fill(is_other, 0))
             return scene.leave(rows.masked_fill(is_other.unsqueeze(-1), 0), site)
@@ -128,6 +129,24 @@ def attach_loading(module: nn.Module, cuts: Mapping[str, Cut]) -> Detach:
                 state[prefix + name] = cut.take(value)
 
     return module.register_load_state_dict_pre_hook(before).remove
+
+
+def check_classes(given: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
+    """Raises if some of the tokens or labels are not in the vocabulary: no rank would have them in its part.
+
+    A GPU is not waited for. Its kernels fail later, as they do without a tensor axis.
+    """
+    is_inside = (given >= 0) & (given < size)
+    if ignored is not None:
+        is_inside |= given == ignored
+    if given.device.type != "cpu":
+        torch._assert_async(is_inside.all(), f"some {what} are not between 0 and {size - 1}.")
+    elif not is_inside.all():
+        found = sorted(set(given[~is_inside].tolist()))
+        raise PlanError(
+            f"some {what} are {', '.join(map(str, found[:4]))}, but the vocabulary has {size} entries. Give {what} "
+            f"between 0 and {size - 1}{'' if ignored is None else f', or {ignored} for those that do not count'}."
+        )
 
 
 def is_transposed(module: nn.Module) -> bool:

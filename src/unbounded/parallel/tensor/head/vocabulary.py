@@ -20,6 +20,7 @@ from unbounded.parallel.attachments import Detach, replace_forward
 from unbounded.parallel.blocks import asked_loss
 from unbounded.parallel.collectives import LayerSite
 from unbounded.parallel.tensor.head.whole_logits import WholeLogits
+from unbounded.parallel.tensor.layers import check_classes
 from unbounded.parallel.tensor.scene import Hold, Scene
 from unbounded.ranks.cut import Cut
 
@@ -190,6 +191,7 @@ class TokenLoss:
             if _SHIFTS[self._plain.__name__]:
                 shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         wanted = shift_labels.reshape(-1).to(logits.device)
+        check_classes(wanted, self.part.size, "labels", ignore_index)
         losses = cross_entropy(
             logits.float().reshape(wanted.numel(), -1),
             wanted,
