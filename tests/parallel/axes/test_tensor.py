@@ -132,6 +132,25 @@ def test_the_loss_of_a_cut_vocabulary_goes_over_tiles(ranks: Any) -> None:
     assert all(num_tiles == 2 * 2 * -(-4 * 8 // 3) for _, num_tiles in found)  # plans, steps, rows
 
 
+def least_likely(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    return logits.float().log_softmax(-1).amin(-1).mean()
+
+
+def change_the_loss(rank: int, size: int) -> tuple[float, float]:
+    model = without_dropout(models.build("llama", num_hidden_layers=1))
+    plain = copy.deepcopy(model)
+    model, _ = unbounded.shard(model, optimizer_of(model), {"tensor": 2})
+    for one in (model, plain):
+        one.loss_function = least_likely
+    batch = models.batch("llama", 0)
+    return float(model(**batch).loss), float(plain(**batch).loss)
+
+
+def test_another_loss_that_a_model_is_given_later_sees_all_classes(ranks: Any) -> None:
+    for found, wanted in ranks(2, change_the_loss):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 def change_gradients(model: nn.Module, *, holds: bool = False) -> list[float]:
     """What a script may do to whole gradients; returns what it saw. If it `holds` them, one rank has them longer."""
     seen = []

@@ -139,7 +139,8 @@ class TokenLoss:
 
     def attach(self) -> Detach:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self.part.has_labels = kwargs.get("labels") is not None
+            is_ours = self.base.loss_function is self  # the user may have given the model another loss since
+            self.part.has_labels = is_ours and kwargs.get("labels") is not None
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             parts, self._parts = self._parts, None
@@ -160,7 +161,8 @@ class TokenLoss:
         def detach() -> None:
             for handle in handles:
                 handle.remove()
-            del self.base._loss_function
+            if self.base.loss_function is self:
+                del self.base._loss_function
 
         return detach
 
