@@ -73,6 +73,13 @@ def test_a_loss_over_two_kinds_of_labels_needs_equal_micro_batches() -> None:
     assert [micro.weight for micro in cut_batch((), batch, 2, shifts=False, is_own=True)] == [0.5, 0.5]
 
 
+def test_labels_that_are_not_named_weigh_alike() -> None:
+    tokens, labels = torch.ones(3, 3), torch.tensor([[1, 2, -100], [3, -100, -100], [-100] * 3])
+    micros = cut_batch((tokens, labels), {}, 3, shifts=False, is_own=True, place=1)
+    assert [micro.weight for micro in micros] == [2 / 3, 1 / 3, 0]
+    assert [micro.args[1].tolist() for micro in micros] == [[[1, 2, -100]], [[3, -100, -100]], [[0, 0, 0]]]
+
+
 def test_numbers_from_an_own_generator_are_not_those_that_stages_skip() -> None:
     numbers, own = HostNumbers(), torch.Generator()
     with numbers.noting():

@@ -31,10 +31,16 @@ class Micro:
 
 
 def cut_batch(
-    args: tuple[Any, ...], kwargs: dict[str, Any], num_micros: int, *, shifts: bool, is_own: bool
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    num_micros: int,
+    *,
+    shifts: bool,
+    is_own: bool,
+    place: int | None = None,
 ) -> list[Micro]:
     """The micro-batches of a batch. `shifts` says that the first label of every row is not counted, `is_own` that the
-    loss is the model's own."""
+    loss is the model's own, and `place` where labels are in `args`, if they are there."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     if not tensors:
@@ -54,7 +60,10 @@ def cut_batch(
     cut = [pytree.tree_unflatten([part(leaf, i) for leaf in leaves], structure) for i in range(num_micros)]
     if kwargs.get("num_items_in_batch") is not None:  # what the model divides a sum by: its losses add up
         return [Micro(args, dict(kwargs), 1.0) for args, kwargs in cut]
-    counts = [_count_labels(kwargs.get("labels"), shifts=shifts) for _, kwargs in cut]
+    if place is None or place >= len(args) or "labels" in kwargs:
+        place = None
+    labels = [kwargs.get("labels") if place is None else args[place] for args, kwargs in cut]
+    counts = [_count_labels(part, shifts=shifts) for part in labels]
     total = sum(counts)
     others = [name for name in kwargs if name.endswith(("_label", "_labels")) and kwargs[name] is not None]
     if is_own and others and len(set(counts)) > 1:
@@ -63,9 +72,13 @@ def cut_batch(
             f"{others[0]!r}, so no weight is right for both. Mask as many labels in every micro-batch, or use "
             "microbatches=1 with the schedule 'gpipe'."
         )
-    for (_, kwargs), count in zip(cut, counts, strict=True):
-        if total and not count:  # weighs nothing, but a mean over no labels would be NaN
-            kwargs["labels"] = torch.zeros_like(kwargs["labels"])
+    for number, (args, kwargs) in enumerate(cut):
+        if total and not counts[number]:  # weighs nothing, but a mean over no labels would be NaN
+            zeros = torch.zeros_like(labels[number])
+            if place is None:
+                kwargs["labels"] = zeros
+            else:
+                cut[number] = (*args[:place], zeros, *args[place + 1 :]), kwargs
     return [
         Micro(args, dict(kwargs), count / total if total else 1 / num_micros)
         for (args, kwargs), count in zip(cut, counts, strict=True)
@@ -97,9 +110,10 @@ def shifts_labels(base: nn.Module) -> bool:
     return asked_loss(base) == "ForCausalLMLoss"
 
 
-def takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's forward has an argument of that name."""
-    return name in inspect.signature(type(model).forward).parameters
+def find_argument(model: nn.Module, name: str) -> int | None:
+    """Where a model's forward takes the argument of that name; None if it has none."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return names.index(name) if name in names else None
 
 
 def read_loss(result: Any) -> torch.Tensor:

@@ -85,7 +85,8 @@ class Pipeline:
         self._talk = axis.lane("batches", "gloo")  # what every rank is about to run
         self._base = unwrap(model)
         self._shifts = batches.shifts_labels(self._base)
-        self._without_cache = batches.takes(self._base, "use_cache")
+        self._without_cache = batches.find_argument(self._base, "use_cache") is not None
+        self._place = batches.find_argument(self._base, "labels")
         self._templates: dict[tuple[Any, ...], Template] = {}
         self._told: set[tuple[Any, ...]] = set()
         self._trained: tuple[int, ...] = ()  # for every rank, a mark of the parameters that it trains
@@ -100,7 +101,8 @@ class Pipeline:
         self.hollow.check(kwargs)
         count = self.num_micros or batches.choose_count((args, kwargs), self.axis.size)
         # Labels are counted before they go to a GPU, where counting would wait for all queued work.
-        cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts, is_own=self.loss is None)
+        is_own = self.loss is None
+        cut = batches.cut_batch(args, kwargs, count, shifts=self._shifts, is_own=is_own, place=self._place)
         micros = [Micro(self._on_device(micro.args), self._on_device(micro.kwargs), micro.weight) for micro in cut]
         trains = torch.is_grad_enabled()
         order = [action for action in self.order(count) if trains or action.work is PassKind.FORWARD]
