@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -259,6 +260,38 @@ def test_ranks_that_run_different_batches_raise_and_can_go_on(ranks: Any) -> Non
         assert "labels (2, 8), without gradients" in gradients
         assert "rank 0 is in optimizer.step(); rank 1 is in a batch of the pipeline" in steps
         assert before == after
+
+
+class Linears(nn.Module):
+    """Its blocks return what autocast makes of their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def cast_at_times(rank: int, size: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(2)
+    model, x = Linears(), torch.randn(2, 4)
+    plain = copy.deepcopy(model)
+    model, _ = unbounded.shard(model, optimizer_of(model), {"pipeline": 2, "microbatches": 2})
+    pipeline, found, wanted = unbounded.pipeline(model), [], []
+    for is_cast in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            found.append(float(pipeline(x)))
+            wanted.append(sum(float(plain(part)) / 2 for part in x.chunk(2)))
+    return found, wanted
+
+
+def test_stages_compute_in_other_dtypes_where_autocast_says_so(ranks: Any) -> None:
+    for found, wanted in ranks(2, cast_at_times):
+        assert found == pytest.approx(wanted, rel=1e-6)
+        assert found[0] == found[2] != found[1]
 
 
 def release(rank: int, size: int) -> list[bool]:

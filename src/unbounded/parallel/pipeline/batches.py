@@ -8,6 +8,7 @@ model's own loss over several kinds of labels has no such weight, unless all mic
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,14 @@ def signature(micro: Micro) -> tuple[Any, ...]:
     """What determines the shapes of everything that stages exchange."""
     leaves = pytree.tree_leaves((micro.args, micro.kwargs))
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return (*shapes, tuple(sorted(micro.kwargs)), torch.is_grad_enabled())
+    switches = tuple(leaf for leaf in leaves if isinstance(leaf, (bool, str)))
+    return (*shapes, tuple(sorted(micro.kwargs)), switches, torch.is_grad_enabled(), autocast_dtype(leaves))
+
+
+def autocast_dtype(leaves: Sequence[Any]) -> torch.dtype | None:
+    """What products are computed in where the tensors of a batch are, if autocast says so."""
+    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def shifts_labels(base: nn.Module) -> bool:
