@@ -273,6 +273,7 @@ def test_every_rank_refuses_alike(ranks: Any, case: str) -> None:
 
 LATER = {
     "rows": "a batch of input_ids (2, 8), labels (2, 8) instead of a batch of input_ids (4, 8), labels (4, 8)",
+    "autocast": "labels (4, 8), under autocast to torch.bfloat16 instead of a batch of input_ids (4, 8), labels (4, 8)",
     "no labels": "a batch of input_ids (4, 8) instead of a batch of input_ids (4, 8), labels (4, 8)",
     "step": "rank 0 is in optimizer.step(); rank 1 is in a forward with gradients",
     "eval": "rank 0 is in a forward with gradients; rank 1 is in a forward without gradients",
@@ -298,7 +299,12 @@ def differ_later(rank: int, size: int, plan: dict[str, Any], kind: str) -> str:
         del batch["labels"]
     if is_other and kind == "frozen":
         model.transformer.wpe.weight.requires_grad_(False)
-    with torch.set_grad_enabled(not (is_other and kind == "eval")), pytest.raises(PeerError) as caught:
+    is_cast = is_other and kind == "autocast"
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=is_cast),
+        torch.set_grad_enabled(not (is_other and kind == "eval")),
+        pytest.raises(PeerError) as caught,
+    ):
         model(**batch)
     return str(caught.value)
 

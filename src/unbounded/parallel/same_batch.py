@@ -69,11 +69,17 @@ def _describe_numbers(model: nn.Module) -> str:
     return f"the random state {zlib.crc32(torch.get_rng_state().numpy().data):08x}"
 
 
+def autocast_dtypes() -> dict[str, torch.dtype]:
+    """What autocast computes products in, by the kind of device where it is on."""
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+
+
 def describe_shapes(batch: Any) -> str:
-    """The tensors of a batch in words, without their values."""
+    """The tensors of a batch in words, without their values, and what autocast makes of them."""
     leaves, _ = pytree.tree_flatten_with_path(batch)
     tensors = [(path[-1], leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return f"a batch of {', '.join(f'{_name(key)} {tuple(leaf.shape)}' for key, leaf in tensors) or 'no tensors'}"
+    shapes = ", ".join(f"{_name(key)} {tuple(leaf.shape)}" for key, leaf in tensors) or "no tensors"
+    return f"a batch of {shapes}{''.join(f', under autocast to {dtype}' for dtype in autocast_dtypes().values())}"
 
 
 def _name(key: Any) -> str:

@@ -8,7 +8,6 @@ model's own loss over several kinds of labels has no such weight, unless all mic
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.parallel.blocks import asked_loss
+from unbounded.parallel.same_batch import autocast_dtypes
 
 IGNORED = -100
 
@@ -104,13 +104,7 @@ def signature(micro: Micro) -> tuple[Any, ...]:
     leaves = pytree.tree_leaves((micro.args, micro.kwargs))
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
     switches = tuple(leaf for leaf in leaves if isinstance(leaf, (bool, str)))
-    return (*shapes, tuple(sorted(micro.kwargs)), switches, torch.is_grad_enabled(), autocast_dtype(leaves))
-
-
-def autocast_dtype(leaves: Sequence[Any]) -> torch.dtype | None:
-    """What products are computed in where the tensors of a batch are, if autocast says so."""
-    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (*shapes, tuple(sorted(micro.kwargs)), switches, torch.is_grad_enabled(), *autocast_dtypes().items())
 
 
 def shifts_labels(base: nn.Module) -> bool:

@@ -216,8 +216,7 @@ class Pipeline:
         given = f"{count} micro-batches, each {describe_shapes((micro.args, micro.kwargs))}"
         kind = "" if torch.is_grad_enabled() else ", without gradients"
         mode = "" if self.model.training else ", in model.eval()"
-        casts = batches.autocast_dtype(torch.utils._pytree.tree_leaves((micro.args, micro.kwargs)))
-        text = f"{given}{kind}{mode}{'' if casts is None else f', under autocast to {casts}'}"
+        text = f"{given}{kind}{mode}"
         held = self.holds() if self._has_held and torch.is_grad_enabled() else None
         told = self._talk.objects((text, batches.signature(micro), trained, held), "the comparison of batches")
         first, *others = zip(self.axis.members(), told, strict=True)
