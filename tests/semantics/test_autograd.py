@@ -291,6 +291,29 @@ def test_hooks_on_parameters_see_and_change_gradients(ranks: Any, world: tuple[i
     compare(ranks, world, with_hooks, hooked)
 
 
+def hooked_with_gradients() -> nn.Module:
+    model = Net()
+    model(data(9)).square().mean().backward()
+    model.seen = []
+    model.last.bias.register_hook(lambda grad: model.seen.append(grad.clone()))
+    model.last.weight.register_hook(lambda grad: grad + 1)
+    return model
+
+
+def added_up_with_hooks(model: nn.Module, optimizer: Any) -> Any:
+    """Gradients from before `shard`, and backwards that give some parameters of a unit none."""
+    model(data()).square().mean().backward()
+    for number in range(2):
+        torch.tanh(model.first(data(number))).mean().backward()
+    optimizer.step()
+    return model.seen, weights(model)
+
+
+@EVERYWHERE
+def test_hooks_on_parameters_are_called_once_for_each_gradient(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, added_up_with_hooks, hooked_with_gradients)
+
+
 def gradients_with_hooks(model: nn.Module, optimizer: Any) -> Any:
     """Hooks from before `shard`, from between passes and from inside `full_params`; in the end the model is plain."""
     is_sharded, seen = hasattr(optimizer, "engine"), []

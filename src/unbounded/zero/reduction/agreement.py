@@ -43,7 +43,7 @@ class GradientAgreement:
         for unit in self._units:
             found, unit.views.first_gradients = unit.views.first_gradients, []
             if unit.trainable and any(gradient is not None for gradient in found):
-                self._reduction.collect(unit, found, defer=self._ranks.size > 1)
+                self._reduction.adopt(unit, found, defer=self._ranks.size > 1)
 
     def vote(self) -> None:
         """All ranks of the axis must call this at the end of a backward outside `no_sync`. Waits for nobody.

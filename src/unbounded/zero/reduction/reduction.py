@@ -47,7 +47,7 @@ class Reduction:
         self._in_flight: deque[Handle] = deque()
         self._waiting: list[Unit] = []
         self._ready: set[Unit] = set()
-        self._fresh: dict[Unit, torch.Tensor] = {}  # of this backward alone, for users' hooks
+        self._fresh: dict[Unit, tuple[torch.Tensor, bytes]] = {}  # of this backward alone, and whose, for users' hooks
         self._stream: torch.cuda.Stream | None = None  # on which this backward has given gradients
         self._is_deferred = False  # a backward has been deferred and not reduced yet
 
@@ -74,13 +74,18 @@ class Reduction:
             )
         if unit.views.frozen:
             gradients = [None if i in unit.views.frozen else part for i, part in enumerate(gradients)]
-        full = self._flatten(unit, gradients)
+        full, given = _flatten(unit, gradients)
         if full.is_cuda and not _is_current(self._stream, full.device):
             self._stream = torch.cuda.current_stream(full.device)
         if unit.views.hooks:  # they see the result of a whole backward
-            self._fresh[unit] = _add(self._fresh.get(unit), full)
+            held, earlier = self._fresh.get(unit, (None, bytes(len(given))))
+            self._fresh[unit] = _add(held, full), bytes(map(operator.or_, earlier, given))
         else:
-            self._take(unit, full, defer=defer)
+            self._take(unit, full, given, defer=defer)
+
+    def adopt(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, defer: bool) -> None:
+        """Takes the gradients of an earlier backward, which has called users' hooks already."""
+        self._take(unit, *_flatten(unit, gradients), defer=defer)
 
     def complete(self, unit: Unit, *, defer: bool) -> None:
         """The backward has no more uses of `unit`: its hooks run, and its gradient may be reduced.
@@ -93,9 +98,9 @@ class Reduction:
 
     def _complete(self, unit: Unit, *, defer: bool) -> None:
         if unit in self._fresh:
-            full = self._fresh.pop(unit)
-            _call_hooks(unit, full)
-            self._take(unit, full, defer=defer)
+            full, given = self._fresh.pop(unit)
+            _call_hooks(unit, full, given)
+            self._take(unit, full, given, defer=defer)
         if defer:
             return
         if self.ranks.size > 1:
@@ -113,7 +118,8 @@ class Reduction:
             self.flush(unit, wide=local.dtype != unit.dtype)
             self._tell_final(unit)
 
-    def _take(self, unit: Unit, full: torch.Tensor, *, defer: bool) -> None:
+    def _take(self, unit: Unit, full: torch.Tensor, given: bytes, *, defer: bool) -> None:
+        unit.gradient.mark_used(map(operator.or_, unit.gradient.used, given))
         full = _add(unit.gradient.local, full)
         if self.ranks.size == 1 and not defer and not self.at_once:
             unit.gradient.take_local()
@@ -239,21 +245,20 @@ class Reduction:
         voted = self.ranks.max(used, "the vote on who has a gradient")
         unit.gradient.mark_used(voted.cpu().numpy().tobytes())
 
-    def _flatten(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        whole = all(map(_is_there, gradients))
-        full = new_tensor(unit.layout.numel, unit.dtype, unit.device)
-        views, used = unit.slot_views(full), unit.gradient.used
-        if whole:
-            unit.clear_padding(full)
-            unit.gradient.mark_used(b"\x01" * len(used))
-            torch._foreach_copy_(views, list(gradients))  # type: ignore[arg-type]
-            return full
-        full.zero_()
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                views[index].copy_(gradient)
-        unit.gradient.mark_used(map(operator.or_, used, map(_is_there, gradients)))
-        return full
+
+def _flatten(unit: Unit, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, bytes]:
+    """The gradients as one tensor, with zeros where there is none, and which there are."""
+    full, given = new_tensor(unit.layout.numel, unit.dtype, unit.device), bytes(map(_is_there, gradients))
+    views = unit.slot_views(full)
+    if all(given):
+        unit.clear_padding(full)
+        torch._foreach_copy_(views, list(gradients))  # type: ignore[arg-type]
+        return full, given
+    full.zero_()
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is not None:
+            view.copy_(gradient)
+    return full, given
 
 
 def _is_current(stream: torch.cuda.Stream | None, device: torch.device) -> bool:
@@ -266,9 +271,9 @@ def _add(held: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:
     return fresh if held is None else convert(held, torch.promote_types(fresh.dtype, torch.float32)).add_(fresh)
 
 
-def _call_hooks(unit: Unit, full: torch.Tensor) -> None:
-    """Calls users' hooks with the gradient of this backward, in the parameter's dtype."""
+def _call_hooks(unit: Unit, full: torch.Tensor, given: bytes) -> None:
+    """Calls users' hooks with the gradients that this backward has given, in the parameter's dtype."""
     for index, part in enumerate(unit.slot_views(full)):
         hooks = unit.views.hooks.get(index)
-        if hooks and unit.gradient.used[index]:
+        if hooks and given[index]:
             part.copy_(call_hooks(hooks, part.to(unit.dtype, copy=True)))
