@@ -68,6 +68,7 @@ class ModuleBuffers:
     def __init__(self, model: nn.Module, sites: Sequence[str], lowered: torch.dtype | None) -> None:
         self._places: list[list[tuple[dict[str, Any], str]]] = [[] for _ in sites]
         self._depths = [0] * len(sites)
+        self._swapped: list[set[int]] = [set() for _ in sites]  # which of them are in fp32 outside the running forward
         index = {name: number for number, name in enumerate(sites)}
         for name, module in _not_compiled(model) if lowered is not None else ():
             while name not in index:
@@ -77,10 +78,11 @@ class ModuleBuffers:
 
     def swap_in(self, site: int) -> None:
         self._depths[site] += 1
-        for held, key in self._places[site]:
+        for index, (held, key) in enumerate(self._places[site]):
             buffer = held.get(key)
             if type(buffer) is torch.Tensor and buffer.dtype == torch.float32:
                 held[key] = buffer.as_subclass(ComputingBuffer)
+                self._swapped[site].add(index)
 
     def stay(self, site: int) -> None:
         """The same unless they are in."""
@@ -99,11 +101,14 @@ class ModuleBuffers:
             self._put_back(site)
 
     def _put_back(self, site: int) -> None:
-        for held, key in self._places[site]:
+        swapped, self._swapped[site] = self._swapped[site], set()
+        for index, (held, key) in enumerate(self._places[site]):
             buffer = held.get(key)
-            if isinstance(buffer, torch.Tensor) and buffer.is_floating_point():
+            if isinstance(buffer, ComputingBuffer):
                 with _plain():
-                    held[key] = buffer.as_subclass(torch.Tensor).to(torch.float32)
+                    buffer = held[key] = buffer.as_subclass(torch.Tensor)
+            if index in swapped and isinstance(buffer, torch.Tensor) and buffer.is_floating_point():
+                held[key] = buffer.to(torch.float32)
 
 
 def _not_compiled(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
