@@ -250,6 +250,31 @@ def test_buffers_in_compiled_code_are_those_of_a_model_whose_parameters_are_in_t
     torch._dynamo.reset()
 
 
+class Empty(nn.Module):
+    """Parameters without elements: one that tells where the model is, and those of a layer without inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.mark, self.none = Net(), nn.Parameter(torch.empty(0)), nn.Linear(0, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.mark.device, self.mark.dtype)
+        return self.net(x) + self.none(x[:, :0])
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_without_elements_follow_the_others(device: str) -> None:
+    with torch.device(device):
+        model = Empty()
+    model, optimizer = unbounded.shard(model, adamw(model), {"precision": "bf16"})
+    step(model, optimizer)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.bfloat16)}
+    plain = Empty().bfloat16()
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(data()), plain(data()))
+
+
 class Averages(nn.Module):
     """Float buffers as modules use them: added, looked up, concatenated, averaged in place, replaced."""
 

@@ -41,7 +41,7 @@ from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision
 from unbounded.zero.setup.assembly import Assembly, Fill, Sharded
 from unbounded.zero.setup.blueprint import plan_units
-from unbounded.zero.setup.initial import Entries, Installer, install_model
+from unbounded.zero.setup.initial import Entries, Installer, install_model, place_empty
 from unbounded.zero.setup.meta import ModuleFill
 from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import Holdings, find_specs
@@ -96,6 +96,7 @@ def shard(
     hide_wholes(model, optimizer.state if optimizer is not None else None, device, lowered)
     with lifted_policies(model), compiled_blocks(model, open_plan.compile) as make_plain:
         state = Assembly(model, sites, blueprint, axes, device, parts.phases).build(optimizer, fill, cast_inputs)
+        place_empty(model, device, lowered)
         state.add_detach(make_plain, is_inner=True)
         parts.standing = partial(_describe_standing, state)
         enrol(model, state, parts)

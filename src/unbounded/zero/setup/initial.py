@@ -129,6 +129,19 @@ def gather_values(unit: Unit, parameters: Mapping[str, torch.Tensor], dtype: tor
     return values
 
 
+def place_empty(model: nn.Module, device: torch.device, lowered: torch.dtype | None) -> None:
+    """Brings parameters without elements, which no unit has, to the device and the dtype of the others."""
+    for parameter in model.parameters():
+        if parameter.numel() == 0:
+            dtype = lowered if lowered is not None and parameter.is_floating_point() else parameter.dtype
+            value = torch.empty(parameter.shape, dtype=dtype, device=device)
+            parameter.grad = None
+            if parameter.is_meta:  # a tensor cannot take data of a real device while it is on meta
+                torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+            else:
+                parameter.data = value
+
+
 def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
     """The states of an optimizer that has already stepped; its step counts are the unit's from now on."""
     found = CarriedStates()
