@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -338,6 +339,29 @@ def test_a_write_reaches_what_completes_a_half_precision_weight(
     for last, first in ranks(world[0], written_in, {**PLANS[world[1]], "stage": world[2], "precision": precision}):
         assert torch.equal(last, torch.full((3, 7), 0.75))
         assert torch.equal(first, torch.full((7, 5), 0.75))
+
+
+def written_by_collectives(rank: int, world_size: int, plan: dict[str, Any]) -> list[Tensor]:
+    """What a weight is after each sum over the ranks, and after a step with a learning rate of 0."""
+    model = make()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = unbounded.shard(model, optimizer, plan)
+    bias, held = model.first.bias, model.first.bias.data
+    found = [held.clone()]
+    with torch.no_grad():
+        for written in (bias, bias.data, held):
+            dist.all_reduce(written)
+            found.append(bias.detach().clone())
+    dist.all_reduce(held, async_op=True).wait()
+    step(model, optimizer)
+    return [*found, model.state_dict()["first.bias"]]
+
+
+@pytest.mark.parametrize("plan", [{}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_a_collective_writes_to_a_weight_is_kept(ranks: Any, stage: int, plan: dict[str, Any]) -> None:
+    for first, *others in ranks(2, written_by_collectives, {**plan, "stage": stage}):
+        assert_same(others, [first * 2**times for times in range(1, 5)])
 
 
 def seen_by_graphs(model: nn.Module, optimizer: Any) -> Any:

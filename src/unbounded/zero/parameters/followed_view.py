@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -90,7 +91,7 @@ def _compute(func: Callable[..., Any], views: list[FollowedView], args: Any, kwa
     name = getattr(func, "__name__", "this")
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = call_counted(func, args, kwargs, views)
     except RuntimeError as error:
         if "another view of its base has been modified" not in str(error):
             raise
@@ -105,6 +106,21 @@ def _compute(func: Callable[..., Any], views: list[FollowedView], args: Any, kwa
             view._source.keep(view._memory, name)
             _mark(view._memory, view._source)
     return follow(result, [(view._source, view._memory) for view in views])
+
+
+def call_counted(func: Callable[..., Any], args: Any, kwargs: Any, values: Iterable[torch.Tensor]) -> Any:
+    """Calls `func`. What a collective writes to `values` is counted as autograd counts writes, which torch leaves out.
+
+    A collective in the background is waited for, because nobody would see when it has written.
+    """
+    if getattr(func, "__module__", "") != dist.distributed_c10d.__name__:
+        return func(*args, **kwargs)
+    before = [(value, value.detach().clone()) for value in values]
+    result = func(*args, **kwargs)
+    if isinstance(result, dist.Work):
+        result.wait()
+    torch.autograd.graph.increment_version([value for value, held in before if not torch.equal(value, held)])
+    return result
 
 
 @contextmanager

@@ -25,7 +25,16 @@ from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive, shown_shape, turn_of
-from unbounded.zero.parameters.followed_view import FollowedView, end_views, follow, hold, in_turns, shares, version_of
+from unbounded.zero.parameters.followed_view import (
+    FollowedView,
+    call_counted,
+    end_views,
+    follow,
+    hold,
+    in_turns,
+    shares,
+    version_of,
+)
 from unbounded.zero.passes.hooks import called_from
 from unbounded.zero.placeholder import Placeholder, as_set, describe
 from unbounded.zero.saved import is_of_unit
@@ -456,7 +465,7 @@ def _compute_with_values(func: Callable[..., Any], args: Any, kwargs: Any) -> An
 
     args, kwargs = pytree.tree_map_only(ManagedParameter, lend, (args, kwargs))
     try:
-        result = func(*args, **kwargs)
+        result = call_counted(func, args, kwargs, [value for value, _ in lent.values()])
     except RuntimeError as error:
         if lent and "modified inplace" in str(error):  # for what the engine has lent, in plain PyTorch's own words
             message = "a leaf Variable that requires grad is being used in an in-place operation."

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import _LISTS, ManagedGrad, _norm_order
-from unbounded.zero.parameters.followed_view import FollowedView, end_views, follow, hold, version_of
+from unbounded.zero.parameters.followed_view import FollowedView, call_counted, end_views, follow, hold, version_of
 from unbounded.zero.parameters.parameter import (
     ManagedParameter,
     ShownParameter,
@@ -79,7 +79,7 @@ class TiledParameter(Placeholder, nn.Parameter):
             return lent[parameter][0]
 
         args, kwargs = pytree.tree_map_only(TiledParameter, lend, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = call_counted(func, args, kwargs, [whole for whole, *_ in lent.values()])
         for parameter, (whole, version, node) in lent.items():
             if whole._version != version:
                 with torch.set_grad_enabled(whole.grad_fn is not node):  # not where it was written without gradients
@@ -240,7 +240,7 @@ class TiledGrad(ManagedGrad):
             return whole
 
         args, kwargs = pytree.tree_map_only(TiledGrad, join, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = call_counted(func, args, kwargs, [whole for whole, _ in opened.values()])
         for grad, (whole, version) in opened.items():
             if whole._version != version:
                 grad.keep(whole, name)
