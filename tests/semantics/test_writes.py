@@ -479,6 +479,44 @@ def test_data_that_a_forward_begins_to_write_late_is_kept_or_refused(plan: str) 
         print([step(model, optimizer) for _ in turns])
 
 
+class Replacing(Net):
+    """Does something to itself at the end of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.change is not None:
+            self.change()
+        return y
+
+
+@pytest.mark.parametrize("plan", ["device", "disk"])
+def test_a_forward_that_replaces_a_parameter_is_refused_and_changes_nothing(plan: str) -> None:
+    def replace(module: nn.Module) -> None:
+        module.weight = nn.Parameter(module.weight.detach().clamp(-0.1, 0.1))
+
+    def remove(module: nn.Module) -> None:
+        del module.weight
+
+    model = make(Replacing)
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    for change in (replace, remove):
+        model.change = lambda change=change: change(model.last)
+        with torch.set_grad_enabled(change is remove), pytest.raises(StateError, match=r"last\.weight' was replaced"):
+            model(data())
+    model.change = None
+    handle = model.blocks[1].norm.register_forward_hook(lambda *_: replace(model.blocks[1].up))
+    with pytest.raises(StateError, match=r"blocks\.1\.up\.weight' was replaced"):
+        model(data())
+    handle.remove()
+    plain = make(Net)
+    assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
+    assert_same(dict(sorted(weights(model).items())), dict(sorted(weights(plain).items())))
+
+
 def average(model: nn.Module, optimizer: Any) -> Any:
     """A deep copy as an exponential average, evaluated and saved as a plain model."""
     ema = copy.deepcopy(model)

@@ -134,8 +134,8 @@ class ModuleViews:
 
     def swap_in(self) -> None:
         """Puts views of the gathered buffer into the modules."""
-        if not self.is_swapped and not all(map(operator.is_, self._standing(), self._placeholders)):
-            self._report_replaced()
+        if not self.is_swapped:
+            self._refuse_replaced(self._placeholders)
         self.is_swapped, self._num_changes, self._serves_graphs = True, 0, torch.is_grad_enabled()
         views = self._held = self.make()
         for index, kept in self._kept_on:
@@ -154,8 +154,10 @@ class ModuleViews:
             _put(self._dicts, self._attributes, self._placeholders)
 
     def end_forward(self) -> list[int]:
-        """The parameters that the forward has written to in place."""
+        """The parameters that the forward has written to in place. Raises if it has put others in their places."""
         views, self._held = self._held, ()
+        if self.is_swapped:
+            self._refuse_replaced([views[place] for place in self._pick])
         if torch.is_inference_mode_enabled() or all(map(self._num_changes.__eq__, map(_version, views))):
             return []
         self.unit.take_lasting_views()
@@ -244,10 +246,11 @@ class ModuleViews:
     def _standing(self) -> Iterator[Any]:
         return map(dict.get, self._dicts, self._attributes)
 
-    def _report_replaced(self) -> None:
-        for held, parameter in zip(self._standing(), self._placeholders, strict=True):
-            if held is not parameter:
-                refuse_replaced(parameter.name)
+    def _refuse_replaced(self, expected: Sequence[torch.Tensor]) -> None:
+        """Raises if the modules hold anything but what is `expected` in the places of the unit's parameters."""
+        if not all(map(operator.is_, self._standing(), expected)):
+            found = zip(self._standing(), expected, self._placeholders, strict=True)
+            refuse_replaced(next(parameter.name for held, own, parameter in found if held is not own))
 
 
 def takes_gradients(units: Iterable[Unit]) -> bool:
