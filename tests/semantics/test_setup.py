@@ -152,6 +152,30 @@ def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:
             unbounded.shard(model, adamw(model))
 
 
+class Halved(torch.Tensor):
+    """Computes with half of what it holds."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found / 2 if func is nn.functional.linear else found
+
+
+class Marked(nn.Parameter):
+    """Says something about itself."""
+
+
+def test_parameters_with_operations_of_their_own_are_refused_and_marked_ones_train() -> None:
+    model, plain = make(), make()
+    weight = model.last.weight
+    model.last.weight = nn.Parameter(weight.detach().as_subclass(Halved))
+    with pytest.raises(PlanError, match=r"'last\.weight' is a Halved.*parametrize"):
+        unbounded.shard(model, adamw(model))
+    model.last.weight = Marked(weight.detach())
+    model, optimizer = unbounded.shard(model, adamw(model))
+    assert step(model, optimizer) == pytest.approx(step(plain, adamw(plain)))
+
+
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_parameters_that_came_after_shard_are_not_left_out_of_a_checkpoint(plan: str, tmp_path: Path) -> None:
     model = make()

@@ -195,6 +195,7 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
     for member in members:
         if getattr(member.parameter, "_post_accumulate_grad_hooks", None):
             refuse_accumulate_hook(member.names[0])
+        _check_operations(member)
     _check_memory(model, members)
     first: dict[str, str] = {}
     for member in members:
@@ -209,6 +210,20 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
 
 def _called(name: str, kind: str) -> str:
     return f"the {kind} {name!r}" if name else "the model"
+
+
+def _check_operations(member: Member) -> None:
+    """Raises if the class of a float parameter has operations of its own: units keep plain values."""
+    kind = type(member.parameter)
+    is_plain = kind.__torch_function__ is nn.Parameter.__torch_function__
+    is_plain = is_plain and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+    if is_plain or hasattr(kind, "to_local") or not member.parameter.is_floating_point():  # a DTensor is cut by an axis
+        return
+    raise PlanError(
+        f"the parameter {member.names[0]!r} is a {kind.__name__}, a class with operations of its own, but a sharded "
+        "model computes with plain tensors. Give its module a plain Parameter and those operations, for example by "
+        "torch.nn.utils.parametrize."
+    )
 
 
 def _check_memory(model: nn.Module, members: list[Member]) -> None:
