@@ -557,6 +557,8 @@ def test_a_placeholder_answers_what_needs_no_values() -> None:
     for tensor in (weight, weight.grad):
         assert tensor.is_contiguous()
         assert tensor.stride() == (5, 1)
+        with pytest.warns(UserWarning, match="copy construct"):  # torch does not ask the tensor for its values
+            assert torch.tensor(tensor).isnan().all()
     parameters = list(model.parameters())  # each with its own address, which tells tied weights from others
     assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
     assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == len(parameters)

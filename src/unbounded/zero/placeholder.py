@@ -36,6 +36,12 @@ def meets_placeholder(types: Iterable[type]) -> bool:
     return any(issubclass(kind, Placeholder) for kind in types)
 
 
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The data of a placeholder: one NaN (one 0 for integers) spread over a shape."""
+    filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), filler, dtype=dtype, device=device).expand(shape)
+
+
 def as_set(placeholder: torch.Tensor, source: tuple[Any, ...]) -> torch.Tensor:
     """What a tensor shows after `set_(*source)`, the only write that torch does not send to `__torch_function__`."""
     values: list[Any] = [part.detach() if isinstance(part, _Tensor) else part for part in source]

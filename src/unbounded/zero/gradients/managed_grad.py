@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from unbounded.errors import StateError
 from unbounded.zero.gradients.gradient import Gradient
 from unbounded.zero.gradients.scale_factor import ScaleFactor, factor_of
-from unbounded.zero.placeholder import Placeholder, as_set, describe
+from unbounded.zero.placeholder import Placeholder, as_set, describe, stand_in
 
 _SCALES = {"mul_", "div_", "__imul__", "__itruediv__"}
 
@@ -178,12 +178,15 @@ def _grad_of(unit: Any, index: int) -> ManagedGrad | None:
 
 
 def _blank(unit: Any, index: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a handle holds in place of values. It is kept, because frameworks ask for every gradient in every step."""
+    """What a handle holds in place of values: NaN, for code that reads it past `__torch_function__` (`torch.tensor`).
+
+    It is kept, because frameworks ask for every gradient in every step.
+    """
     blanks = _blanks.setdefault(unit.gradient, {})
     blank = blanks.get(index)
     shape = shown_shape(unit, index)
     if blank is None or blank.dtype != dtype or tuple(blank.shape) != shape:
-        blank = blanks[index] = torch.zeros((), dtype=dtype, device=unit.device).expand(shape)
+        blank = blanks[index] = stand_in(shape, dtype, unit.device)
     return blank
 
 

@@ -36,7 +36,7 @@ from unbounded.zero.parameters.followed_view import (
     version_of,
 )
 from unbounded.zero.passes.hooks import called_from
-from unbounded.zero.placeholder import Placeholder, as_set, describe
+from unbounded.zero.placeholder import Placeholder, as_set, describe, stand_in
 from unbounded.zero.saved import is_of_unit
 from unbounded.zero.unit import Unit
 
@@ -268,8 +268,8 @@ def manage(parameter: nn.Parameter, unit: Unit, index: int) -> ManagedParameter:
     """Turns `parameter` into a managed one, keeping the object."""
     parameter.grad = None
     if parameter.is_meta:  # a tensor cannot take data of a real device while it is on meta
-        stand_in = torch.zeros((), dtype=parameter.dtype, device=unit.device).expand(parameter.shape)
-        torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
+        value = stand_in(parameter.shape, parameter.dtype, unit.device)
+        torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
     parameter.__class__ = ManagedParameter
     assert isinstance(parameter, ManagedParameter)
     parameter._unit_ref, parameter._index = weakref.ref(unit), index
@@ -408,12 +408,6 @@ def has_memory_of(value: torch.Tensor, other: torch.Tensor) -> bool:
 def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
-
-
-def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One NaN (one 0 for integers) spread over a shape."""
-    filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), filler, dtype=dtype, device=device).expand(shape)
 
 
 def put_grad(unit: Unit, index: int, value: torch.Tensor | None) -> None:

@@ -24,7 +24,7 @@ from unbounded.zero.parameters.parameter import (
     name_of,
     set_requires_grad,
 )
-from unbounded.zero.placeholder import Placeholder, describe
+from unbounded.zero.placeholder import Placeholder, describe, stand_in
 
 
 class Rows(Protocol):
@@ -45,11 +45,11 @@ class TiledParameter(Placeholder, nn.Parameter):
     def adopt(parameter: nn.Parameter, tiled: Rows, dtype: torch.dtype, device: torch.device) -> None:
         """Makes `parameter`, which stays the same object, stand for its tiles."""
         parameter.grad = None
-        stand_in = torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
+        value = stand_in(parameter.shape, dtype, device)
         if parameter.is_meta:  # a tensor cannot take data of a real device while it is on meta
-            torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
+            torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
         else:
-            parameter.data = stand_in
+            parameter.data = value
         parameter.__class__ = TiledParameter
         parameter._tiled = tiled  # type: ignore[attr-defined]
 
@@ -140,7 +140,7 @@ class TiledParameter(Placeholder, nn.Parameter):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The same tiles without gradients; writes reach them."""
-        view = nn.Parameter(torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape), False)
+        view = nn.Parameter(stand_in(self.shape, self.dtype, self.device), False)
         view.__class__ = TiledParameter
         view._tiled = self._tiled  # type: ignore[attr-defined]
         hold(self, view)
@@ -205,7 +205,7 @@ class TiledGrad(ManagedGrad):
 
     @staticmethod
     def of(shape: torch.Size, parts: list[torch.Tensor]) -> TiledGrad:
-        filler = torch.zeros((), dtype=parts[0].dtype, device=parts[0].device).expand(shape)
+        filler = stand_in(shape, parts[0].dtype, parts[0].device)
         grad = torch.Tensor._make_subclass(TiledGrad, filler)
         grad._parts = parts
         return grad

@@ -34,11 +34,11 @@ from unbounded.zero.parameters.parameter import (
     set_data,
     set_requires_grad,
     show,
-    stand_in,
     take_hooks,
     take_stray_gradients,
 )
 from unbounded.zero.passes.hooks import in_backward, in_recomputation
+from unbounded.zero.placeholder import stand_in
 from unbounded.zero.unit import Unit
 
 _OWN = {"_unit_ref", "_index", "_held"}
