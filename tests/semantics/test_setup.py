@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import spectral_norm
 
 import unbounded
 from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
@@ -128,15 +129,21 @@ def test_two_parameters_over_one_memory_are_refused() -> None:
         unbounded.shard(model, adamw(model))
 
 
-def test_a_buffer_over_the_memory_of_a_parameter_is_refused() -> None:
+def test_a_tensor_over_the_memory_of_a_parameter_is_refused() -> None:
     model = make()
+    spectral_norm(model.first)  # has one until its first forward
     model.register_buffer("one", torch.zeros(7))
     model.blocks[0].register_buffer("same", model.one)  # buffers may share theirs
     model.blocks[1].register_buffer("row", model.blocks[0].up.weight.data[2])
-    with pytest.raises(PlanError, match=r"'blocks\.0\.up\.weight' and 'blocks\.1\.row', a parameter and a buffer"):
-        unbounded.shard(model, adamw(model))
-    del model.blocks[1].row
-    unbounded.shard(model, adamw(model))
+    model.blocks[1].norm.row = model.blocks[0].up.weight.data[3]
+    model.blocks[1].norm.register_buffer("whole", model.blocks[0].up.weight)
+    for module, name in ((model.blocks[1], "row"), (model.blocks[1].norm, "row"), (model.blocks[1].norm, "whole")):
+        with pytest.raises(PlanError, match=r"'blocks\.[01].*' and 'blocks\.[01].*', a parameter and another tensor"):
+            unbounded.shard(model, adamw(model))
+        delattr(module, name)
+    vars(model.blocks[1])["same"] = model.blocks[0].up.weight
+    model, optimizer = unbounded.shard(model, adamw(model))
+    step(model, optimizer)
 
 
 def test_lazy_and_scripted_modules_are_refused_with_what_to_do() -> None:

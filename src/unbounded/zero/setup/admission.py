@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,16 +227,24 @@ def _check_operations(member: Member) -> None:
 
 
 def _check_memory(model: nn.Module, members: list[Member]) -> None:
-    """Raises if another Parameter or a buffer shares the memory of a Parameter: sharding would separate them."""
+    """Raises if anything else shares the memory of a Parameter: sharding would separate them."""
     places = [(*_extent(member.parameter), True, member.names[0]) for member in members]
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if type(buffer) is torch.Tensor]
-    places += [(*_extent(buffer), False, name) for name, buffer in buffers]
-    ends = {True: (0, ""), False: (0, "")}  # of parameters and of buffers so far, with the name of the last to end
+    buffers = [(name, one) for name, one in model.named_buffers() if type(one) in (torch.Tensor, nn.Parameter)]
+    places += [(*_extent(tensor), False, name) for name, tensor in [*buffers, *_attributes(model)]]
+    ends = {True: (0, ""), False: (0, "")}  # of parameters and of others so far, with the name of the last to end
     for start, stop, is_parameter, name in sorted(places):
         for is_other_parameter, (end, other) in ends.items():
             if start < min(stop, end) and (is_parameter or is_other_parameter):
                 _refuse_shared_memory(other, name, is_other_parameter and is_parameter)
         ends[is_parameter] = max(ends[is_parameter], (stop, name))
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are plain attributes of modules, unless hooks make them anew in every forward (`spectral_norm`)."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items() if not module._forward_pre_hooks else ():
+            if type(value) is torch.Tensor:
+                yield f"{path}.{key}" if path else key, value
 
 
 def _refuse_shared_memory(name: str, other: str, are_parameters: bool) -> None:
@@ -246,8 +254,8 @@ def _refuse_shared_memory(name: str, other: str, are_parameters: bool) -> None:
             "untie. Tie them by giving both modules the same Parameter object."
         )
     raise PlanError(
-        f"{name!r} and {other!r}, a parameter and a buffer, have the same memory, which sharding would untie: the "
-        "buffer would keep the first values. Make the buffer a copy, or use the parameter in its place."
+        f"{name!r} and {other!r}, a parameter and another tensor of the model, have the same memory, which sharding "
+        "would untie: the other would keep the first values. Make it a copy, or use the parameter in its place."
     )
 
 
