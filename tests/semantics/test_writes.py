@@ -456,6 +456,21 @@ def test_weights_that_a_forward_writes_are_kept_or_refused(ranks: Any, world: tu
     compare(ranks, world, refused_steps if world[0] > 1 and world[2] == 3 else three_steps, build)
 
 
+def held_while_written(model: nn.Module, optimizer: Any) -> Any:
+    held, seen = model.codes.data, []
+    for number in range(3):
+        model(data(number))
+        seen.append(held.clone())
+        held.add_(1)
+        seen.append(model.codes.detach().clone())
+    return seen
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+def test_values_that_are_held_follow_what_forwards_write(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, held_while_written, Codebook)
+
+
 class Late(Codebook):
     """Begins to write only after some forwards."""
 

@@ -126,10 +126,10 @@ class ManagedParameter(Placeholder, nn.Parameter):
         unit = self._unit_ref()
         return nullcontext() if unit is None else turn_of(unit)
 
-    def changes(self) -> int | None:
-        """How often the weights have changed; None if the model is gone."""
+    def changes(self) -> tuple[int, int] | None:
+        """How often the weights have changed, also by writes of forwards; None if the model is gone."""
         unit = self._unit_ref()
-        return None if unit is None else unit.generation
+        return None if unit is None else (unit.generation, unit.num_writes)
 
     def current(self) -> torch.Tensor:
         """The value, for a computation outside the module's forward."""

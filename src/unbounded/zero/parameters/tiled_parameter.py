@@ -106,9 +106,10 @@ class TiledParameter(Placeholder, nn.Parameter):
         """Its values are joined into a copy, to which no other thread writes."""
         return nullcontext()
 
-    def changes(self) -> list[tuple[int, int]]:
+    def changes(self) -> list[tuple[int, int, int]]:
         """How often each tile has changed: as its unit counts, and inside `full_params` as autograd does."""
-        return [(part._unit_ref().generation, version_of(part)) for part in self._parts()]  # type: ignore[attr-defined]
+        units = [(part._unit_ref(), part) for part in self._parts()]  # type: ignore[attr-defined]
+        return [(unit.generation, unit.num_writes, version_of(part)) for unit, part in units]
 
     def keep(self, whole: torch.Tensor, name: str) -> None:
         """Gives every tile its rows of what was written."""
