@@ -353,6 +353,12 @@ def written_by_collectives(rank: int, world_size: int, plan: dict[str, Any]) -> 
             dist.all_reduce(written)
             found.append(bias.detach().clone())
     dist.all_reduce(held, async_op=True).wait()
+    sent, received = dist.isend(held, 1 - rank), torch.empty(7, dtype=held.dtype)
+    dist.recv(received, 1 - rank)
+    sent.wait()
+    assert torch.equal(received, held)
+    with pytest.raises(StateError, match="Receive into a tensor of your own"):
+        dist.irecv(held, 1 - rank)
     step(model, optimizer)
     return [*found, model.state_dict()["first.bias"]]
 

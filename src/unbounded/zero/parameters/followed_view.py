@@ -111,10 +111,15 @@ def _compute(func: Callable[..., Any], views: list[FollowedView], args: Any, kwa
 def call_counted(func: Callable[..., Any], args: Any, kwargs: Any, values: Iterable[torch.Tensor]) -> Any:
     """Calls `func`. What a collective writes to `values` is counted as autograd counts writes, which torch leaves out.
 
-    A collective in the background is waited for, because nobody would see when it has written.
+    A collective in the background is waited for, because nobody would see when it has written. Sending writes nothing.
     """
-    if getattr(func, "__module__", "") != dist.distributed_c10d.__name__:
+    if getattr(func, "__module__", "") != dist.distributed_c10d.__name__ or func in (dist.send, dist.isend):
         return func(*args, **kwargs)
+    if func is dist.irecv:  # its peer may send only after this rank has gone on
+        raise StateError(
+            "irecv was given a weight, but when it writes is not seen. Receive into a tensor of your own, wait, and copy "
+            "it to the weight: p.data.copy_(received)."
+        )
     before = [(value, value.detach().clone()) for value in values]
     result = func(*args, **kwargs)
     if isinstance(result, dist.Work):
