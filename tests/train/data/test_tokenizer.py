@@ -54,6 +54,14 @@ def test_with_a_template_the_loss_is_on_what_each_answer_adds(tmp_path: Path) ->
     assert (encoded.targets == tokenizer.end).sum() == 2  # the template's own ends; the separator has no loss
 
 
+def test_an_answer_to_which_the_template_adds_nothing_ends_its_conversation(tmp_path: Path) -> None:
+    without_ends = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template=without_ends))
+    encoded = tokenizer.encode([[{"role": "user", "content": "host"}, {"role": "assistant", "content": ""}]])[0]
+    assert encoded.tokens.tolist() == tokenizer.encode(["host"])[0].tokens.tolist()
+    assert (encoded.targets == IGNORED).all()
+
+
 def test_a_template_that_rewrites_earlier_turns_trains_on_the_last_answer(tmp_path: Path) -> None:
     tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template=REWRITES))
     assert trained_text(tokenizer, tokenizer.encode([CHAT])[0]) == "on disk"

@@ -203,7 +203,7 @@ def _join(segments: list[ChatSegment], pieces: list[Ids], end: int) -> Encoded:
         ids = np.concatenate([ids, last]) if segment.ends else ids
         tokens.append(ids)
         targets.append(ids if segment.trained else np.full_like(ids, IGNORED))
-    if not tokens or tokens[-1][-1:] != last:  # conversations are separated as texts are
+    if np.concatenate([last[:0], *tokens])[-1:].tolist() != [end]:  # conversations are separated as texts are
         tokens.append(last)
         targets.append(np.full_like(last, IGNORED))
     return Encoded(np.concatenate(tokens), np.concatenate(targets))
