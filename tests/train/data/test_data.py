@@ -15,7 +15,7 @@ import pytest
 
 from tests.train.corpora import make_corpus, sentences, write_jsonl, write_texts
 from unbounded.errors import DataError, InputError
-from unbounded.train.data.corpus import Corpus, count_tokens
+from unbounded.train.data.corpus import Corpus, Stream, count_tokens
 from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.encoding import describe_replaced
 from unbounded.train.data.heldout import pack_held_out, share
@@ -302,6 +302,17 @@ def test_the_tokens_of_an_epoch_are_counted(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("defgh")
     corpus = make_corpus(tmp_path)
     assert count_tokens(corpus, list(corpus.reader.source.blocks)) == 10
+
+
+@pytest.mark.parametrize("overlap", [0, 8, 31])
+def test_an_epoch_with_an_overlap_has_the_sequences_that_repeat_it(tmp_path: Path, overlap: int) -> None:
+    corpus = make_corpus(write_texts(tmp_path / "a.jsonl", 40), overlap=overlap)
+    stream = Stream(corpus, 0)
+    assert corpus.num_streams == 1
+    while not stream.place.epoch:
+        stream.next()
+    counted = count_tokens(corpus, list(corpus.reader.source.blocks)) / corpus.sequence_length
+    assert counted == pytest.approx(stream.place.taken, rel=0.02)
 
 
 def test_bad_data_is_named_with_its_file_and_line(tmp_path: Path) -> None:

@@ -245,9 +245,16 @@ def explain_no_documents(corpus: Corpus) -> str:
 
 
 def count_tokens(corpus: Corpus, blocks: list[Block]) -> int:
-    """Tokens of the corpus' split in `blocks`, counted by tokenising them once."""
-    total = 0
+    """Tokens of the sequences of one pass over the corpus' split in `blocks`, counted by tokenising them once.
+
+    What sequences repeat as context counts again.
+    """
+    total = begin = 0  # `begin`: how far into a document the next sequence begins
     for block in blocks:
         documents = [d for d in corpus.reader.read(block) if corpus.has(d)]
-        total += sum(len(encoded.tokens) for encoded in corpus.tokenizer.encode(documents))
-    return total
+        for encoded in corpus.tokenizer.encode(documents):
+            while begin < len(encoded.tokens):
+                total += corpus.sequence_length
+                begin += corpus.sequence_length - min(corpus.overlap, begin)
+            begin -= len(encoded.tokens)
+    return total - begin
