@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,10 @@ import pytest
 from unbounded.cli import build_parser
 from unbounded.errors import InputError
 from unbounded.train.options.config import Config
+from unbounded.train.options.fitting import fit_all
 from unbounded.train.options.flags import make_config
 from unbounded.train.options.settings import close_settings
+from unbounded.train.training import run
 
 
 def read_config(arguments: Sequence[str]) -> Config:
@@ -118,6 +120,18 @@ def test_values_of_the_wrong_type_are_refused_with_their_key(tmp_path: Path) -> 
 )
 def test_contradictions_are_refused(arguments: list[str], said: str) -> None:
     assert said in refusal(*arguments)
+
+
+def test_values_from_python_are_read_like_those_of_flags(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    config = Config(data=str(tmp_path / "a.txt"), plan={"weights": "host"}, device_bytes=5, lr=1)  # type: ignore[arg-type]
+    fitted = fit_all(replace(config, output=tmp_path))  # type: ignore[arg-type]
+    assert (fitted.data, fitted.output) == ((str(tmp_path / "a.txt"),), str(tmp_path))
+    assert (fitted.plan, fitted.device_bytes, fitted.lr) == ((("weights", "host"),), "5", 1.0)
+    with pytest.raises(InputError, match=r'"packing" is \'separate\'.* Did you mean "separated"'):
+        run(replace(config, packing="separate"))
+    with pytest.raises(InputError, match='"steps" is -3, but it must be more than 0'):
+        run(replace(config, steps=-3))
 
 
 def test_a_leading_tilde_is_the_users_home_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from unbounded.train.job.summary import Summary, predict_seconds
 from unbounded.train.model import build
 from unbounded.train.options.config import Config
 from unbounded.train.options.contradictions import check, plan_fields
+from unbounded.train.options.fitting import fit_all
 from unbounded.train.options.settings import close_length, close_settings
 from unbounded.train.step.loop import Outcome, Trainer
 from unbounded.train.step.meter import SpeedMeter, tiers_of
@@ -38,6 +39,7 @@ from unbounded.train.world import World, join_world, using_threads
 
 def run(config: Config) -> Summary:
     """All ranks must call this. Trains as `config` says and returns a summary."""
+    config = fit_all(config)
     check(config)
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,4 +1,4 @@
-"""Checks that settings do not contradict each other. Each one by itself is checked as it is read (`fitting`)."""
+"""Checks that settings do not contradict each other. Each one by itself is checked before (`fitting`)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -49,6 +50,19 @@ def fit(key: str, value: Any, where: str) -> Any:
     if not value and FIELDS[key].metadata.get("metavar") == "PATH":  # an unset variable in a script, perhaps
         raise InputError(f"{where} is empty, but it must be a path. Give one, or leave it out.")
     return _fit_text(value, where) if kind is str else value
+
+
+def fit_all(config: Config) -> Config:
+    """`config` as code has made it, with each value as the type of its key. Paths may be objects."""
+    given = {key: getattr(config, key) for key in FIELDS if getattr(config, key) is not None}
+    return replace(config, **{key: fit(key, _spell(value), f'"{key}"') for key, value in given.items()})
+
+
+def _spell(value: Any) -> Any:
+    """A path, or each of several, as text."""
+    if isinstance(value, (list, tuple)):
+        return [_spell(one) for one in value] if any(isinstance(one, os.PathLike) for one in value) else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def show(value: Any) -> str:
