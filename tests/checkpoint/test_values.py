@@ -31,7 +31,8 @@ def there_and_back(value: Any) -> Any:
     [
         None, True, 0, -1, 2**63, -(2**200), 0.1, -0.0, 5e-324, math.inf, -math.inf, 1 + 2j, "", "~tuple", "\ud800é",
         b"\x00\xff", (1, (2, [3])), [], {}, {"a": {"b": ()}}, {1: "x", (2, 3): "y", None: 0, 1.5: 1}, {"~tuple": [1]},
-        {"x": {"~float": "inf"}}, {1, 2}, frozenset([3]), deque([1, 2]), OrderedDict(b=1, a=2), Counter([30, 60, 60]),
+        {"x": {"~float": "inf"}}, {1, 2}, frozenset([3]), deque([1, 2]), deque([1, 2], 3), deque(maxlen=0),
+        OrderedDict(b=1, a=2), Counter([30, 60, 60]),
         torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), numpy.float64(0.1), numpy.int32(7),
     ],
     ids=repr,

@@ -60,6 +60,8 @@ def _encode(value: Any, path: str, put: Put) -> Any:
         return {f"~{kind.__name__}": base64.b64encode(value).decode()}
     if kind is list:
         return [_encode(item, f"{path}[{i}]", put) for i, item in enumerate(value)]
+    if kind is deque and value.maxlen is not None:
+        return {"~bounded": [value.maxlen, *(_encode(item, f"{path}[{i}]", put) for i, item in enumerate(value))]}
     if kind in _SEQUENCES:
         return {_SEQUENCES[kind]: [_encode(item, f"{path}[{i}]", put) for i, item in enumerate(value)]}
     if kind in _MAPPINGS:
@@ -156,6 +158,13 @@ def _mapping(make: Callable[[], Any]) -> Callable[[Any, Get], Any]:
     return build
 
 
+def _decode_bounded(inner: Any, get: Get) -> deque[Any]:
+    most, *held = items(inner, "a bounded sequence")
+    if type(most) is not int or len(held) > most:
+        raise ValueError("a bounded sequence is longer than it may be")
+    return deque((_decode(item, get) for item in held), most)
+
+
 def _decode_array(inner: Any, get: Get) -> Any:
     import numpy
 
@@ -180,6 +189,7 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "~bytes": lambda inner, get: base64.b64decode(inner),
     "~bytearray": lambda inner, get: bytearray(base64.b64decode(inner)),
     "~tensor": lambda name, get: get(name),
+    "~bounded": _decode_bounded,
     "~array": _decode_array,
     "~scalar": lambda inner, get: _decode_array(inner, get)[()],
     "~dtype": _decode_dtype,
