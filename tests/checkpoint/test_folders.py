@@ -180,6 +180,8 @@ def test_files_of_the_users_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="is a file"):
         unbounded.save(tmp_path / "file", model, optimizer, number=2)
+    with pytest.raises(CheckpointError, match="is a mount point, and saving replaces the whole folder"):
+        unbounded.save("/proc", model, optimizer, number=2)
     assert read_mark(tmp_path / "c") == 1
     assert (tmp_path / "file").read_text() == "mine"
 

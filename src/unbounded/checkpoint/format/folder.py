@@ -196,6 +196,10 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _check_replaceable(path: Path) -> None:
+    if os.path.ismount(path):
+        raise CheckpointError(
+            f"{path} is a mount point, and saving replaces the whole folder. Save to a folder inside it."
+        )
     if path.is_dir():
         foreign = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
         if foreign:
