@@ -92,6 +92,7 @@ class FileValues:
         } | dict(adapters)
         self._check_shapes(tensors)
         self._check_values([name for (name, *_), _ in parameters], weights)
+        self._check_tied(parameters, recipes.found, weights)
         if reads:
             self._report(tensors, recipes.unexpected)
 
@@ -149,6 +150,20 @@ class FileValues:
                 f"{self.folder} holds a quantized model ({what}), which cannot be trained as it is. Load it with "
                 "transformers, call its dequantize(), save it, and give that folder."
             )
+
+    def _check_tied(
+        self, parameters: Sequence[tuple[list[str], Any]], found: Mapping[str, Recipe], weights: WeightFolder
+    ) -> None:
+        """Raises if there are several values for one parameter, of which all but one would be dropped."""
+        for names, parameter in parameters:
+            stored = [name for name in self._base_names(names) if name in found and found[name].shape is not None]
+            for name in stored[1:]:
+                (one,), (other,) = found[stored[0]].keys, found[name].keys
+                if one != other and not weights.are_equal(one, other, parameter.dtype):
+                    raise CheckpointError(
+                        f"{self.folder} has different values of {one} and {other}, but in the model they are one "
+                        'parameter. Build it with two: in transformers, "tie_word_embeddings": false in config.json.'
+                    )
 
     def _report(self, tensors: Sequence[tuple[list[str], Any]], unexpected: Sequence[str]) -> None:
         base = self.grafts.base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ from unbounded.ranks.cut import Cut
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_INDEX_BYTES = 1 << 30
+_PIECE_NUMEL = 1 << 22
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -44,6 +46,16 @@ class WeightFolder:
         before = (slice(None),) * cut.dim
         places = [before + (slice(start, stop),) for start, stop in cut.intervals]
         return torch.cat([stored[place] for place in places], cut.dim)
+
+    def are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
+        """Whether two tensors have the same values in `dtype`; a piece of them is read at a time."""
+        pair = [self._slice(one), self._slice(other)]
+        shape, shape_of_other = (tuple(held.get_shape()) for held in pair)
+        if shape != shape_of_other or not shape:
+            return shape == shape_of_other and torch.equal(self.read(one).to(dtype), self.read(other).to(dtype))
+        step = max(1, _PIECE_NUMEL // max(1, math.prod(shape[1:])))
+        pieces = (slice(start, start + step) for start in range(0, shape[0], step))
+        return all(torch.equal(*(held[piece].to(dtype) for held in pair)) for piece in pieces)
 
     def close(self) -> None:
         self._files.clear()

@@ -288,6 +288,27 @@ def test_a_quantized_model_is_refused_and_not_trained_on_its_codes(tmp_path: Pat
         unbounded.shard(model, weights=tmp_path)
 
 
+@pytest.mark.parametrize("difference", [0.0, 1e-3])
+def test_several_values_of_one_parameter_are_refused_unless_they_are_equal(
+    tmp_path: Path, difference: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    monkeypatch.setattr("unbounded.weights.safetensors_reader._PIECE_NUMEL", 20)  # two rows
+    held = Plain().state_dict()
+    held["layers.1.weight"] = held["layers.0.weight"].double()
+    held["layers.1.weight"][-1, -1] += difference
+    save_file(held, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Plain()
+        model.layers[1].weight = model.layers[0].weight
+    if not difference:
+        unbounded.shard(model, weights=tmp_path)
+        return
+    with pytest.raises(unbounded.CheckpointError, match=r"different values of layers\.0\.weight and layers\.1\.weight"):
+        unbounded.shard(model, weights=tmp_path)
+
+
 def test_an_index_that_places_a_tensor_in_another_file_is_told(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
