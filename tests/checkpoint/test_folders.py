@@ -21,6 +21,7 @@ from tests.checkpoint.marks import Marked, mark, marked, read_mark, start
 from tests.ranks import HANG_SECONDS
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format import leftovers
+from unbounded.cli import main
 from unbounded.errors import CheckpointError, DiskError
 
 # -- what saves that were killed have left -----------------------------------------------------------------------------
@@ -192,6 +193,12 @@ def test_a_link_is_followed_and_parents_are_made(tmp_path: Path) -> None:
     unbounded.save(tmp_path / "latest", model, optimizer, number=1)
     assert (tmp_path / "latest").is_symlink()
     assert read_mark(tmp_path / "deep" / "real") == read_mark(tmp_path / "latest") == 1
+
+
+def test_a_name_with_brackets_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unbounded.save(tmp_path / "c[/1]", *marked(1), number=1)
+    assert main(["inspect", str(tmp_path / "c[/1]")]) == 0
+    assert "c[/1]" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_extra_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:

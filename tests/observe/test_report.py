@@ -42,9 +42,12 @@ class Page(HTMLParser):
         self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "action")]
 
 
-def test_the_page_is_one_file_with_every_chart_tier_and_lane(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
+def test_the_page_is_one_file_with_every_chart_tier_and_lane(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run[bold]")  # to rich, a style
     assert main(["report", str(run), "--html"]) == 0
+    assert "run[bold]\n" in re.sub(" +\n", "\n", capsys.readouterr().out)
     text = (run / "report.html").read_text()
     page = Page(text)
     assert page.addresses == []  # no other file or machine is asked for anything

@@ -41,7 +41,7 @@ def show(folder: Path, manifest: Manifest, *, tensors: bool = False) -> None:
 
     from unbounded.planner.sizes import format_bytes
 
-    console = Console()
+    console = Console(markup=False)  # names may hold brackets
     about = Table(show_header=False, title=str(folder))
     for name, value in describe(manifest):
         about.add_row(name, value)

@@ -82,7 +82,7 @@ def show(report: Report) -> None:
     from unbounded.observe import spans
     from unbounded.planner.sizes import format_bytes
 
-    console = Console()
+    console = Console(markup=False)  # names may hold brackets
     if not report.steps and not report.spans:
         console.print(f"{report.name}: no step was recorded yet")
     if report.steps:
