@@ -195,6 +195,15 @@ def test_the_configuration_of_a_quantized_model_is_not_trained_from_scratch(
             train(fine_tune(tmp_path / "out", texts, from_config=str(given)))
 
 
+def test_a_model_whose_experts_are_to_be_balanced_by_its_loss_is_refused(tmp_path: Path, texts: Path) -> None:
+    from transformers import MixtralConfig
+
+    save_tokenizer(tmp_path)
+    MixtralConfig(output_router_logits=True, router_aux_loss_coef=0.02).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"says output_router_logits = true, which adds a loss that balances"):
+        train(fine_tune(tmp_path / "out", texts, from_config=str(tmp_path)))
+
+
 def test_a_model_folder_that_may_not_be_read_is_not_called_empty(
     tmp_path: Path, folder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

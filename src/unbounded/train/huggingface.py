@@ -65,6 +65,7 @@ def _read_config(path: Path, *, needs_weights: bool) -> Any:
             'nobody could load with it. Remove "quantization_config" from it.'
         )
     _check_shape(path, config)
+    _check_router(path, config)
     return config
 
 
@@ -107,6 +108,17 @@ def _check_shape(path: Path, config: Any) -> None:
         value = getattr(text, key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise InputError(f'"{path}" says {key} = {value!r}, but it must be a whole number from 1 to {most}.')
+
+
+def _check_router(path: Path, config: Any) -> None:
+    """Refuse a model whose own loss has a part that this job would leave out."""
+    text = config.get_text_config()
+    weights = (getattr(text, name, 0) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    if getattr(text, "output_router_logits", False) and any(weights):
+        raise InputError(
+            f'"{path}" says output_router_logits = true, which adds a loss that balances the experts, but this job has '
+            "only that of the tokens. Set it to false in config.json, or use unbounded.hf.Trainer, which has both."
+        )
 
 
 def _check_length(settings: Settings, config: Any) -> None:
