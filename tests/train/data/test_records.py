@@ -13,7 +13,7 @@ from tests.train.jobs import losses, tiny, train
 from unbounded.errors import DataError
 from unbounded.train.data import json_arrays
 from unbounded.train.data.document import DocumentReader, open_reader
-from unbounded.train.data.records import Prompted
+from unbounded.train.data.records import Continued, Prompted
 from unbounded.train.data.source import open_source
 from unbounded.train.data.tokenizer import IGNORED, ByteTokenizer
 
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
         [{"role": "user", "content": "Add.\n\n2+2"}, {"role": "assistant", "content": "4"}],
     ),
     "prompt": ({"prompt": "2+2=", "completion": "4"}, Prompted("2+2=", "4")),
-    "prompt of messages": ({"prompt": ASKED[:1], "completion": ASKED[1:]}, ASKED),
+    "prompt of messages": ({"prompt": ASKED[:1], "completion": ASKED[1:]}, Continued(ASKED, 1)),
 }
 
 
@@ -85,6 +85,7 @@ def test_the_texts_of_a_turn_in_parts_are_one_text(tmp_path: Path) -> None:
         ({"content": None, "tool_calls": [{"name": "add"}]}, '"tool_calls", but only its "content" would be trained'),
         ({"content": "4", "reasoning_content": "2 and 2"}, '"reasoning_content", but only its "content" would be'),
         ({"content": "4", "weight": 0}, '"weight", but only its "content" would be'),
+        ({"content": "4", "train": False}, '"train", but only its "content" would be'),
     ],
 )
 def test_a_turn_that_holds_more_than_text_is_refused(tmp_path: Path, turn: dict[str, Any], said: str) -> None:
@@ -93,12 +94,29 @@ def test_a_turn_that_holds_more_than_text_is_refused(tmp_path: Path, turn: dict[
         documents_of(open_one(path))
 
 
+@pytest.mark.parametrize(
+    ("record", "unread"),
+    [
+        ({"conversations": [{"from": "gpt", "value": "4"}], "system": "be brief"}, "system"),
+        ({"instruction": "2+2", "output": "4", "history": [["1+1", "2"]]}, "history"),
+        ({"prompt": ASKED[:1], "completion": ASKED[1:], "tools": [{"name": "add"}]}, "tools"),
+    ],
+)
+@pytest.mark.parametrize("container", ["jsonl", "parquet"])
+def test_what_stands_beside_a_conversation_is_not_left_out(
+    tmp_path: Path, container: str, record: dict[str, Any], unread: str
+) -> None:
+    with pytest.raises(DataError, match=f'has "{unread}", which would be left out'):
+        documents_of(open_one(write_in(container, tmp_path, [record])))
+    assert documents_of(open_one(write_in(container, tmp_path, [{**record, unread: None}])))
+
+
 @pytest.mark.parametrize("container", ["jsonl", "parquet"])
 def test_a_conversation_with_tools_is_not_trained_on_without_them(tmp_path: Path, container: str) -> None:
     path = write_in(container, tmp_path, [{"messages": ASKED, "tools": [{"name": "add"}]}])
     with pytest.raises(DataError, match='has "tools", which would be left out'):
         documents_of(open_one(path))
-    weighed = [{**message, "weight": 1, "thinking": None} for message in ASKED]
+    weighed = [{**message, "weight": 1, "train": True, "thinking": None} for message in ASKED]
     assert documents_of(open_one(write_in(container, tmp_path, [{"messages": weighed, "tools": None}]))) == [ASKED]
 
 

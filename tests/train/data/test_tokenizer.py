@@ -11,7 +11,7 @@ import pytest
 from tests.train.corpora import make_corpus, save_tokenizer, write_jsonl
 from unbounded.errors import DataError
 from unbounded.train.data.loader import Loader
-from unbounded.train.data.records import Prompted
+from unbounded.train.data.records import Continued, Prompted, has_answer
 from unbounded.train.data.tokenizer import IGNORED, ByteTokenizer, Encoded, FolderTokenizer, Tokenizer
 
 CHAT = [
@@ -52,6 +52,15 @@ def test_with_a_template_the_loss_is_on_what_each_answer_adds(tmp_path: Path) ->
     rendered = tokenizer.inner.apply_chat_template(CHAT, tokenize=False)
     assert tokenizer.inner.decode(encoded.tokens[:-1].tolist()) == rendered
     assert (encoded.targets == tokenizer.end).sum() == 2  # the template's own ends; the separator has no loss
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["bytes", "template"])
+def test_the_answers_in_a_prompt_of_messages_are_not_trained_on(tmp_path: Path, template: str | None) -> None:
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path, chat_template=template)) if template else ByteTokenizer()
+    whole, continued = tokenizer.encode([CHAT])[0], tokenizer.encode([Continued(CHAT, 3)])[0]
+    assert continued.tokens.tolist() == whole.tokens.tolist()
+    assert trained_text(tokenizer, continued) == "on disk\n"
+    assert not has_answer(Continued(CHAT, len(CHAT)))
 
 
 def test_an_answer_to_which_the_template_adds_nothing_ends_its_conversation(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from unbounded.errors import DataError
 from unbounded.train.data.document import DocumentReader, Split
-from unbounded.train.data.records import Document, has_answer
+from unbounded.train.data.records import Continued, Document, has_answer
 from unbounded.train.data.sample import Masking, Sequence, ask_next
 from unbounded.train.data.source import Block
 from unbounded.train.data.tokenizer import IGNORED, Encoded, Tokenizer
@@ -223,6 +223,8 @@ def count_characters(document: Document) -> int:
     """How long a document is, before it is tokenised."""
     if isinstance(document, str):
         return len(document)
+    if isinstance(document, Continued):
+        document = document.messages
     return sum(len(part) if isinstance(part, str) else len(part["content"]) for part in document)
 
 

@@ -6,7 +6,7 @@
 | chat | `messages`: `role`, `content` | the conversation |
 | sharegpt | `conversations`: `from`, `value` | the conversation |
 | alpaca | `instruction`, `input`, `output` | a conversation of one question and one answer |
-| prompt | `prompt`, `completion` | the pair; for lists of messages, the conversation |
+| prompt | `prompt`, `completion` | the pair; for lists of messages, the conversation and where its completion begins |
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ class Prompted(NamedTuple):
     completion: str
 
 
-Document = str | list[Message] | Prompted
+class Continued(NamedTuple):
+    """A conversation; the loss covers only answers from message number `first` on."""
+
+    messages: list[Message]
+    first: int
+
+
+Document = str | list[Message] | Prompted | Continued
 Where = Callable[[], str]
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 _SPEAKERS = (("role", "content"), ("from", "value"))
+_UNREAD_BESIDE = ("tools", "system", "history", "chat_template_kwargs")
 _UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking")
 _RENDER = 'Render the conversations yourself, and give their "prompt" and "completion" or their "text".'
 
@@ -61,9 +69,10 @@ class RecordKind:
         values = [record[name] for name in self.fields]
         if self.name == TEXT:
             return _text(values[0], self.fields[0], where)
+        unread = next((key for key in _UNREAD_BESIDE if record.get(key)), None)
+        if unread is not None:
+            raise DataError(f'{where()} has "{unread}", which would be left out. {_RENDER}')
         if self.name in (CHAT, SHAREGPT):
-            if record.get("tools"):
-                raise DataError(f'{where()} has "tools", which would be left out. {_RENDER}')
             return _messages(values[0], self.fields[0], where)
         if self.name == ALPACA:
             question, answer = (_text(v, n, where) for v, n in zip(values, self.fields, strict=True))
@@ -71,25 +80,32 @@ class RecordKind:
             asked = f"{question}\n\n{_text(more, 'input', where)}" if more else question
             return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         if all(isinstance(value, list) for value in values):
-            return [m for v, n in zip(values, self.fields, strict=True) for m in _messages(v, n, where)]
+            prompt, completion = (_messages(v, n, where) for v, n in zip(values, self.fields, strict=True))
+            return Continued([*prompt, *completion], len(prompt))
         return Prompted(*(_text(v, n, where) for v, n in zip(values, self.fields, strict=True)))
 
 
 def has_answer(document: Document) -> bool:
     """Whether there is something to train on: all of a text, a completion, or the assistant's turns."""
-    return not isinstance(document, list) or any(message["role"] == "assistant" for message in document)
+    return isinstance(document, (str, Prompted)) or bool(find_answers(document))
+
+
+def find_answers(document: list[Message] | Continued) -> list[int]:
+    """The numbers of the messages to train on."""
+    messages, first = document if isinstance(document, Continued) else (document, 0)
+    return [number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"]
 
 
 def kind_named(name: str, text_field: str, messages_field: str | None) -> RecordKind:
     """The kind of a format, with the user's names for its fields."""
     if name == CHAT:
-        return RecordKind(CHAT, (messages_field or "messages",), ("tools",))
+        return RecordKind(CHAT, (messages_field or "messages",), _UNREAD_BESIDE)
     if name == SHAREGPT:
-        return RecordKind(SHAREGPT, (messages_field or "conversations",), ("tools",))
+        return RecordKind(SHAREGPT, (messages_field or "conversations",), _UNREAD_BESIDE)
     if name == ALPACA:
-        return RecordKind(ALPACA, ("instruction", "output"), ("input",))
+        return RecordKind(ALPACA, ("instruction", "output"), ("input", *_UNREAD_BESIDE))
     if name == PROMPT:
-        return RecordKind(PROMPT, ("prompt", "completion"))
+        return RecordKind(PROMPT, ("prompt", "completion"), _UNREAD_BESIDE)
     return RecordKind(TEXT, (text_field,))
 
 
@@ -127,8 +143,8 @@ def _messages(value: Any, name: str, where: Where) -> list[Message]:
 def _content(turn: Mapping[str, Any], name: str, where: Where) -> str:
     """What is said in a turn: a text, or the texts of its parts, one after another."""
     unread = next((key for key in _UNREAD if turn.get(key)), None)
-    if unread is None and turn.get("weight") not in (None, 1):
-        unread = "weight"
+    if unread is None:
+        unread = next((key for key in ("weight", "train") if turn.get(key) not in (None, 1)), None)
     if unread is not None:
         raise DataError(f'{where()}: a message has "{unread}", but only its "{name}" would be trained on. {_RENDER}')
     said = turn[name]

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbounded.errors import DataError
-from unbounded.train.data.records import Document, Message, Prompted
+from unbounded.train.data.records import Continued, Document, Message, Prompted, find_answers
 
 IGNORED = -100
 _BEFORE = "\n"  # stands before a text that follows another one: hardly any tokenizer joins it with what comes next
@@ -141,7 +141,7 @@ class FolderTokenizer:
         cut = len(before)
         return [ids[cut:] if ids[:cut] == before else own for ids, own in zip(after, alone, strict=True)]
 
-    def _encode_segments(self, document: list[Message] | Prompted) -> Encoded:
+    def _encode_segments(self, document: list[Message] | Prompted | Continued) -> Encoded:
         renders = bool(self.inner.chat_template) and not isinstance(document, Prompted)
         segments = self._render(document) if renders else _plain_segments(document)  # type: ignore[arg-type]
         texts = [segment.text for segment in segments]
@@ -151,8 +151,9 @@ class FolderTokenizer:
             ids[0] = [*self._begin, *ids[0]]
         return _join(segments, [np.array(piece, np.int32) for piece in ids], self.end)
 
-    def _render(self, messages: list[Message]) -> list[ChatSegment]:
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    def _render(self, document: list[Message] | Continued) -> list[ChatSegment]:
+        answers = find_answers(document)
+        messages = document.messages if isinstance(document, Continued) else document
         if not answers:
             return [ChatSegment(self._template(messages, False), False)]
         segments = _template_segments(messages, answers, self._template)
@@ -185,14 +186,14 @@ def _template_segments(messages: list[Message], answers: list[int], template: An
     return segments
 
 
-def _plain_segments(document: list[Message] | Prompted) -> list[ChatSegment]:
+def _plain_segments(document: list[Message] | Prompted | Continued) -> list[ChatSegment]:
     if isinstance(document, Prompted):
         return [ChatSegment(document.prompt, False), ChatSegment(document.completion, True, ends=True)]
-    segments = []
-    for message in document:
+    segments, trained = [], find_answers(document)
+    for number, message in enumerate(document.messages if isinstance(document, Continued) else document):
         answers = message["role"] == "assistant"
         segments.append(ChatSegment(f"<|{message['role']}|>\n", False))
-        segments.append(ChatSegment(f"{message['content']}\n", answers, ends=answers))
+        segments.append(ChatSegment(f"{message['content']}\n", number in trained, ends=answers))
     return segments
 
 
