@@ -28,8 +28,8 @@ class RuleBook:
         for member, known in self._members:
             if any(isinstance(g.get("lr"), torch.Tensor) and g["lr"].numel() != 1 for g in member.param_groups):
                 raise PlanError("a param group has a learning rate of several elements. Give one number per group.")
-            if known.is_to_be_tried:
-                try_declared(member, known.granularity)
+            if known.is_declared:
+                try_declared(member, known)
 
     @property
     def num_members(self) -> int:
@@ -65,12 +65,12 @@ class RuleBook:
             raise PlanError(
                 f"parameters of {dtype} cannot be trained. Freeze them, or convert them to a float dtype first."
             )
-        is_native = known.kind in NATIVE and not known.is_to_be_tried
+        is_native = known.kind in NATIVE and not known.has_own_step
         if dtype != torch.float64 and is_native and not any(group.get("amsgrad") for group in groups):
             return NativeRule(known.kind, groups, dtype, self._format)
         if known.kind == "Lion" and is_native:
             raise PlanError(f"Lion has no kernel for parameters of {dtype}. Convert them to float32.")
         if self._format == "compact" and dtype != torch.float32:
             raise PlanError(f'{known.kind} has no "compact" format. Use optimizer_format="exact", or AdamW.')
-        kind = MuonRule if known.kind == "Muon" and not known.is_to_be_tried else ClassRule
+        kind = MuonRule if known.kind == "Muon" and not known.has_own_step else ClassRule
         return kind(optimizer, groups, dtype, granularity=known.granularity, dims=dims)

@@ -2,8 +2,8 @@
 
 A stock class of torch.optim stands for itself, and so does a subclass that leaves the update alone, as those that
 frameworks make. Any other class declares itself with a class attribute: `unbounded_rule = "lion"` if its update is one
-of the fused rules, "elementwise" if every element is updated by itself, "tensor" if every tensor is. The last two are
-believed only after a trial (`optim/trial.py`). Wrappers that only pass on calls are ignored.
+of the fused rules, "elementwise" if every element is updated by itself, "tensor" if every tensor is. It is believed
+only after a trial (`optim/trial.py`). Wrappers that only pass on calls are ignored.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ _UPDATE = ("step", "_init_group")
 
 @dataclass(frozen=True)
 class Recognised:
-    """`kind` names the update. If the class only declared it, it `is_to_be_tried` before it is believed."""
+    """`kind` names the update. What a class only declared is tried before it is believed.
+
+    `has_own_step` says that the class's own step runs because it declared no more than its granularity.
+    """
 
     kind: str
     granularity: Granularity
-    is_to_be_tried: bool = False
+    is_declared: bool = False
+    has_own_step: bool = False
 
 
 def unwrap(
@@ -95,9 +99,9 @@ def recognise(optimizer: torch.optim.Optimizer) -> Recognised:
 
 def _read_declared(own: type, declared: object) -> Recognised:
     if declared in DECLARED:
-        return Recognised(DECLARED[str(declared)], Granularity.ELEMENT)
+        return Recognised(DECLARED[str(declared)], Granularity.ELEMENT, is_declared=True)
     if declared in _OWN:
-        return Recognised(own.__qualname__, _OWN[str(declared)], is_to_be_tried=True)
+        return Recognised(own.__qualname__, _OWN[str(declared)], is_declared=True, has_own_step=True)
     raise PlanError(
         f"{_full(own)} declares unbounded_rule = {declared!r}. It may be one of {', '.join((*DECLARED, *_OWN))}."
     )

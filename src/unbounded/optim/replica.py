@@ -38,13 +38,24 @@ class Replica:
         states: Mapping[nn.Parameter, dict[str, Any]],
     ) -> MutableMapping[nn.Parameter, dict[str, Any]]:
         """Updates `targets`, which have gradients, and returns their new states."""
+        copy = self.copy(targets, options)
+        copy.state.update({target: state for target, state in states.items() if state})
+        take_step(copy)
+        return copy.state  # type: ignore[no-any-return]
+
+    def copy(self, targets: Sequence[nn.Parameter], options: Mapping[str, Any]) -> Any:
+        """A copy of the optimizer object that has only `targets`, and no states yet."""
         copy: Any = object.__new__(type(self._optimizer))
         copy.__dict__.update(self._optimizer.__dict__)
         copy.__dict__.pop("step", None)  # schedulers set a `step` on the object itself
         copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         copy.param_groups = [{**options, "params": list(targets)}]
-        copy.state = defaultdict(dict, {target: state for target, state in states.items() if state})
-        step = type(copy).step
-        # torch's own wrapper calls hooks for all optimizers: they are called once, for the step of the whole model.
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
-        return copy.state  # type: ignore[no-any-return]
+        copy.state = defaultdict(dict)
+        return copy
+
+
+def take_step(copy: Any) -> None:
+    """Runs the class's step, without the wrapper in which torch calls hooks for all optimizers: they are called once,
+    for the step of the whole model."""
+    step = type(copy).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)

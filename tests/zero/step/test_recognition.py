@@ -47,6 +47,44 @@ class DeclaredLion(Lion):
     unbounded_rule = "lion"
 
 
+class Cautious(DeclaredLion):
+    """Another published update, under the same name."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                sign = m.lerp(p.grad, 1 - group["betas"][0]).sign()
+                p.sub_(sign * (sign * p.grad > 0), alpha=group["lr"])
+                m.lerp_(p.grad, 1 - group["betas"][1])
+
+
+class Decaying(torch.optim.Optimizer):
+    """Descent whose rate falls with a count that is kept in the param group, the optimizer or the states."""
+
+    unbounded_rule = "elementwise"
+
+    def __init__(self, params: Any, place: str, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.place, self.count = place, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += self.place == "attribute"
+        for group in self.param_groups:
+            if self.place == "group":
+                group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                if self.place == "late" and state["count"] > 2:
+                    state["more"] = state.get("more", 0) + 1
+                more = {"attribute": self.count, "group": group.get("count"), "late": state.get("more", 0) + 1}
+                norm = p.grad.norm() if self.place == "norm" else 1
+                p.sub_(p.grad / norm, alpha=group["lr"] / more.get(self.place, state["count"]))
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, scheduler: Any = None) -> list[float]:
     losses = []
     for step in range(steps):
@@ -84,6 +122,22 @@ def test_a_class_that_only_looks_like_a_known_one_is_refused(kind: Any, message:
     model = tiny()
     with pytest.raises(unbounded.PlanError, match=message):
         shard(model, kind(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Cautious, r"Cautious declares unbounded_rule = 'lion'.*updates differ by .* from those of Lion"),
+        (lambda p: Decaying(p, "group"), r"changes the option 'count', which no step would keep.*state of each param"),
+        (lambda p: Decaying(p, "attribute"), r"changes the attribute 'count', which no step would keep"),
+        (lambda p: Decaying(p, "norm", lr=0.0), r"differ by .* when a tensor is cut in two"),  # as a warm-up begins
+        (lambda p: Decaying(p, "norm", lr=torch.tensor(1e-7)), r"differ by .* when a tensor is cut in two"),
+    ],
+)
+def test_a_class_that_does_not_update_as_it_declares_is_refused(make: Any, message: str) -> None:
+    model = tiny()
+    with pytest.raises(unbounded.PlanError, match=message):
+        shard(model, make(model.parameters()))
 
 
 def test_transparent_wrappers_of_frameworks_are_looked_through() -> None:
