@@ -7,14 +7,14 @@ or constants, and a number is a scalar. On the first update of a parameter the c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from unbounded.errors import PlanError
+from unbounded.errors import PlanError, StateError
 from unbounded.native import kernels
 from unbounded.optim import formats
 from unbounded.optim.granularity import Granularity
@@ -96,12 +96,23 @@ class ClassRule:
         kept = self._kept[len(shape)]
         held = {} if step == 1 else {**buffers, **_numbers(kept, scalars, step)}
         after = self._replica.step([target], options, {target: held})[target]
+        self._refuse_late(after.keys() - buffers.keys() - kept.scalars.keys(), after, step)
         for name, buffer in buffers.items():
             value = after.get(name)
             if isinstance(value, torch.Tensor) and value.data_ptr() != buffer.data_ptr():
                 buffer.copy_(value)
         self._close(target.detach().view(-1), weight, states)
         return {name: float(after[name]) for name in kept.scalars if name != "step" and name in after}
+
+    def _refuse_late(self, names: Iterable[str], after: Mapping[str, Any], step: int) -> None:
+        """Raises if the class has begun a state for which there is no place: the next update would lack it."""
+        late = sorted(name for name in names if after[name] is not None)
+        if late:
+            raise StateError(
+                f"{self._replica.name} began to keep {', '.join(late)} in update {step} of a parameter, but nothing of "
+                "that in the two updates that `shard` tried, so there is no place for it. Begin all states in the "
+                "first update, and set what they depend on before `shard`."
+            )
 
     def _open(self, weight: torch.Tensor, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The values that are trained, to be changed in place."""

@@ -140,6 +140,14 @@ def test_a_class_that_does_not_update_as_it_declares_is_refused(make: Any, messa
         shard(model, make(model.parameters()))
 
 
+def test_counts_in_the_states_go_on_and_a_state_that_begins_late_is_refused() -> None:
+    plain, ours, late = tiny(), tiny(), tiny()
+    reference = train(plain, Decaying(plain.parameters(), "state"))
+    assert train(*shard(ours, Decaying(ours.parameters(), "state"))) == pytest.approx(reference, rel=1e-5)
+    with pytest.raises(unbounded.StateError, match=r"Decaying began to keep more in update 3.*in the first update"):
+        train(*shard(late, Decaying(late.parameters(), "late")), steps=4)
+
+
 def test_transparent_wrappers_of_frameworks_are_looked_through() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = tiny()
