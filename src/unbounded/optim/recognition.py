@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,6 +75,13 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 def recognise(optimizer: torch.optim.Optimizer) -> Recognised:
     """Which update one optimizer stands for. Others are refused."""
     own = type(optimizer)
+    patched = vars(optimizer).get("step")
+    if patched is not None and _bare(patched) is not _function(own, "step"):
+        raise PlanError(
+            f"the step of this {own.__name__} object was replaced by another one, which would not run: the engine "
+            "updates the states itself. Do what it adds in the training loop or in a hook (register_step_pre_hook), or "
+            "make an optimizer class of it."
+        )
     declared = getattr(own, "unbounded_rule", None)
     if declared is not None:
         return _read_declared(own, declared)
@@ -109,7 +117,13 @@ def _read_declared(own: type, declared: object) -> Recognised:
 
 def _function(kind: type, name: str) -> object:
     """A method without the wrappers that torch puts around it when the first instance is made."""
-    return inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+    return _bare(getattr(kind, name, None))
+
+
+def _bare(method: Any) -> Any:
+    """Without wrappers that say what they wrap, as those of schedulers do."""
+    unwrapped = inspect.unwrap(method)
+    return getattr(unwrapped, "__func__", unwrapped)
 
 
 def _full(kind: type) -> str:

@@ -148,6 +148,17 @@ def test_counts_in_the_states_go_on_and_a_state_that_begins_late_is_refused() ->
         train(*shard(late, Decaying(late.parameters(), "late")), steps=4)
 
 
+def test_a_step_that_was_put_on_the_object_is_refused_but_for_a_schedulers() -> None:
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    with pytest.raises(unbounded.PlanError, match=r"the step of this SGD object was replaced.*register_step_pre_hook"):
+        shard(model, optimizer)
+    del optimizer.step
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert len(train(*shard(model, optimizer))) == 3
+
+
 def test_transparent_wrappers_of_frameworks_are_looked_through() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = tiny()
