@@ -144,6 +144,24 @@ def test_after_clipping_the_norm_is_the_maximum(ranks: Any) -> None:
     assert ranks(2, clip_twice) == pytest.approx([0.1, 0.1], rel=1e-4)
 
 
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_odd_maxima_do_what_they_do_in_torch(max_norm: float) -> None:
+    task, found = Task(), []
+    for is_sharded in (False, True):
+        torch.manual_seed(3)
+        model = task.model()
+        optimizer: Any = task.optimizer(model)
+        if is_sharded:
+            model, optimizer = shard(model, optimizer, {})
+        task.loss(model, Batch(0, 0, 0)).backward()
+        if is_sharded:
+            optimizer.clip_grad_norm_(max_norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], equal_nan=True)
+
+
 def train_hinted(rank: int, world_size: int, max_norm: float | None, plan: dict[str, Any]) -> Any:
     task = Clipped(max_norm) if max_norm is not None else Task()
     torch.manual_seed(3)

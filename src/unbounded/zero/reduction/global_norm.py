@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 
@@ -26,8 +27,13 @@ def unit_squares(units: Sequence[Unit], failures: Failures) -> list[Number]:
     return squares
 
 
-def total_norm(squares: Sequence[Number], over: Sequence[Axis], device: torch.device) -> Number:
-    """All ranks of the axes `over` must call this. The norm of what has these squares on every rank."""
+def norm_dtype(units: Sequence[Unit]) -> torch.dtype:
+    """That of the norm of the gradients of `units`: the widest one of theirs, and no less than fp32."""
+    return reduce(torch.promote_types, (unit.dtype for unit in units), torch.float32)
+
+
+def total_norm(squares: Sequence[Number], over: Sequence[Axis], device: torch.device, dtype: torch.dtype) -> Number:
+    """All ranks of the axes `over` must call this. The norm of what has these squares on every rank, in `dtype`."""
     tensors = [part for part in squares if isinstance(part, torch.Tensor)]
     total: Number = float(sum(part for part in squares if not isinstance(part, torch.Tensor)))
     if tensors:
@@ -38,12 +44,12 @@ def total_norm(squares: Sequence[Number], over: Sequence[Axis], device: torch.de
             held = axis.sum(held)
         total = held if tensors else float(held)
     if isinstance(total, torch.Tensor):
-        return total.sqrt().float()
-    return float(torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu"))
+        return total.sqrt().to(dtype)
+    return float(torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=dtype, device="cpu"))
 
 
-def clip_factor(norm: Number, max_norm: float) -> ScaleFactor:
+def clip_factor(norm: Number, max_norm: float, dtype: torch.dtype) -> ScaleFactor:
     """What gradients of this norm are multiplied by so that it is at most `max_norm`, as torch computes it."""
     if isinstance(norm, torch.Tensor):
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return float((max_norm / (torch.tensor(norm, dtype=torch.float32, device="cpu") + 1e-6)).clamp(max=1.0))
+    return float((max_norm / (torch.tensor(norm, dtype=dtype, device="cpu") + 1e-6)).clamp(max=1.0))

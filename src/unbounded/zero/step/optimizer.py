@@ -178,11 +178,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm = self._total_norm(units)
         if self.loss_scale is not None and self._scaled:
             norm = norm / self.loss_scale.value
-        if math.isfinite(max_norm):
-            factor = global_norm.clip_factor(norm, float(max_norm))
+        dtype = global_norm.norm_dtype(units)
+        if max_norm != math.inf:
+            factor = global_norm.clip_factor(norm, float(max_norm), dtype)
             for unit in units:
                 unit.gradient.scale(factor)
-        return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
+        return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=dtype, device="cpu")
 
     @contextmanager
     def last_backward(self, max_norm: float | None = None) -> Iterator[None]:
@@ -372,7 +373,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.reduction.measure = True
         squares = global_norm.unit_squares(units, self.engine.failures)
         over = (axes.data, *axes.model) if self.plan.stage > 0 else axes.model
-        return global_norm.total_norm(squares, over, self.engine.device)
+        return global_norm.total_norm(squares, over, self.engine.device, global_norm.norm_dtype(units))
 
     def _gradient_landed(self, unit: Unit) -> None:
         """A backward has finished the gradient of `unit`, which is being brought to its tier."""
