@@ -67,7 +67,8 @@ class RuleBook:
             )
         is_native = known.kind in NATIVE and not known.has_own_step
         if dtype != torch.float64 and is_native and not any(group.get("amsgrad") for group in groups):
-            return NativeRule(known.kind, groups, dtype, self._format)
+            initial_sum = float(optimizer.defaults.get("initial_accumulator_value", 0.0))  # groups' own are not used
+            return NativeRule(known.kind, groups, dtype, self._format, initial_sum=initial_sum)
         if known.kind == "Lion" and is_native:
             raise PlanError(f"Lion has no kernel for parameters of {dtype}. Convert them to float32.")
         if self._format == "compact" and dtype != torch.float32:

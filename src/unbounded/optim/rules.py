@@ -78,7 +78,9 @@ class Whole:
 class NativeRule:
     """AdamW, Adam, SGD, Adagrad and Lion in the fused kernels."""
 
-    def __init__(self, kind: str, groups: Groups, dtype: torch.dtype, optimizer_format: str) -> None:
+    def __init__(
+        self, kind: str, groups: Groups, dtype: torch.dtype, optimizer_format: str, *, initial_sum: float = 0.0
+    ) -> None:
         self.name = NATIVE[kind]
         momentum = any(group.get("momentum", 0) != 0 for group in groups)
         # fp16 cannot be completed to fp32 by 16 bits over its whole range, so its master is kept whole.
@@ -88,8 +90,7 @@ class NativeRule:
         arrays = kernels.state_arrays(
             self.name, self.format, torch.float32 if self.has_master else dtype, momentum=momentum
         )
-        first = float(groups[0].get("initial_accumulator_value", 0.0))
-        initial = _initial_sum(first, arrays["sum"].dtype) if self.name == "adagrad" else {}
+        initial = _initial_sum(initial_sum, arrays["sum"].dtype) if self.name == "adagrad" else {}
         for name, spec in arrays.items():
             every = BLOCK if spec.per_block else 1
             specs.append(StateSpec(name, spec.dtype, every, initial.get(name, 0.0)))

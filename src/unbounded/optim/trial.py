@@ -69,7 +69,8 @@ def _try_fused(
         return
     apart = []
     for index, value in enumerate(values):
-        rule = NativeRule(known.kind, [group], torch.float32, "exact")
+        initial_sum = float(optimizer.defaults.get("initial_accumulator_value", 0.0))
+        rule = NativeRule(known.kind, [group], torch.float32, "exact", initial_sum=initial_sum)
         apart.append(_train(rule, group, value.flatten(), [row[index].flatten() for row in grads]))
     if (error := _difference(together, apart)) > _TOLERANCE:
         remedy = 'Declare what it is: "elementwise" if every element is updated by itself, "tensor" if every tensor is'

@@ -150,7 +150,8 @@ def test_a_sum_that_begins_above_zero_does_so_for_a_model_on_meta_too(optimizer_
         torch.manual_seed(3)
         with torch.device(device):
             model = nn.Linear(128, 128).to(torch.bfloat16)
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=100.0)
+        group = {"params": model.parameters(), "initial_accumulator_value": 5.0}  # torch does not use a group's own
+        optimizer = torch.optim.Adagrad([group], lr=0.1, initial_accumulator_value=100.0)
         model, optimizer = unbounded.shard(model, optimizer, {"optimizer_format": optimizer_format})
         before = model.state_dict()["weight"].float()
         model(torch.ones(2, 128, dtype=torch.bfloat16)).float().sum().backward()

@@ -107,7 +107,7 @@ class Installer:
                     tier, spec.dtype, spec.numel(numel), self.bounce, initial=spec.initial, pin=pin, store=store
                 )
                 value = given.get(spec.name)
-                if value is not None and bool(value.any()):
+                if value is not None and (spec.initial or bool(value.any())):
                     array.evict(value.contiguous()).wait()
         return states
 
