@@ -31,6 +31,17 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained, lr=1e-2, momentum=0.9)
 
 
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """All parameters, with the states of steps before some of them were frozen."""
+    optimizer, trained = all_of_it(model), [parameter.requires_grad for parameter in model.parameters()]
+    model.requires_grad_(True)
+    for number in range(10, 12):
+        step(model, optimizer, number)
+    for parameter, is_trained in zip(model.parameters(), trained, strict=True):
+        parameter.requires_grad_(is_trained)
+    return optimizer
+
+
 def add_and_train(model: nn.Module, optimizer: Any) -> Any:
     """Gradual unfreezing: a block, single parameters of another block and of the root, each in its own group."""
     losses = [step(model, optimizer, number) for number in range(2)]
@@ -70,6 +81,7 @@ def test_what_was_frozen_is_trained_as_plain_pytorch_does(ranks: Any, world: tup
     compare(ranks, world, add_and_train, mostly_frozen)
     compare(ranks, world, add_and_train, mostly_frozen, momentum)
     compare(ranks, world, train_what_was_given, mostly_frozen, all_of_it)
+    compare(ranks, world, train_what_was_given, mostly_frozen, stepped)
 
 
 def thawed_and_saved(rank: int, world_size: int, stage: int, extra: dict[str, Any], folder: str) -> None:

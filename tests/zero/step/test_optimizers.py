@@ -244,3 +244,26 @@ def continue_sharded(rank: int, world_size: int, name: str) -> tuple[Run, Run]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_optimizer_that_has_stepped_goes_on_from_its_states(ranks: Any, name: str, world_size: int) -> None:
     assert_parity(ranks(world_size, continue_sharded, name))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, momentum", "NAdam"])
+def test_in_fp64_taken_over_states_and_clipping_have_its_digits(name: str) -> None:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(3)
+        task = With(name)
+        model: Any = task.model().double()
+        optimizer: Any = task.optimizer(model)
+        for step in range(4):
+            if step == 2 and is_sharded:
+                model, optimizer = unbounded.shard(model, optimizer, {})
+            task.loss(model, Batch(step, 0, 0)).backward()
+            if is_sharded and step >= 2:
+                norm = optimizer.clip_grad_norm_(0.1)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({"norm": norm, **{name: value.clone() for name, value in model.state_dict().items()}})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-13)

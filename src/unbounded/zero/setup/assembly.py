@@ -116,7 +116,8 @@ class Assembly:
             unit.views.place_data()
         self._move_buffers(cast_inputs)
         self._share_buffers()
-        thawing = Thawing(self.blueprint, [unit for unit, _, _ in entries], self.ranks, installer)
+        left = optimizer.state if optimizer is not None else {}
+        thawing = Thawing(self.blueprint, [unit for unit, _, _ in entries], self.ranks, installer, left)
         engine = self._engine([unit for unit, _, _ in entries], thawing, cast_inputs)
         sharded_optimizer = self._optimizer(optimizer, engine, tiers) if optimizer is not None else None
         engine.gradients.adopt()

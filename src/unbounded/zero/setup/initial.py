@@ -31,10 +31,28 @@ Carried = Callable[[nn.Parameter], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class CarriedStates:
-    """What an optimizer that has already stepped kept for a unit: whole flat moments, and factors by parameter."""
+    """What an optimizer that has already stepped kept for a unit: whole flat moments, and factors by parameter.
+
+    Step counts and numbers are by the parameters' indices; `count` makes them the unit's.
+    """
 
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     factors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    scalars: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def encode(self, low: int, high: int, rule: UpdateRule) -> dict[str, torch.Tensor]:
+        """The arrays of the moments for a part of the unit."""
+        given: dict[str, torch.Tensor] = {}
+        for name, value in self.moments.items():
+            given |= formats.encode_moment(value[low:high].contiguous(), name, rule)
+        return given
+
+    def count(self, unit: Unit) -> None:
+        for index, steps in self.steps.items():
+            unit.steps[index] = steps
+        for index, scalars in self.scalars.items():
+            unit.scalars[index] |= scalars
 
 
 class Installer:
@@ -67,9 +85,10 @@ class Installer:
             unit.weights = self._make_weights(unit, places["weights"])
             unit.weights.evict(arrays["weight"].contiguous()).wait()
         if rule is not None:
-            given = {name: value for name, value in arrays.items() if name != "weight"}
-            for name, value in carried.moments.items():
-                given |= formats.encode_moment(value[low:high].contiguous(), name, rule)
+            given = {name: value for name, value in arrays.items() if name != "weight"} | carried.encode(
+                low, high, rule
+            )
+            carried.count(unit)
             unit.states = self.make_states(rule, high - low, places, given, pin=unit.streamed)
             self._make_factors(unit, places, carried)
 
@@ -118,7 +137,7 @@ def install_model(units: Entries, installer: Installer, carried: Carried | None)
         values = gather_values(
             unit, {member.names[0]: member.parameter for member in members}, members[0].parameter.dtype
         )
-        installer.install(unit, values, places, carry_over(unit, carried))
+        installer.install(unit, values, places, carry_over(unit, unit.rule, carried))
 
 
 def gather_values(unit: Unit, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -142,12 +161,13 @@ def place_empty(model: nn.Module, device: torch.device, lowered: torch.dtype | N
                 parameter.data = value
 
 
-def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
-    """The states of an optimizer that has already stepped; its step counts are the unit's from now on."""
+def carry_over(unit: Unit, rule: UpdateRule | None, carried: Carried | None) -> CarriedStates:
+    """The states of an optimizer that has already stepped, as `rule` keeps them; none if nothing updates the unit."""
     found = CarriedStates()
-    names = {spec.name for spec in unit.rule.specs} if unit.rule is not None else set()
-    for index, parameter in enumerate(unit.views.parameters if carried is not None and unit.trainable else ()):
-        assert carried is not None
+    if rule is None or carried is None:
+        return found
+    names = {spec.name for spec in rule.specs}
+    for index, parameter in enumerate(unit.views.parameters):
         # Some optimizers keep counts and running values as plain numbers.
         tensors = {
             name: value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
@@ -157,15 +177,16 @@ def carry_over(unit: Unit, carried: Carried | None) -> CarriedStates:
         # States on the meta device are first ones, such as Adagrad's sums: the rule fills them in itself.
         held = {name: value for name, value in tensors.items() if not value.is_meta}
         # SGD, Muon and Lion keep no count. Once there are states the next update is not the first, which begins them.
-        unit.steps[index] = int(held.pop("step", bool(held)))
-        shapes = unit.rule.factor_shapes(tuple(parameter.shape)) if unit.rule is not None else {}
+        found.steps[index] = int(held.pop("step", bool(held)))
+        shapes = rule.factor_shapes(tuple(parameter.shape))
         for name, value in held.items():
             if name in shapes:
                 found.factors.setdefault(unit.layout.slots[index].name, {})[name] = value.view(shapes[name])
             elif name in names:
-                zeros = torch.zeros(unit.layout.numel, dtype=torch.float32, device=unit.device)
+                dtype = torch.promote_types(unit.dtype, torch.float32)
+                zeros = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
                 flat = found.moments.setdefault(name, zeros)
                 unit.slot_views(flat)[index].copy_(value)
             elif value.numel() == 1:
-                unit.scalars[index][name] = float(value)
+                found.scalars.setdefault(index, {})[name] = float(value)
     return found

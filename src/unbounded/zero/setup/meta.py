@@ -129,7 +129,8 @@ class ModuleFill:
                 waiting[key].difference_update(id(module) for module in modules)
                 if not waiting[key]:
                     self._check_filled({m.names[0]: views.pop(id(m.parameter)) for m in members})
-                    installer.install(unit, values.pop(key), places, carry_over(unit, self.carried))
+                    states = carry_over(unit, unit.rule, self.carried)
+                    installer.install(unit, values.pop(key), places, states)
         self._check_filled({b.name: b.tensor for b in self._blanks if b.is_untouched()})
 
     def check(self) -> None:

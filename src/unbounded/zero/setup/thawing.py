@@ -1,15 +1,17 @@
 """Trains what was frozen at `shard`: a unit gets its gradient and its optimizer states when it is first unfrozen.
 
-A frozen unit has only weights, whole on every rank below stage 3. Each rank thaws it by itself, since it has the values
+A frozen unit has only weights, whole on every rank below stage 3. If the optimizer had trained it before `shard`, its
+states stay with that optimizer until then. Each rank thaws it by itself, since it has the values
 it needs, and does not wait for others. What ranks have unfrozen and frozen is compared before their next collective
 instead (`describe`, which is part of whatever they announce).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,16 +33,24 @@ from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.layout import counted_ranges
 from unbounded.zero.parameters.writes import fetch_owned
 from unbounded.zero.setup.blueprint import Blueprint
-from unbounded.zero.setup.initial import Installer
+from unbounded.zero.setup.initial import Installer, carry_over
 from unbounded.zero.unit import Unit
 
 
 class Thawing:
     """Thaws units of one model, inside what is left of its budgets."""
 
-    def __init__(self, blueprint: Blueprint, units: Sequence[Unit], ranks: Axis, installer: Installer) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        units: Sequence[Unit],
+        ranks: Axis,
+        installer: Installer,
+        left: MutableMapping[Any, dict[str, Any]],
+    ) -> None:
+        """`left` are the states that the given optimizer still has: of parameters that were frozen at `shard`."""
         self.tiers = installer.tiers
-        self._installer, self._ranks = installer, ranks
+        self._installer, self._ranks, self._left = installer, ranks, left
         # Not the specs: they hold the model, which holds this.
         self._shapes = {unit: spec.shape() for unit, spec in zip(units, blueprint.specs, strict=True)}
         self._blueprint = replace(blueprint, specs=())
@@ -80,10 +90,11 @@ class Thawing:
         disk_bytes = trained.disk_bytes(where, sizes, plan.stage)
         store = self.tiers.extend(host_bytes=taken["host"], disk_bytes=disk_bytes)
         states: dict[str, Array] = {}
+        carried = carry_over(unit, rule, lambda parameter: self._left.get(parameter, {}))
         try:
             if rule is not None:
                 places = {"optimizer": where.optimizer, "remainder": where.remainder}
-                given = _complete(unit, owned, rule)
+                given = _complete(unit, owned, rule) | carried.encode(*owned, rule)
                 states = self._installer.make_states(rule, owned[1] - owned[0], places, given, pin=False, store=store)
         except BaseException:
             self.tiers.shrink(host_bytes=taken["host"], store=store)
@@ -92,6 +103,9 @@ class Thawing:
         is_carried = carries_weights(states=where.optimizer, weights=where.weights)
         streamed = unit.device.type == "cuda" and is_carried and isinstance(rule, NativeRule)
         unit.begin_training(gradient, owned, rule, states, streamed=streamed)
+        carried.count(unit)
+        for parameter in unit.views.parameters:
+            self._left.pop(parameter, None)
 
     def note(self, unit: Unit, index: int, *, is_trained: bool) -> None:
         """A parameter was unfrozen or frozen."""

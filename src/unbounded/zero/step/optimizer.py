@@ -136,6 +136,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def forget_gradients(self) -> None:
         """All states are replaced: drops gradients, even of units that were updated for a step that never comes."""
+        for parameter in [*self._given.state]:  # states from before `shard`, of what was frozen then
+            self._given.state.pop(parameter)
         self._at_once.clear()
         for unit in self.engine.units:
             unit.gradient.expect_no_step()
