@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -73,7 +74,7 @@ def restore(optimizer: Counters, units: Sequence[Unit], state_dict: dict[str, An
             f"{_steps(units)}, and it does not hold any. Load them first: unbounded.load(folder, model, optimizer)."
         )
     for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in options.items() if name != "params"})
+        group.update({name: deepcopy(value) for name, value in options.items() if name != "params"})
     if optimizer.loss_scale is not None and ours["loss_scale"] is not None:
         optimizer.loss_scale = LossScale(**ours["loss_scale"])
     optimizer.skipped_steps = ours["skipped_steps"]
