@@ -102,6 +102,7 @@ class NativeRule:
 
     def resolve(self, group: Mapping[str, Any], step: int) -> kernels.Rule:
         self._refuse_new_states(group)
+        self._refuse_late_momentum(group, step)
         beta1, beta2 = group.get("betas", (0.0, 0.0))
         is_decoupled = self.name == "adam" and group.get("decoupled_weight_decay")  # groups may differ
         return kernels.Rule(
@@ -201,6 +202,16 @@ class NativeRule:
             )
         if group.get("amsgrad"):
             raise StateError("a param group now has amsgrad=True, but did not in `shard`. Set it before `shard`.")
+
+    def _refuse_late_momentum(self, group: Mapping[str, Any], step: int) -> None:
+        """torch damps all but the first gradient with a momentum; which one that was is not kept beside the states."""
+        is_damped = self.name == "sgd" and step == 1 and not group.get("momentum") and group.get("dampening")
+        if is_damped and any("momentum" in spec.name for spec in self.specs):
+            raise StateError(
+                f"a param group of SGD begins with momentum=0 and dampening={group['dampening']}, so a momentum that "
+                "is set later would begin damped, as it does not in torch. Leave dampening at 0, or begin with a "
+                "momentum."
+            )
 
 
 def _initial_sum(value: float, dtype: torch.dtype) -> dict[str, float]:

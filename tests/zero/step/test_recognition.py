@@ -180,6 +180,13 @@ def test_momentum_that_a_scheduler_brings_works_before_shard_and_is_refused_clea
     _, optimizer = shard(late, torch.optim.SGD(late.parameters(), lr=0.1))
     with pytest.raises(unbounded.StateError, match=r"momentum=0\.\d+, but had 0 in `shard`.*cycle_momentum=False"):
         train(late, optimizer, scheduler=cycle(optimizer))
+    damped = tiny()
+    _, optimizer = shard(damped, torch.optim.SGD(damped.parameters(), lr=0.1, momentum=0.9, dampening=0.5))
+    optimizer.param_groups[0]["momentum"] = 0.0
+    with pytest.raises(unbounded.StateError, match=r"begins with momentum=0 and dampening=0\.5.*Leave dampening at 0"):
+        train(damped, optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    assert len(train(damped, optimizer)) == 3
 
 
 # -- the state dict ------------------------------------------------------------------------------------------------
@@ -209,7 +216,9 @@ def test_the_state_dict_gives_groups_and_counters_back_through_torch_save(tmp_pa
     assert other.param_groups[0]["lr"] == 1e-3  # nothing was changed
     unbounded.load(tmp_path / "states", fresh, other)
     other.param_groups[0]["lr"] = 1.0
+    saved["param_groups"][0]["betas"] = [0.9, 0.999]
     other.load_state_dict(saved)
+    saved["param_groups"][0]["betas"][0] = 0.5  # what was loaded is the optimizer's own
     assert other.param_groups[0]["lr"] == 0.25
     assert train(fresh, other) == train(model, optimizer)  # usable, and the same
 
