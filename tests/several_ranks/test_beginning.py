@@ -50,12 +50,16 @@ def sharded(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     mesh: Any = None,
+    num_steps: int = 0,
 ) -> Any:
     with torch.device(device):
         model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)).to(dtype)
     parameters = list(model.parameters())
     groups = [{"params": parameters[:first]}, {"params": parameters[first:]}]
     optimizer = getattr(torch.optim, kind)(groups if first else parameters, lr=lr)
+    for _ in range(num_steps):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
     return unbounded.shard(model, optimizer, plan, mesh=mesh)
 
 
@@ -85,6 +89,7 @@ def differing(rank: int, world_size: int, what: str) -> str:
         "rate": {"lr": 0.1 * (1 + rank)},
         "kind": {"kind": ["SGD", "AdamW"][rank]},
         "groups": {"first": 2 + rank},
+        "states": {"kind": "AdamW", "num_steps": 3 * rank},
         "bad plan": {"plan": {"stage": 3 + 4 * rank}},
     }[what]
     with pytest.raises(unbounded.errors.PlanError) as caught:
@@ -114,6 +119,10 @@ def differing(rank: int, world_size: int, what: str) -> str:
         ),
         ("rate", "rank 1 has a different optimizer from rank 0: SGD; lr=0.2"),
         ("kind", "rank 1 has a different optimizer from rank 0: AdamW; lr=0.1"),
+        (
+            "states",
+            "different optimizer state from rank 0: 4 parameters after 12 updates in all instead of none. Build",
+        ),
         ("groups", "rank 1 has a different division of parameters into groups from rank 0. Build the same"),
         ("bad plan", "stage is 7, but it must be one of 0, 1, 2, 3"),
     ],

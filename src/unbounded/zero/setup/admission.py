@@ -69,6 +69,7 @@ def admit(
             if optimizer is None
             else describe_groups(type(optimizer).__name__, optimizer.param_groups),
             "division of parameters into groups": _mark_groups(groups, members),
+            "optimizer state": _describe_states(optimizer),
             "mesh": _describe_mesh(mesh),
         }
     except Exception as caught:
@@ -117,6 +118,15 @@ def _describe_model(model: nn.Module, members: list[Member]) -> list[str]:
 def _mark_groups(groups: dict[int, int], members: list[Member]) -> int:
     """Which group has each parameter; their order inside a group may be another one."""
     return zlib.crc32(repr([groups.get(id(member.parameter)) for member in members]).encode())
+
+
+def _describe_states(optimizer: torch.optim.Optimizer | None) -> str:
+    """How far the states are that `shard` takes over: every rank takes its own, so they must have stepped alike."""
+    kept = optimizer.state.values() if optimizer is not None else ()
+    held = [states for states in kept if isinstance(states, dict) and states]
+    steps = [states.get("step", 1) for states in held]
+    num_updates = sum(int(step) for step in steps if not getattr(step, "is_meta", False))
+    return f"{len(held)} parameters after {num_updates} updates in all" if num_updates else "none"
 
 
 def _compare(told: list[dict[str, Any]], world: Axis, lines: list[str]) -> None:
