@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 import unbounded
 from tests import process
@@ -89,8 +90,22 @@ def assigned(model: nn.Module, optimizer: Any) -> Any:
     return unchanged, step(model, optimizer), weights(model)
 
 
+def filled(model: nn.Module, optimizer: Any) -> Any:
+    """A state dict whose values are written in place, as torch.distributed.checkpoint.load does, and then loaded."""
+    step(model, optimizer)
+    state = model.state_dict()
+    with torch.no_grad():
+        for value in state.values():
+            value.mul_(0.5)
+    model.load_state_dict(state)
+    found = step(model, optimizer), weights(model)
+    part = model.blocks[1].state_dict()
+    set_model_state_dict(model.blocks[1], {name: value.mul_(2.0) for name, value in part.items()})
+    return found, step(model, optimizer), weights(model)
+
+
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("program", [loaded, assigned])
+@pytest.mark.parametrize("program", [loaded, assigned, filled])
 def test_loading_keeps_what_it_loads_and_survives_what_raises(
     ranks: Any, world: tuple[int, str, int], program: Any
 ) -> None:
@@ -98,10 +113,19 @@ def test_loading_keeps_what_it_loads_and_survives_what_raises(
 
 
 def changed(model: nn.Module, optimizer: Any) -> Any:
+    """Writes to several values, which the next state dict and a look at a parameter show before they are used."""
     state = model.state_dict()
     with torch.no_grad():
+        for name in ("last.weight", "last.bias", "blocks.0.up.bias"):
+            state[name].mul_(2.0)
+    if hasattr(optimizer, "engine") and not all(unit.is_whole for unit in optimizer.engine.units):
+        return step(model, optimizer), weights(model)
+    seen = model.state_dict()["last.bias"].clone(), model.blocks[0].up.bias.detach().clone()
+    with torch.no_grad():
         state["last.weight"].mul_(2.0)
-    return step(model, optimizer), weights(model)
+        model.last.weight.mul_(3.0)
+        model.state_dict()["last.weight"].add_(1.0)
+    return seen, step(model, optimizer), weights(model)
 
 
 def refused(model: nn.Module, optimizer: Any) -> Any:
@@ -128,6 +152,24 @@ def test_a_write_to_an_old_state_dict_is_refused() -> None:
     with pytest.raises(StateError, match=r"last\.weight.*copy from before the last step"):
         step(model, optimizer)
     step(model, optimizer)
+
+
+def test_a_state_dict_that_nobody_holds_takes_no_memory() -> None:
+    model, optimizer = unbounded.shard(built := make(), adamw(built), PLANS["host"])
+
+    def kept() -> list[int]:
+        taken = optimizer.engine.lending.copies._taken.values()
+        return [held.index for copies in taken for held in copies if held.alias is not None]
+
+    state = model.state_dict()
+    assert len(kept()) == len(state)
+    del state
+    assert not kept()
+    with torch.no_grad():
+        model.state_dict()["last.weight"].mul_(2.0)
+    assert len(kept()) == 1
+    step(model, optimizer)
+    assert not kept()
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)

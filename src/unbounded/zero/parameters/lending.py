@@ -62,6 +62,8 @@ class Lending:
         wants_graph = torch.is_grad_enabled() and unit.trainable and unit.views.parameters[index].requires_grad
         if not (in_pass or wants_graph or from_all):
             self._refuse_partitioned(unit, index)
+        if not in_pass:
+            self.copies.settle_unit(unit)
         self._gather(unit, until_settled=in_pass or wants_graph, is_agreed=from_all)
         # Not a tensor of inference mode, whose writes are not counted.
         with torch.inference_mode(False), torch.set_grad_enabled(wants_graph):
@@ -93,6 +95,14 @@ class Lending:
         self._writes.keep(unit, index, value)
         if unit.state is WeightState.GATHERED:
             unit.slot_views(unit.buffer)[index].copy_(value)
+
+    @in_turn
+    def overwrite(self, unit: Unit, index: int, value: torch.Tensor, *, from_all: bool) -> None:
+        """Brings a new value of a parameter to its tier, whatever was written to copies of the old one."""
+        self.copies.replace(unit, index)
+        if unit.is_whole:
+            self.copies.settle_unit(unit)  # what was written to copies of its neighbours is of these weights
+        self.keep(unit, index, value, from_all=from_all)
 
     def forget_look(self) -> None:
         """Forgets what was gathered for a look; the caller releases it."""

@@ -113,7 +113,7 @@ class ManagedParameter(Placeholder, nn.Parameter):
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         unit, source = self._unit, source.data if isinstance(source, ManagedParameter) else source
         value = torch.empty(self.shape, dtype=unit.dtype, device=unit.device).copy_(source)
-        unit.engine.lending.keep(unit, self._index, value, from_all=called_from(nn.Module.load_state_dict))
+        unit.engine.lending.overwrite(unit, self._index, value, from_all=called_from(nn.Module.load_state_dict))
         return self
 
     @property

@@ -1,61 +1,95 @@
 """What `state_dict()` hands out: copies in host memory, which the engine still knows.
 
 A plain model's state dict aliases its weights, so writing to it changes the model. A copy cannot do that. Writes to a
-copy are therefore noticed before the model is next used, and kept if the weights are still those that it shows.
+copy are therefore noticed before the model is next used, and kept if the weights are still those that it shows. A copy
+that nobody holds any more is freed at once, unless it was written to: `model.state_dict()[name].copy_(value)`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from unbounded.errors import StateError
 from unbounded.zero.unit import Unit
 
 
-@dataclass(frozen=True)
 class _HeldCopy:
-    tensor: TensorWeakRef
-    version: int
-    unit: Unit
-    index: int
-    generation: int
+    """A copy of one parameter. `alias` is over the same memory and has the same version counter."""
+
+    def __init__(self, copy: torch.Tensor, index: int, generation: int) -> None:
+        self.alias: torch.Tensor | None = copy.detach()
+        self.index, self.generation, self.version = index, generation, copy._version
+        own = weakref.ref(self)
+        self._copy = weakref.ref(copy, lambda _: _let_go(own()))
+
+    def is_held(self) -> bool:
+        return self._copy() is not None
+
+    def written(self) -> torch.Tensor | None:
+        """What was written since the version that is known."""
+        alias = self.alias
+        return alias if alias is not None and alias._version != self.version else None
+
+    def note(self) -> None:
+        """What was written until now is known."""
+        if self.alias is not None:
+            self.version = self.alias._version
+
+
+def _let_go(held: _HeldCopy | None) -> None:
+    if held is not None and held.written() is None:
+        held.alias = None
 
 
 class StateDictCopies:
-    """The copies that somebody still holds."""
+    """The copies that somebody still holds or that were written to, by unit."""
 
     def __init__(self) -> None:
-        self._taken: list[_HeldCopy] = []
+        self._taken: dict[Unit, list[_HeldCopy]] = {}
 
     def take(self, unit: Unit, index: int, value: torch.Tensor) -> torch.Tensor:
         copy = value.detach().to("cpu", copy=True)
-        self._taken.append(_HeldCopy(TensorWeakRef(copy), copy._version, unit, index, unit.generation))
+        self._taken.setdefault(unit, []).append(_HeldCopy(copy, index, unit.generation))
         return copy
 
     def settle(self) -> None:
         """The model is about to be used: keeps what was written to copies, and forgets those that are gone."""
-        alive = []
-        for taken in self._taken:
-            tensor = taken.tensor()
-            if tensor is None:
-                continue
-            if tensor._version != taken.version:
-                self._keep(taken, tensor)
-            else:
-                alive.append(taken)
-        self._taken = alive
+        for unit in list(self._taken):
+            self.settle_unit(unit)
 
-    def _keep(self, taken: _HeldCopy, tensor: torch.Tensor) -> None:
-        unit, name = taken.unit, taken.unit.layout.slots[taken.index].name
-        if unit.generation != taken.generation or not unit.is_whole:
+    def settle_unit(self, unit: Unit) -> None:
+        """The same, for the weights of one unit."""
+        if unit not in self._taken:
+            return
+        alive = [held for held in self._taken.pop(unit) if held.alias is not None]
+        written = {held.index: held for held in alive if held.written() is not None}
+        for held in written.values():
+            self._refuse_lost(unit, held)
+        before = unit.generation
+        for index, held in written.items():
+            unit.engine.lending.keep(unit, index, held.alias.to(unit.device))  # type: ignore[union-attr]
+            held.note()
+        for held in alive:
+            if held.generation == before and written.get(held.index, held) is held:
+                held.generation = unit.generation  # the rest of the unit has not changed
+        if left := [held for held in alive if held.is_held()]:
+            self._taken[unit] = left
+
+    def replace(self, unit: Unit, index: int) -> None:
+        """The parameter gets another value, so what was written to copies of the old one until now is not needed."""
+        for held in self._taken.get(unit, ()):
+            if held.index == index:
+                held.note()
+
+    def _refuse_lost(self, unit: Unit, held: _HeldCopy) -> None:
+        """Raises for a write that cannot be kept."""
+        if unit.generation != held.generation or not unit.is_whole:
             self._taken.clear()
             why = "from before the last step" if unit.is_whole else "of a partitioned parameter"
             raise StateError(
-                f"the value of {name!r} that state_dict() gave was changed in place, but it is a copy {why}, so the "
-                "change would be lost. Clone a state dict before changing it, or write inside "
-                "`with unbounded.full_params(model):`."
+                f"the value of {unit.layout.slots[held.index].name!r} that state_dict() gave was changed in place, but "
+                f"it is a copy {why}, so the change would be lost. Clone a state dict before changing it, give it to "
+                "load_state_dict, or write inside `with unbounded.full_params(model):`."
             )
-        unit.engine.lending.keep(unit, taken.index, tensor.to(unit.device))
