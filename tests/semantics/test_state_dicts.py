@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 
 import unbounded
 from tests import process
@@ -104,8 +105,24 @@ def filled(model: nn.Module, optimizer: Any) -> Any:
     return found, step(model, optimizer), weights(model)
 
 
+def collected(model: nn.Module, optimizer: Any) -> Any:
+    """What torch collects for a checkpoint, between steps: it gives an optimizer without states a step of its own."""
+    losses = [step(model, optimizer, number) for number in range(2)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found, _ = get_state_dict(model, optimizer)
+    assert hasattr(optimizer, "engine") == any("not the states" in str(warning.message) for warning in told)
+    if hasattr(optimizer, "engine"):
+        stock = adamw(plain := make())
+        step(plain, stock)
+        with pytest.raises(StateError, match=r"Load it into .* before `shard`"):
+            set_state_dict(model, optimizer, model_state_dict={}, optim_state_dict=get_state_dict(plain, stock)[1])
+    found = {name: value.clone() for name, value in found.items()}
+    return losses, found, [step(model, optimizer, number) for number in range(2, 4)], weights(model)
+
+
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("program", [loaded, assigned, filled])
+@pytest.mark.parametrize("program", [loaded, assigned, filled, collected])
 def test_loading_keeps_what_it_loads_and_survives_what_raises(
     ranks: Any, world: tuple[int, str, int], program: Any
 ) -> None:

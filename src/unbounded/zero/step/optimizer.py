@@ -46,6 +46,10 @@ class _NoStates(defaultdict[Any, Any]):
             "plan put them. unbounded.save writes them, and a new `shard` of the model begins with new ones."
         )
 
+    def __bool__(self) -> bool:
+        """Says that there are states: torch's `get_state_dict` makes them by a step of its own where there are none."""
+        return True
+
     def clear(self) -> None:
         self.__missing__(None)
 
