@@ -327,6 +327,14 @@ def test_fabric_loads_weights_from_a_plain_file(tmp_path: Path) -> None:
             assert all(torch.equal(value, wanted[key]) for key, value in net.state_dict().items())
         with pytest.raises(unbounded.PlanError, match="given a filter, but a sharded model is saved whole"):
             fabric.save(tmp_path / "out", {"model": model}, filter={"model": lambda key, value: True})
+        fabric.save(tmp_path / "out", {"model": model})
+        state = {"model": model, "step": 7}
+        with pytest.raises(unbounded.CheckpointError, match=r"names step, which .*out does not have"):
+            fabric.load(tmp_path / "out", state)
+        assert fabric.load(tmp_path / "out", state, strict=False) == {}
+        assert state["step"] == 7
+        with pytest.raises(unbounded.CheckpointError, match=r"folder of a sharded model, .* load has none"):
+            fabric.load(tmp_path / "out")
 
 
 def test_what_cannot_be_is_refused_with_what_to_do() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
-from unbounded.errors import PlanError
+from unbounded.errors import CheckpointError, PlanError
 from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
 from unbounded.planner.plan import Plan, read_data_plan
@@ -124,13 +124,24 @@ class UnboundedFabricStrategy(DDPStrategy):
         A file, which another strategy or torch.save has written, is loaded as Fabric does.
         """
         model = state if isinstance(state, nn.Module) else _sharded_in(state or {})
+        if Path(path).is_dir() and model is None:
+            raise CheckpointError(
+                f"{path} is the folder of a sharded model, which is loaded into one, but the state that was given to "
+                'load has none. Set the model up first, and call fabric.load(path, {"model": model}).'
+            )
         if model is None or not is_sharded(model) or Path(path).is_file():
             return super().load_checkpoint(path, state, strict, weights_only)
         named = state if isinstance(state, dict) else {}
         optimizer = sharded(model).optimizer
         with_states = any(value is optimizer for value in named.values())
-        rest = load(path, model, optimizer if with_states else None)["fabric"]
-        for key, value in list(named.items()):
+        rest: dict[str, Any] = load(path, model, optimizer if with_states else None).get("fabric", {})
+        others = {key: value for key, value in named.items() if value is not model and value is not optimizer}
+        if strict and (lacking := sorted(set(others) - set(rest))):
+            raise CheckpointError(
+                f"the state that was given to load names {', '.join(lacking)}, which {path} does not have. Leave them "
+                "out of the state, or load with strict=False, which leaves them as they are."
+            )
+        for key, value in others.items():
             if key in rest:
                 found = rest.pop(key)
                 if hasattr(value, "load_state_dict"):
