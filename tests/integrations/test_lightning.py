@@ -70,7 +70,9 @@ def loader(rank: int = 0) -> Any:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows), batch_size=2)
 
 
-def make_trainer(folder: str, world_size: int, strategy: Any, save_last: bool | None = None, **options: Any) -> Any:
+def make_trainer(
+    folder: str, world_size: int, strategy: Any, save_last: bool | None = None, callbacks: Any = (), **options: Any
+) -> Any:
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -80,7 +82,10 @@ def make_trainer(folder: str, world_size: int, strategy: Any, save_last: bool | 
         accelerator="cpu",
         devices=world_size,
         plugins=[LightningEnvironment()],
-        callbacks=[ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{step}", save_last=save_last)],
+        callbacks=[
+            *callbacks,
+            ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{step}", save_last=save_last),
+        ],
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -168,6 +173,16 @@ def test_a_checkpoint_of_another_strategy_is_taken_over(ranks: Any, tmp_path: Pa
     for plain, ours in ranks(world_size, take_over, str(tmp_path)):
         assert 0 < len(ours) < len(plain)
         assert ours == pytest.approx(plain[-len(ours) :], rel=1e-5)
+
+
+def test_layers_are_synchronised_over_ranks_as_the_trainer_was_asked(tmp_path: Path) -> None:
+    import unbounded.lightning
+
+    net = Net(calls_itself=True)
+    net.first = nn.Sequential(net.first, nn.BatchNorm1d(8))
+    strategy = unbounded.lightning.UnboundedStrategy()
+    with launched(0, 1), pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):  # a GPU
+        make_trainer(str(tmp_path), 1, strategy, sync_batchnorm=True).fit(net, loader(), loader())
 
 
 class MortalNet(Net):

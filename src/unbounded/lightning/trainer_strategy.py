@@ -77,6 +77,8 @@ class UnboundedStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             if is_sharded(module):
                 unshard(module)
+            if self._layer_sync is not None:
+                self._layer_sync.apply(module)
             self.setup_optimizers(trainer)
             self._made = only_optimizer(self.optimizers)  # type: ignore[has-type]
             self._shard_with_optimizer()
