@@ -175,6 +175,25 @@ def test_a_checkpoint_of_another_strategy_is_taken_over(ranks: Any, tmp_path: Pa
         assert ours == pytest.approx(plain[-len(ours) :], rel=1e-5)
 
 
+def test_a_callback_that_averages_weights_resumes_with_both(tmp_path: Path) -> None:
+    import unbounded.lightning
+
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    found = []
+    with launched(0, 1):
+        for name in ("plain", "ours"):
+            folder, nets = f"{tmp_path}/{name}", [Net(), Net()]
+            for net, checkpoint in zip(nets, (None, f"{folder}/step=2.ckpt"), strict=True):
+                host = {"weights": "host", "optimizer": "host"}
+                strategy = "auto" if name == "plain" else unbounded.lightning.UnboundedStrategy(host)
+                average = averaging.EMAWeightAveraging(decay=0.5)
+                trainer = make_trainer(folder, 1, strategy, callbacks=[average], num_sanity_val_steps=0)
+                trainer.fit(net, loader(), loader(), ckpt_path=checkpoint)
+            of_average = trainer.validate(nets[1], loader(), ckpt_path=f"{folder}/step=2.ckpt", verbose=False)
+            found.append([*nets[0].seen, *nets[1].seen, of_average[0]["val"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_layers_are_synchronised_over_ranks_as_the_trainer_was_asked(tmp_path: Path) -> None:
     import unbounded.lightning
 

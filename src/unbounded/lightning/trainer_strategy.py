@@ -44,6 +44,10 @@ class EnginePrecision(Precision):
         refuse_clipping_by_value()
 
 
+class _Streamed(dict[str, Any]):
+    """Stands for the weights in Lightning's checkpoint: they go from their tiers into the checkpoint's folder."""
+
+
 class UnboundedStrategy(DDPStrategy):
     """`strategy="unbounded"`, or this with a plan: "auto", a `Plan` or a dict of its fields."""
 
@@ -53,6 +57,7 @@ class UnboundedStrategy(DDPStrategy):
         self.open_plan = read_data_plan(plan, "Lightning")
         super().__init__(**kwargs)
         self._inside = _ForwardRedirection()
+        self._resumes_from_file = False
 
     @property
     def precision_plugin(self) -> Precision:
@@ -132,24 +137,30 @@ class UnboundedStrategy(DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: weights go from their tiers into the checkpoint's folder."""
-        return {}
+        return _Streamed()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The small part: the states go from their tiers into the checkpoint's folder."""
         return getattr(optimizer, "_optimizer", optimizer).groups_and_counters()  # type: ignore[no-any-return]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """All ranks call this. Writes a folder that Lightning resumes from; `unbounded export` extracts the weights."""
+        """All ranks call this. Writes a folder that Lightning resumes from; `unbounded export` extracts the weights.
+
+        A callback that keeps an average puts it in the place of the weights, and reads them elsewhere: there, they are
+        whole.
+        """
         module = self.lightning_module
         assert module is not None
         with_states = "optimizer_states" in checkpoint
-        save(filepath, module, sharded(module).optimizer if with_states else None, lightning=as_plain(checkpoint))
+        moved = [key for key, value in checkpoint.items() if isinstance(value, _Streamed) and key != "state_dict"]
+        rest = as_plain(checkpoint | {key: module.state_dict() for key in moved})
+        save(filepath, module, sharded(module).optimizer if with_states else None, lightning=rest)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """All ranks call this. Loads weights and states; a file that another strategy saved can be read too."""
         module = self.lightning_module
-        if not Path(checkpoint_path).is_dir():
+        self._resumes_from_file = not Path(checkpoint_path).is_dir()
+        if self._resumes_from_file:
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert module is not None
         optimizer = sharded(module).optimizer
@@ -162,7 +173,7 @@ class UnboundedStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """All ranks call this. States that another strategy saved are whole: `shard` takes them over."""
-        if checkpoint["state_dict"]:
+        if self._resumes_from_file:
             self._take_whole_states(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
