@@ -75,13 +75,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 def recognise(optimizer: torch.optim.Optimizer) -> Recognised:
     """Which update one optimizer stands for. Others are refused."""
     own = type(optimizer)
-    patched = vars(optimizer).get("step")
-    if patched is not None and _bare(patched) is not _function(own, "step"):
-        raise PlanError(
-            f"the step of this {own.__name__} object was replaced by another one, which would not run: the engine "
-            "updates the states itself. Do what it adds in the training loop or in a hook (register_step_pre_hook), or "
-            "make an optimizer class of it."
-        )
+    _refuse_other_ways(optimizer)
     declared = getattr(own, "unbounded_rule", None)
     if declared is not None:
         return _read_declared(own, declared)
@@ -103,6 +97,23 @@ def recognise(optimizer: torch.optim.Optimizer) -> Recognised:
     if _full(stock) == _ADAFACTOR:
         return Recognised("transformers.Adafactor", Granularity.TENSOR)
     return Recognised(stock.__name__, Granularity.TENSOR if stock in WHOLE else Granularity.ELEMENT)
+
+
+def _refuse_other_ways(optimizer: torch.optim.Optimizer) -> None:
+    """Raises if the object changes weights in a way that would not run: neither by its class's step nor in a hook."""
+    own = type(optimizer)
+    patched = vars(optimizer).get("step")
+    if patched is not None and _bare(patched) is not _function(own, "step"):
+        raise PlanError(
+            f"the step of this {own.__name__} object was replaced by another one, which would not run: the engine "
+            "updates the states itself. Do what it adds in the training loop or in a hook (register_step_pre_hook), or "
+            "make an optimizer class of it."
+        )
+    if callable(getattr(own, "eval", None)):
+        raise PlanError(
+            f"{_full(own)} has an eval(), as schedule-free optimizers have, which changes weights outside of step and "
+            "would not run. Use an optimizer that changes weights in step alone."
+        )
 
 
 def _read_declared(own: type, declared: object) -> Recognised:

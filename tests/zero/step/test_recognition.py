@@ -85,6 +85,11 @@ class Decaying(torch.optim.Optimizer):
                 p.sub_(p.grad / norm, alpha=group["lr"] / more.get(self.place, state["count"]))
 
 
+class ScheduleFree(DeclaredLion):
+    def eval(self) -> None:
+        """Where a class like this puts averages into the weights."""
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, scheduler: Any = None) -> list[float]:
     losses = []
     for step in range(steps):
@@ -115,6 +120,7 @@ def test_a_class_is_recognised_by_its_base_or_by_what_it_declares(kind: Any) -> 
     [
         (Lion, r'test_recognition\.Lion cannot be run exactly.*declare it: `unbounded_rule = "lion"`'),
         (OwnStep, r"OwnStep has its own step, which would not run.*Give a torch\.optim\.AdamW"),
+        (ScheduleFree, r"ScheduleFree has an eval\(\).*would not run"),
         (torch.optim.LBFGS, r"LBFGS cannot be run exactly"),
     ],
 )

@@ -117,8 +117,8 @@ def call_counted(func: Callable[..., Any], args: Any, kwargs: Any, values: Itera
         return func(*args, **kwargs)
     if func is dist.irecv:  # its peer may send only after this rank has gone on
         raise StateError(
-            "irecv was given a weight, but when it writes is not seen. Receive into a tensor of your own, wait, and copy "
-            "it to the weight: p.data.copy_(received)."
+            "irecv was given a weight, but when it writes is not seen. Receive into a tensor of your own, wait, and "
+            "copy it to the weight: p.data.copy_(received)."
         )
     before = [(value, value.detach().clone()) for value in values]
     result = func(*args, **kwargs)
