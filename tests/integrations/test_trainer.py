@@ -220,6 +220,11 @@ def test_a_checkpoint_of_the_plain_trainer_is_taken_over(tmp_path: Path) -> None
         ours = build(unbounded.hf.Trainer, str(tmp_path))
         ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert_close(history(ours), history(plain))
+        make_model().save_pretrained(tmp_path / "model")
+        streamed = unbounded.hf.from_pretrained(tmp_path / "model", transformers.LlamaForCausalLM)
+        ours = build(unbounded.hf.Trainer, str(tmp_path), streamed)
+        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert_close(history(ours), history(plain))
         ours = build(unbounded.hf.Trainer, str(tmp_path))
         ours.evaluate()
         with pytest.raises(unbounded.StateError, match=r"saved by the plain Trainer.*already happened"):

@@ -28,7 +28,7 @@ from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
 from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_trainers
 from unbounded.planner.plan import Plan, read_data_plan
 from unbounded.sharding.block_policies import find_blocks
-from unbounded.sharding.placing import shard, unshard
+from unbounded.sharding.placing import expect_weights, shard, unshard
 from unbounded.sharding.running import full_params, is_sharded, sharded
 from unbounded.weights.adapter_files import describe_adapters
 
@@ -137,7 +137,13 @@ class ShardingTrainer:
     def _take_plain_states(self, optimizer: torch.optim.Optimizer) -> None:
         """A plain Trainer's checkpoint has whole states, which `shard` takes over."""
         if (file := self._plain_states()) is not None:
-            optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+            optimizer.load_state_dict(saved)
+            keys = [key for group in saved["param_groups"] for key in group["params"]]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for key, parameter in zip(keys, parameters, strict=True):
+                if parameter.is_meta:  # where torch has put its states too, without their values
+                    optimizer.state[parameter] = dict(saved["state"].get(key, {}))
             self._taken = file
 
     def _plain_states(self) -> Path | None:
@@ -241,7 +247,11 @@ class ShardingTrainer:
                 group["lr"] = rate
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._states_in(resume_from_checkpoint):
+        if self._states_in(resume_from_checkpoint):
+            return
+        if not is_sharded(self.model) and any(parameter.is_meta for parameter in self.model.parameters()):
+            expect_weights(self.model, Path(resume_from_checkpoint))
+        else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:

@@ -41,7 +41,7 @@ from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
 from unbounded.zero.setup.admission import admit, common_precision
 from unbounded.zero.setup.assembly import Assembly, Fill, Sharded
 from unbounded.zero.setup.blueprint import plan_units
-from unbounded.zero.setup.initial import Entries, Installer, install_model, place_empty
+from unbounded.zero.setup.initial import Carried, Entries, Installer, install_model, place_empty
 from unbounded.zero.setup.meta import ModuleFill
 from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import Holdings, find_specs
@@ -167,10 +167,11 @@ def _install_weights(
     device: torch.device,
     cuts: Mapping[int, Cut],
     absent: Mapping[int, Mapping[str, torch.Tensor]],
+    carried: Carried | None,
     entries: Entries,
     installer: Installer,
 ) -> None:
-    install_weights(model, entries, installer, weights, device, cuts=cuts, absent=absent)
+    install_weights(model, entries, installer, weights, device, cuts=cuts, absent=absent, carried=carried)
 
 
 def _choose_fill(
@@ -182,10 +183,10 @@ def _choose_fill(
 ) -> Fill:
     """Where the first values come from: a folder of safetensors, the modules' own initialisation, or the model."""
     absent = parts.hollow.absent() if parts.hollow is not None else {}
-    if weights is not None:
-        return partial(_install_weights, model, weights, device, parts.cuts, absent)
     states = optimizer.state if optimizer is not None else {}
     carried = (lambda parameter: states.pop(parameter, {})) if states else None
+    if weights is not None:
+        return partial(_install_weights, model, weights, device, parts.cuts, absent, carried)
     if any(parameter.is_meta for parameter in model.parameters()):
         meta = ModuleFill(model, device, Grafts(model), cuts=parts.cuts, absent=absent, carried=carried)
         meta.check()

@@ -25,7 +25,7 @@ from unbounded.weights.grafts import Grafts
 from unbounded.weights.recipes import Recipe, Recipes, ignored
 from unbounded.weights.safetensors_reader import WeightFolder
 from unbounded.zero.members import persistent_buffers
-from unbounded.zero.setup.initial import Entries, Installer
+from unbounded.zero.setup.initial import Carried, Entries, Installer
 from unbounded.zero.setup.meta import ModuleFill
 
 logger = logging.getLogger("unbounded")
@@ -40,8 +40,9 @@ def install_weights(
     *,
     cuts: Mapping[int, Cut] | None = None,
     absent: Mapping[int, Mapping[str, torch.Tensor]] | None = None,
+    carried: Carried | None = None,
 ) -> None:
-    """All ranks of the axis must call this. Fills the units from a folder of safetensors.
+    """All ranks of the axis must call this. Fills the units from a folder of safetensors, and states from `carried`.
 
     A folder with only adapters stands for its base model's folder, plus the adapters in it.
     """
@@ -53,7 +54,9 @@ def install_weights(
         grafts = Grafts(model)
         values = FileValues(model, weights, entries, grafts, adapters, reads=installer.ranks.rank == 0, cuts=cuts)
         is_meta = any(_is_stand_in(member.parameter) for _, members, _ in entries for member in members)
-        fill = ModuleFill(model, device, grafts, given=values, is_meta=is_meta, cuts=cuts, absent=absent)
+        fill = ModuleFill(
+            model, device, grafts, given=values, is_meta=is_meta, cuts=cuts, absent=absent, carried=carried
+        )
         fill.check()
         fill.install(entries, installer)
     finally:
