@@ -337,6 +337,13 @@ def test_a_model_is_streamed_in_and_its_blocks_are_compiled(tmp_path: Path, monk
     assert_close(history(ours), history(plain))
     with pytest.raises(unbounded.PlanError, match="no safetensors"):
         unbounded.hf.from_pretrained(tmp_path)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda _, **given: asked.update(given) or tmp_path)
+    hub = {"revision": "v1", "subfolder": "model", "device_map": "auto", "num_hidden_layers": 1}
+    assert len(unbounded.hf.from_pretrained("org/model", transformers.AutoModelForCausalLM, **hub).model.layers) == 1
+    assert asked["revision"] == "v1"
+    with pytest.raises(unbounded.PlanError, match="was given load_in_4bit, which LlamaConfig does not have"):
+        unbounded.hf.from_pretrained(tmp_path / "model", load_in_4bit=True)
 
 
 def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,16 +14,35 @@ from unbounded.errors import PlanError
 from unbounded.paths import expand_home
 from unbounded.sharding.placing import expect_weights
 
+_ON_THE_HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_PLACING = (
+    "device_map", "max_memory", "low_cpu_mem_usage", "offload_folder", "offload_state_dict", "offload_buffers",
+    "use_safetensors", "ignore_mismatched_sizes", "trust_remote_code",
+)  # fmt: skip
+"""What `transformers` needs to load weights: `shard` places them, and says which do not fit."""
+
 
 def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCausalLM, **options: Any) -> nn.Module:
     """The model of `folder`, of the class `kind`, without its weights: `shard` or a trainer here streams them in.
 
     `folder` has safetensors and a config.json; a model on the hub, given by name, is downloaded first. `options` go to
-    the configuration, and `dtype` is that of the parameters (by default that of the files).
+    the configuration, and `dtype` is that of the parameters (by default that of the files). Those that say where the
+    model is on the hub (`revision`, `token`, ...) are heeded; `device_map` and the like are not, since `shard` places.
     """
-    path = _find(folder)
+    path = _find(folder, {key: options.pop(key) for key in _ON_THE_HUB if key in options})
+    path /= options.pop("subfolder", None) or ""
+    if not any(path.glob("*.safetensors")):
+        raise PlanError(f"{path} has no safetensors files. Save the model to it with save_pretrained.")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
-    config = options.pop("config", None) or AutoConfig.from_pretrained(path, **options)
+    config = options.pop("config", None)
+    if config is None:
+        config, options = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
+    unknown = [key for key, value in options.items() if value is not None and key not in _PLACING]
+    if unknown:
+        raise PlanError(
+            f"from_pretrained was given {', '.join(unknown)}, which {type(config).__name__} does not have, and which "
+            "has no effect on a model that is streamed in. Leave it out."
+        )
     if dtype in ("auto", None):
         dtype = getattr(config, "dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -40,12 +59,11 @@ def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCaus
     return model.eval()  # type: ignore[no-any-return]
 
 
-def _find(folder: str | os.PathLike[str]) -> Path:
+def _find(folder: str | os.PathLike[str], on_the_hub: dict[str, Any]) -> Path:
     path = expand_home(folder)
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
-        path = Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
-    if not any(path.glob("*.safetensors")):
-        raise PlanError(f"{path} has no safetensors files. Save the model to it with save_pretrained.")
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model"]
+        path = Path(snapshot_download(str(folder), allow_patterns=patterns, **on_the_hub))
     return path
