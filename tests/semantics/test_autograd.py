@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import unbounded
 from tests.semantics.programs import PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
@@ -346,9 +347,18 @@ def test_hooks_on_parameters_are_called_wherever_gradients_go(ranks: Any, world:
     compare(ranks, world, gradients_with_hooks, hooked)
 
 
-def test_post_accumulate_hooks_are_refused_before_anything_is_touched() -> None:
+def accumulate_hook(weight: nn.Parameter) -> None:
+    weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def backward_step(weight: nn.Parameter) -> None:
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.1})
+
+
+@pytest.mark.parametrize("attach", [accumulate_hook, backward_step])
+def test_what_waits_for_accumulated_gradients_is_refused_before_anything_is_touched(attach: Any) -> None:
     model = make()
-    model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    attach(model.last.weight)
     with pytest.raises(StateError, match=r"last\.weight.*register_hook"):
         unbounded.shard(model, adamw(model))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.utils import spectral_norm
 
 import unbounded
@@ -80,6 +81,8 @@ def in_ddp(model: nn.Module, optimizer: Any) -> None:
 def late_hook(model: nn.Module, optimizer: Any) -> None:
     with pytest.raises(StateError, match=r"last\.weight.*post-accumulate-grad hook"):
         model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(StateError, match=r"last\.weight.*an optimizer that steps in the backward"):
+        _apply_optimizer_in_backward(torch.optim.SGD, [model.last.weight], {"lr": 0.1})
     with pytest.raises(StateError, match=r"register_multi_grad_hook.*last\.weight.*Use register_hook"):
         torch.autograd.graph.register_multi_grad_hook([model.last.weight], lambda gradients: None)
     with pytest.raises(StateError, match=r"last\.weight.*never be called. Use register_hook"):

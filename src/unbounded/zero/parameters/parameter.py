@@ -189,8 +189,16 @@ class ManagedParameter(Placeholder, nn.Parameter):
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
-        refuse_accumulate_hook(name_of(self))
+        refuse_accumulate_hook(name_of(self), "a post-accumulate-grad hook")
         raise AssertionError
+
+    @property
+    def _in_backward_optimizers(self) -> Any:
+        raise AttributeError("there are no optimizers that step in the backward")  # as long as nobody sets them
+
+    @_in_backward_optimizers.setter
+    def _in_backward_optimizers(self, _: Any) -> None:
+        refuse_accumulate_hook(name_of(self), "an optimizer that steps in the backward")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {self._unit.describe()})"
@@ -215,6 +223,7 @@ class ShownParameter(nn.Parameter):
     turn = ManagedParameter.turn
     register_hook = ManagedParameter.register_hook
     register_post_accumulate_grad_hook = ManagedParameter.register_post_accumulate_grad_hook
+    _in_backward_optimizers = ManagedParameter._in_backward_optimizers
 
     def changes(self) -> object:
         """Whoever writes to a shown value does not say so."""
@@ -303,11 +312,11 @@ def call_hooks(hooks: Hooks, gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def refuse_accumulate_hook(name: str) -> None:
+def refuse_accumulate_hook(name: str, what: str) -> None:
     raise StateError(
-        f"the parameter {name!r} has a post-accumulate-grad hook, but its gradient is reduced and offloaded in the "
-        "background, so there is no moment at which the hook could see it. Use `with optimizer.last_backward():` to "
-        "update parameters inside the backward, and register_hook to change gradients."
+        f"the parameter {name!r} has {what}, but its gradient is reduced and offloaded in the background, so there is "
+        "no moment at which that could see it. Use `with optimizer.last_backward():` to update parameters inside the "
+        "backward, and register_hook to change gradients."
     )
 
 

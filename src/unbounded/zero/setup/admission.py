@@ -41,6 +41,13 @@ class Admitted:
     axes: Axes
 
 
+# What torch notes on a parameter that something is done to as soon as it has its gradient.
+_IN_BACKWARD = {
+    "_post_accumulate_grad_hooks": "a post-accumulate-grad hook",
+    "_in_backward_optimizers": "an optimizer that steps in the backward",
+}
+
+
 def admit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -203,8 +210,9 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
                 "Make it with sparse=False."
             )
     for member in members:
-        if getattr(member.parameter, "_post_accumulate_grad_hooks", None):
-            refuse_accumulate_hook(member.names[0])
+        for mark, what in _IN_BACKWARD.items():
+            if getattr(member.parameter, mark, None):
+                refuse_accumulate_hook(member.names[0], what)
         _check_operations(member)
     _check_memory(model, members)
     first: dict[str, str] = {}
