@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from unbounded.ranks import groups
 Pair = namedtuple("Pair", "one two")
 
 
+@dataclass(frozen=True)
 class Box:
-    def __init__(self) -> None:
-        self.items: list[Tensor] = []
+    items: list[int]
+    offset: Tensor
 
 
 class Filling(Net):
@@ -36,15 +38,17 @@ class Filling(Net):
                 collected.append(x.detach().clone())
                 named[index] = x.detach().sum()
                 box.items.append(index)
+                x = x + box.offset
                 nested["deep"][0].append(index)
         return self.last(x)
 
 
 def fill(model: nn.Module, optimizer: Any) -> Any:
-    collected, named, box, nested = [data(3)], OrderedDict(first=data(4)), Box(), {"deep": ([], data(5))}
+    collected, named, nested = [data(3)], OrderedDict(first=data(4)), {"deep": ([], data(5))}
+    box = Box([], torch.ones(1))
     given, inner = collected[0], nested["deep"]
     model(data(), collected, named=named, box=box, nested=nested).sum().backward()
-    same = collected[0] is given and nested["deep"] is inner
+    same = collected[0] is given and nested["deep"] is inner and box.offset.dtype == torch.float32
     return collected, list(named), box.items, nested["deep"][0], same
 
 

@@ -114,7 +114,7 @@ class Lending:
             raise StateError(
                 f"the parameter {unit.layout.slots[index].name!r} is partitioned over {self._num_ranks} ranks and not "
                 "gathered outside a forward. Read or change it inside `with unbounded.full_params(model):` on every "
-                "rank."
+                "rank. An optimizer that is to train it is given to `shard`."
             )
 
     def _gather(self, unit: Unit, *, until_settled: bool, is_agreed: bool) -> None:

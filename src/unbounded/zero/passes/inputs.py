@@ -1,13 +1,14 @@
 """Moves and casts what the caller passes to the model, inside the caller's own containers.
 
 A list, dict or object that the model fills must be the caller's own. So containers are passed on unchanged. A tensor in
-a mutable container that has to be moved or cast is replaced during the forward and put back afterwards; only immutable
-containers around such a tensor are made again.
+a mutable container or a dataclass that has to be moved or cast is replaced during the forward and put back afterwards;
+only tuples around such a tensor are made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class Inputs:
             if all(new is old for new, old in zip(items, value, strict=True)):
                 return value
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if is_dataclass(value) and hasattr(value, "__dict__"):
+            self._replace(vars(value), list(vars(value).items()), depth)
         return value
 
     def _replace(self, container: Any, items: Iterable[tuple[Any, Any]], depth: int) -> Any:
