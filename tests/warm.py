@@ -197,6 +197,7 @@ def run_program(arguments: list[str]) -> None:
 if __name__ == "__main__":
     for name in IMPORTED:
         importlib.import_module(name)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # programs hear of it even if the tests were started with nohup
     gc.freeze()
     server = Server(os.environ[FOLDER], sys.argv[2])
     os.write(int(sys.argv[1]), b"1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,24 @@ def test_a_run_whose_reader_goes_away_goes_on_to_its_end(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
     assert (tmp_path / "code").read_text() == "0\n"
     assert (tmp_path / "out" / "step-00000005" / "manifest.json").exists()
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
+    data = write_texts(tmp_path / "a.jsonl", 50)
+    small = "--layers 1 --width 16 --heads 2 --sequence-length 16 --batch-tokens 64 --device cpu --eval-every 0"
+    command = f"setsid --ctty {warm_python()} -m unbounded train {small} --steps 1000000 --data {data}"
+    screen, terminal = os.openpty()
+    with subprocess.Popen(
+        [*command.split(), "--output", f"{tmp_path}/out"], stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
+        os.close(terminal)
+        seen = b""
+        while b"step " not in seen:
+            seen = seen[-4:] + os.read(screen, 1024)
+        os.close(screen)
+        assert process.wait(timeout=600) == 128 + signal.SIGHUP
+    (saved,) = (tmp_path / "out").glob("step-*")
+    assert (saved / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(

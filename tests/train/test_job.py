@@ -9,7 +9,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,17 +134,35 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, texts: Path, r
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
 
 
-def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(tmp_path: Path, texts: Path) -> None:
+@contextmanager
+def handled_by(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+    former = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, former)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(
+    tmp_path: Path, texts: Path, number: signal.Signals
+) -> None:
     config = tiny(tmp_path / "whole", texts, steps=7)
     train(config)
     stopped = replace(config, output=str(tmp_path / "stopped"))
-    former = signal.getsignal(signal.SIGTERM)
-    summary = train_until(stopped, step=3, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert (summary.signal, summary.step) == (signal.SIGTERM, 3)
+    with handled_by(number, signal.SIG_DFL):
+        summary = train_until(stopped, step=3, act=lambda: os.kill(os.getpid(), number))
+        assert signal.getsignal(number) == signal.SIG_DFL
+    assert (summary.signal, summary.step) == (number, 3)
     assert summary.checkpoint == tmp_path / "stopped" / "step-00000003"
-    assert signal.getsignal(signal.SIGTERM) == former
     train(stopped)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_a_signal_that_the_run_was_started_to_ignore_stays_ignored(tmp_path: Path, texts: Path) -> None:
+    with handled_by(signal.SIGHUP, signal.SIG_IGN):  # as by nohup
+        summary = train_until(tiny(tmp_path / "out", texts), step=2, act=lambda: os.kill(os.getpid(), signal.SIGHUP))
+    assert (summary.signal, summary.step) == (None, 6)
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path, texts: Path) -> None:

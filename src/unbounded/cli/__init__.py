@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _drop_output() -> None:
     """Discards what could not be written. Otherwise Python would try again at exit, and change the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    from unbounded.observe.report.display import discard
+
+    discard(sys.stdout)
 
 
 def describe(error: Exception) -> str | None:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; 0: done, 1: failed, 2: bad input, 130 and 143: interrupted by Ctrl-C or SIGTERM, after saving."""
+    """Train; 0: done, 1: failed, 2: bad input, 128 + n: saved after signal n (Ctrl-C, SIGTERM, SIGHUP)."""
     from unbounded.errors import CheckpointError, InputError, PlanError, UnboundedError
     from unbounded.launcher import read_numbers
     from unbounded.train.job.interrupts import exit_code

@@ -6,7 +6,6 @@ join ranks -> close settings -> build on meta -> shard -> resume -> [ batch, ste
 from __future__ import annotations
 
 import os
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from unbounded.train.data.loader import Loader, merge
 from unbounded.train.data.sample import Sequence
 from unbounded.train.job.finish import export_model, sample_text
 from unbounded.train.job.guard import Guard, name_shortage
-from unbounded.train.job.interrupts import Interrupts
+from unbounded.train.job.interrupts import SIGNALS, Interrupts
 from unbounded.train.job.output import RunFolder
 from unbounded.train.job.outputs import check_outputs, describe_run
 from unbounded.train.job.prepare import count_epoch, open_data, set_schedule, shard_subject
@@ -183,20 +182,19 @@ class TrainingJob:
             self._log(step, outcome)
             if self._is_due(step, self.settings.eval_every):
                 self._evaluate(step)
-            wants_int, wants_term, wants_save = outcome.votes
+            *stops, wants_save = outcome.votes
             if self._is_due(step, self.settings.checkpoint_every) or wants_save:
                 self._save(step)
                 saved_at = time.monotonic()
-            if wants_int or wants_term:
-                return step, signal.SIGINT if wants_int else signal.SIGTERM
+            if any(stops):
+                return step, next(number for number, wants in zip(SIGNALS, stops, strict=True) if wants)
         return step, None
 
     def _vote(self, interrupts: Interrupts, saved_at: float) -> tuple[float, ...]:
-        """What this rank asks all ranks to do: stop for either signal or, if it is the first, save on time."""
+        """What this rank asks all ranks to do: stop for one of the signals or, if it is the first, save on time."""
         minutes = self.settings.checkpoint_minutes
         is_time = minutes is not None and self.world.is_first and time.monotonic() - saved_at > 60 * minutes
-        got = interrupts.received
-        return float(got == signal.SIGINT), float(got == signal.SIGTERM), float(is_time)
+        return *(float(interrupts.received == number) for number in SIGNALS), float(is_time)
 
     def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0 and step < self.settings.steps

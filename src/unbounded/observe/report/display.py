@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from unbounded.observe.progress import Lines, Panel, Progress, Silence, Step
 from unbounded.observe.report.notebook import Notebook, in_notebook
@@ -47,6 +48,14 @@ class Steady:
             yield
         except OSError as error:
             self.inner = Silence()
-            with suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what will still be printed
-            print(f"unbounded: the output is gone ({error}). The run continues without it.", file=sys.stderr)
+            discard(sys.stdout)
+            try:
+                print(f"unbounded: the output is gone ({error}). The run continues without it.", file=sys.stderr)
+            except OSError:
+                discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """What is still written to the stream goes nowhere, because whoever read it is gone."""
+    with suppress(OSError):  # a notebook's stream has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,13 +1,19 @@
-"""Ctrl-C and SIGTERM: the current step is finished and saved; a second Ctrl-C does not wait."""
+"""Ctrl-C, SIGTERM and the end of a terminal: the current step is finished and saved; a second Ctrl-C does not wait.
+
+What the process was started to ignore, as with `nohup`, stays ignored. A terminal that is gone takes no output.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from unbounded.observe.report.display import discard
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
@@ -16,11 +22,14 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: int | None = None
         self._former: dict[int, Any] = {}
+        self._terminals: list[TextIO] = []
 
     def __enter__(self) -> Interrupts:
+        self._terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._former[number] = signal.signal(number, self._receive)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._former[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -30,6 +39,9 @@ class Interrupts:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGHUP:
+            for stream in self._terminals:
+                discard(stream)
         self.received = self.received or number
 
 

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Every flag is also a key of the TOML file, with _ instead of -; plan is a table there. A flag overrides the "
-        "file. Exit codes: 0 done, 1 failed, 2 bad input, 130 or 143 interrupted (Ctrl-C, SIGTERM) after saving."
+        "file. Exit codes: 0 done, 1 failed, 2 bad input, 130, 143 or 129 interrupted (Ctrl-C, SIGTERM, a closed "
+        "terminal) after saving."
     )
     parser.add_argument("file", nargs="?", default=None, metavar="run.toml", help="TOML file of settings")
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
