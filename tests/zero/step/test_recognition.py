@@ -287,6 +287,11 @@ def test_a_loss_in_fp16_that_was_not_scaled_is_refused_at_the_step() -> None:
     (optimizer.scale(model.loss(Batch(0, 0, 0).tokens())) * float("inf")).backward()
     optimizer.step()
     assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (True, 1)
+    optimizer.zero_grad()
+    optimizer.scale(model.loss(Batch(0, 0, 0).tokens())).backward()
+    optimizer.step()
+    optimizer.step()  # the same gradients again
+    assert not optimizer.step_was_skipped
     plain = tiny()
     fields = {"precision": "fp16", "loss_scale": 1, "loss_scale_window": 0}
     _, optimizer = shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), fields)

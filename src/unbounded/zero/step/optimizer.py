@@ -358,7 +358,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             spent.refuse_norm(what)
 
     def _refuse_unscaled(self, units: list[Unit]) -> None:
-        if units and not self._scaled and self.loss_scale is not None and not self.loss_scale.is_plain:
+        if self._scaled or self.loss_scale is None or self.loss_scale.is_plain:
+            return
+        if any(unit.gradient.is_new for unit in units):  # those that a step has used already are no longer scaled
             raise StateError(
                 "the gradients in fp16 come from a loss that was not scaled, so small ones were lost. Call "
                 "`optimizer.scale(loss).backward()`; if the loss needs no scaling, say so in the plan: "
