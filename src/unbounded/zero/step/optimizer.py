@@ -185,10 +185,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.loss_scale is not None and self._scaled:
             norm = norm / self.loss_scale.value
         dtype = global_norm.norm_dtype(units)
-        if max_norm != math.inf:
-            factor = global_norm.clip_factor(norm, float(max_norm), dtype)
-            for unit in units:
-                unit.gradient.scale(factor)
+        factor = global_norm.clip_factor(norm, float(max_norm), dtype)
+        for unit in units:
+            unit.gradient.scale(factor)
         return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=dtype, device="cpu")
 
     @contextmanager
