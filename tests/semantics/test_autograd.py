@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import unbounded
-from tests.semantics.programs import PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
+from tests.semantics.programs import ALONE, PLANS, WORLDS, Net, adamw, assert_same, compare, data, make, step, weights
 from unbounded.errors import StateError
 
 EVERYWHERE = pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -446,6 +446,75 @@ def old_graph(model: nn.Module, optimizer: Any) -> Any:
 @EVERYWHERE
 def test_a_graph_from_before_a_step_is_refused(ranks: Any, world: tuple[int, str, int]) -> None:
     compare(ranks, world, old_graph)
+
+
+def graph_of_a_hook(model: nn.Module, optimizer: Any) -> Any:
+    """A forward inside a backward, whose graph outlives a step."""
+    late: list[Tensor] = []
+
+    def hook(_: Tensor) -> None:
+        with torch.enable_grad():
+            late.append(model(data(1)).square().mean())
+
+    out = model(data())
+    out.register_hook(hook)
+    out.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late[0].backward()
+    optimizer.zero_grad()
+    return step(model, optimizer, 1), weights(model)
+
+
+@EVERYWHERE
+def test_a_graph_that_was_made_inside_a_backward_is_refused_after_a_step(
+    ranks: Any, world: tuple[int, str, int]
+) -> None:
+    compare(ranks, world, graph_of_a_hook)
+
+
+class Written(Net):
+    """Its forward writes to weights in place, before or after it uses them."""
+
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            self.write()
+        x = super().forward(x)
+        if self.late:
+            self.write()
+        return x
+
+    @torch.no_grad()
+    def write(self) -> None:
+        self.blocks[1].up.weight.mul_(0.9)
+        self.last.bias.add_(0.1)  # which no backward reads
+
+
+def written_after_use(model: nn.Module, optimizer: Any) -> Any:
+    losses = [step(model, optimizer, 0)]
+    first, second = model(data(0)).square().mean(), model(data(1)).square().mean()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # the second forward wrote
+        first.backward()
+    optimizer.zero_grad()
+    second.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.late = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(data(2)).square().mean().backward()
+    optimizer.zero_grad()
+    model.late = False
+    return losses, step(model, optimizer, 3), weights(model)
+
+
+@pytest.mark.parametrize("world", ALONE, ids=str)
+def test_a_weight_that_a_forward_writes_to_after_its_use_has_no_backward(
+    ranks: Any, world: tuple[int, str, int]
+) -> None:
+    compare(ranks, world, written_after_use, Written)
 
 
 class Double(torch.autograd.Function):

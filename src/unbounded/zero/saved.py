@@ -1,10 +1,10 @@
 """What autograd saves in a forward: weights by name, everything else unchanged.
 
-A weight that a backward will read again is saved as a *token*: which unit, which part of its buffer, and which
-generation of its values. Nothing in a graph therefore holds the bytes of a gathered unit, which may go as soon as the
-modules are done with them, and a backward that nobody announced (a penalty, an auxiliary loss kept in a list, a second
-walk through the same graph) fetches what it reads. If an optimizer step or a write came between the forward and its
-backward, the token is of an earlier generation and raises, as plain PyTorch's version counters do.
+A weight that a backward will read again is saved as a *token*: which unit, which part of its buffer, which generation
+of its values, and how often forwards had written to it. Nothing in a graph therefore holds the bytes of a gathered
+unit, which may go as soon as the modules are done with them, and a backward that nobody announced (a penalty, an
+auxiliary loss kept in a list, a second walk through the same graph) fetches what it reads. If an optimizer step or a
+write came between the use and its backward, the token is outdated and raises, as plain PyTorch's version counters do.
 
 Whatever holds a weight despite these hooks (other saved-tensor hooks, a user's own reference) holds the storage itself.
 The unit sees that in the storage's count of owners and leaves it to them (`Unit.deallocate`).
@@ -34,6 +34,9 @@ class Weights(Protocol):
     storage: torch.UntypedStorage
     generation: int
 
+    def count_writes(self, offset: int) -> int:
+        """How often forwards have written in place to the parameter at `offset` so far."""
+
     def part(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
         """A view of the gathered buffer, which is fetched if it is not there."""
 
@@ -49,6 +52,7 @@ class SavedWeight(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    num_writes: int
 
     def read(self) -> torch.Tensor:
         unit = self.unit
@@ -58,6 +62,12 @@ class SavedWeight(NamedTuple):
                 f"weights of unit {unit.name!r} were updated {unit.generation - self.generation} times since this "
                 "graph was built, by optimizer.step(), inside a backward, or by a write. Run the backward before the "
                 "step, or the forward again after it."
+            )
+        if self.num_writes != unit.count_writes(self.offset):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"forward wrote to a weight of unit {unit.name!r}, of shape {list(self.shape)}, after using it. Write "
+                "to it before it is used, or after the backward."
             )
         return unit.part(self.shape, self.stride, self.offset)
 
@@ -86,7 +96,8 @@ def _pack(tensor: torch.Tensor) -> Any:
         home = None
     unit = home() if home is not None else None
     if unit is not None and tensor.dtype == unit.dtype and not tensor.is_conj():
-        return SavedWeight(unit, unit.generation, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        offset = int(tensor.storage_offset())
+        return SavedWeight(unit, unit.generation, tensor.shape, tensor.stride(), offset, unit.count_writes(offset))
     # Not the tensor itself, because an output that its own node saved would keep itself alive.
     return SavedTensor(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
 

@@ -124,6 +124,8 @@ class Views(Protocol):
 
     def end_forward(self) -> list[int]: ...
 
+    def count_writes(self, offset: int) -> int: ...
+
     def take_rebound(self) -> list[int]: ...
 
     def show(self) -> None: ...
@@ -338,6 +340,10 @@ class Unit:
         """A view of the gathered buffer, which is fetched if it is not there."""
         self.engine.before_reading(self)
         return self._flat.as_strided(shape, stride, offset).data
+
+    def count_writes(self, offset: int) -> int:
+        """How often forwards have written in place to the parameter at `offset` of the buffer so far."""
+        return self.views.count_writes(offset)
 
     def slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """`flat`, of the layout's length, as one view per parameter."""

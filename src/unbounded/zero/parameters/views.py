@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -76,6 +77,8 @@ class ModuleViews:
         self._held: Sequence[torch.Tensor] = ()  # what they hold in the running forward
         self._shown_trained: list[bool] = []  # which were trained when they were last shown
         self._num_changes = 0  # of the weights since they hold it
+        self._starts = [slot.start for slot in unit.layout.slots]
+        self._num_writes: Counter[int] = Counter()  # to parameters in place, by forwards that are over
         self._given: list[weakref.ref[torch.Tensor]] = []  # views of weights that stay, which graphs may hold
         self._most_given = _SOME_GIVEN
         self.unasked: dict[Any, str] = {}  # functions that were given weights and have run modules again since
@@ -100,7 +103,7 @@ class ModuleViews:
             if views[0].requires_grad:
                 if in_backward():
                     self._note_function()
-                if self.unit.resident:
+                if self.unit.resident or in_backward():  # a graph holds them: nothing is saved by name in a backward
                     self._note_given(views)
                 return views  # type: ignore[no-any-return]
         return self.unit.lasting_views()
@@ -127,7 +130,7 @@ class ModuleViews:
 
     def note_change(self) -> None:
         """The weights change, so a graph that holds views of them is refused, as in plain PyTorch."""
-        if self.unit.resident:
+        if self.unit.resident or self._given:
             torch.autograd.graph.increment_version([*_alive(self._given), *self.unit.take_lasting_views()])
             self._num_changes += 1
             self._given.clear()
@@ -136,6 +139,7 @@ class ModuleViews:
         """Puts views of the gathered buffer into the modules."""
         if not self.is_swapped:
             self._refuse_replaced(self._placeholders)
+        self._note_writes()
         self.is_swapped, self._num_changes, self._serves_graphs = True, 0, torch.is_grad_enabled()
         views = self._held = self.make()
         for index, kept in self._kept_on:
@@ -150,18 +154,33 @@ class ModuleViews:
     def swap_out(self) -> None:
         """Puts the managed parameters back into the modules."""
         if self.is_swapped:
-            self.is_swapped = False
+            self.is_swapped, self._held = False, ()
             _put(self._dicts, self._attributes, self._placeholders)
 
     def end_forward(self) -> list[int]:
         """The parameters that the forward has written to in place. Raises if it has put others in their places."""
-        views, self._held = self._held, ()
         if self.is_swapped:
-            self._refuse_replaced([views[place] for place in self._pick])
+            self._refuse_replaced([*map(self._held.__getitem__, self._pick)])
+        written = self._note_writes()
+        if written:
+            self.unit.take_lasting_views()
+        return written
+
+    def count_writes(self, offset: int) -> int:
+        """How often forwards have written in place to the parameter at `offset` of the buffer so far."""
+        index = bisect_right(self._starts, offset) - 1
+        written = _version(self._held[self.unit.picks[index]]) - self._num_changes if self._held else 0
+        return self._num_writes[index] + int(written)
+
+    def _note_writes(self) -> list[int]:
+        """The modules hold what they have no longer; returns the parameters that were written to in place."""
+        views, self._held = self._held, ()
         if torch.is_inference_mode_enabled() or all(map(self._num_changes.__eq__, map(_version, views))):
             return []
-        self.unit.take_lasting_views()
-        return [index for index, place in enumerate(self.unit.picks) if views[place]._version != self._num_changes]
+        versions = [views[place]._version - self._num_changes for place in self.unit.picks]
+        written = {index: number for index, number in enumerate(versions) if number}
+        self._num_writes.update(written)
+        return [*written]
 
     def take_rebound(self) -> list[int]:
         """The parameters whose view has other data now; the buffer takes that data."""
