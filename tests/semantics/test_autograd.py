@@ -552,9 +552,32 @@ def test_a_gradient_that_would_go_past_the_engine_is_refused(plan: str) -> None:
     Double.apply(model.held[0]).sum().backward()  # outside the model
     with pytest.raises(StateError, match=r"blocks\.1\.up\.weight.*view_as"):
         optimizer.step()
+    with unbounded.full_params(model), torch.enable_grad():
+        model.last.weight.square().sum().backward()
+    with pytest.raises(StateError, match=r"last\.weight.*inside full_params: make it outside"):
+        optimizer.step()
     model.is_direct = False
     optimizer.zero_grad()
     assert step(model, optimizer, 1) == pytest.approx(step(plain, reference, 1))
+
+
+class Sparse(nn.Module):
+    """Looks rows of a weight up by a function that gives it a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(5, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.rows, sparse=True)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_sparse_gradient_is_refused(plan: str) -> None:
+    model = make(Sparse)
+    model, _ = unbounded.shard(model, adamw(model), PLANS[plan])
+    with pytest.raises(StateError, match=r"'rows' is sparse.*Leave out sparse=True"):
+        model(torch.tensor([1, 3])).sum().backward()
 
 
 class RunsAgain(torch.autograd.Function):

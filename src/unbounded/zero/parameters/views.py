@@ -323,7 +323,8 @@ def refuse_stray_gradients(units: Iterable[Unit]) -> None:
             "DistributedDataParallel around the model: the sharded model averages over the ranks itself. Where a "
             "torch.autograd.Function, or scripted or compiled code, was given the parameter object, which holds no "
             "values while it is sharded: take it from its module inside the forward (self.layer.weight), or give such "
-            "code parameter.view_as(parameter)."
+            "code parameter.view_as(parameter). Where a loss was made of parameters themselves inside full_params: "
+            "make it outside."
         )
 
 

@@ -30,6 +30,7 @@ from unbounded.zero.parameters.parameter import call_hooks
 from unbounded.zero.unit import Unit
 
 _is_there = partial(operator.is_not, None)
+_layout = operator.attrgetter("layout")
 # Whole gradients in flight at once: more would be the full set that partitioning and offloading avoid.
 IN_FLIGHT = 4
 
@@ -72,6 +73,7 @@ class Reduction:
                 "add to it. Call optimizer.zero_grad() after each step; announce the last backward of a step alone "
                 '(last_backward()), and where a step has several, keep gradients: gradients="host" instead of "none".'
             )
+        _refuse_sparse(unit, gradients)
         if unit.views.frozen:
             gradients = [None if i in unit.views.frozen else part for i, part in enumerate(gradients)]
         full, given = _flatten(unit, gradients)
@@ -244,6 +246,17 @@ class Reduction:
         used = torch.frombuffer(unit.gradient.used, dtype=torch.uint8).to(unit.device, copy=True)
         voted = self.ranks.max(used, "the vote on who has a gradient")
         unit.gradient.mark_used(voted.cpu().numpy().tobytes())
+
+
+def _refuse_sparse(unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+    if {*map(_layout, filter(_is_there, gradients))} <= {torch.strided}:  # a loop in C: this runs in every backward
+        return
+    for slot, gradient in zip(unit.layout.slots, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise StateError(
+                f"the gradient of {slot.name!r} is sparse, which cannot be reduced over flat buffers. Leave out "
+                "sparse=True where the forward uses it (torch.nn.functional.embedding)."
+            )
 
 
 def _flatten(unit: Unit, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, bytes]:
