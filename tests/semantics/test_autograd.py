@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -666,3 +667,9 @@ def test_a_placeholder_answers_what_needs_no_values() -> None:
     assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == len(parameters)
     with pytest.raises(StateError, match=r"detach\(\)\.clone\(\)"):
         nn.Parameter(weight)
+    with pytest.raises(StateError, match=r"safetensors was given the sharded parameter 'first.weight'"):
+        safetensors.torch.save({"weight": weight})
+    unbounded.unshard(model)
+    model, _ = unbounded.shard(model, adamw(model), PLANS["device"])
+    written = safetensors.torch.load(safetensors.torch.save(dict(model.named_parameters())))
+    assert_same(list(written.values()), [model.state_dict()[name] for name in written])

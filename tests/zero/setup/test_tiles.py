@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -544,6 +545,8 @@ def test_a_tiled_weight_refuses_what_other_sharded_weights_refuse() -> None:
         weight.share_memory_()
     with pytest.raises(StateError, match="was expanded as itself"):
         weight.expand_as(weight)
+    with pytest.raises(StateError, match=r"safetensors was given .*'embedding\.weight'"):
+        safetensors.torch.save({"weight": weight})
 
 
 def test_a_copy_of_a_sharded_model_is_whole_and_trains() -> None:

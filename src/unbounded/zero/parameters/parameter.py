@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -125,6 +126,13 @@ class ManagedParameter(Placeholder, nn.Parameter):
         """Inside, no other thread uses the model."""
         unit = self._unit_ref()
         return nullcontext() if unit is None else turn_of(unit)
+
+    def holds_its_value(self) -> bool:
+        """Whether what is at its address is its value, which a look at it brings up to date."""
+        if self._unit.resident:
+            with torch.no_grad():
+                self.current()
+        return self._unit.resident
 
     def changes(self) -> tuple[int, int] | None:
         """How often the weights have changed, also by writes of forwards; None if the model is gone."""
@@ -369,6 +377,15 @@ def answer_as_leaf(cls: type[Any], func: Callable[..., Any], args: tuple[Any, ..
         return owner._train(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
     if name in _REFUSED or name == "__set__":
         raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
+    if (
+        name in _ADDRESSES
+        and not owner.holds_its_value()
+        and called_from(safetensors.torch.save, safetensors.torch.save_file)
+    ):
+        raise StateError(
+            f"safetensors was given the sharded parameter {owner.name!r}, whose value is not at its address. "
+            "Give it parameter.detach().clone(), or use `unbounded.export` or `model.state_dict()`."
+        )
     if name == "view_as" and called_from(torch.autograd.graph._get_grad_fn_or_grad_acc):
         return _view_leaf(owner, args[1])
     if name == "expand_as" and args[1] is owner and owner.requires_grad and torch.is_grad_enabled():

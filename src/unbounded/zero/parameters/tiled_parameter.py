@@ -106,6 +106,9 @@ class TiledParameter(Placeholder, nn.Parameter):
         """Its values are joined into a copy, to which no other thread writes."""
         return nullcontext()
 
+    def holds_its_value(self) -> bool:
+        return False
+
     def changes(self) -> list[tuple[int, int, int]]:
         """How often each tile has changed: as its unit counts, and inside `full_params` as autograd does."""
         units = [(part._unit_ref(), part) for part in self._parts()]  # type: ignore[attr-defined]

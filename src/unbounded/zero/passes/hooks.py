@@ -171,11 +171,11 @@ def in_recomputation() -> bool:
     return False
 
 
-def called_from(function: Any) -> bool:
-    """Whether this thread is inside a call of `function`. Walks the stack, so it is not for the hot path."""
-    frame, code = sys._getframe(), function.__code__
+def called_from(*functions: Any) -> bool:
+    """Whether this thread is inside a call of one of `functions`. Walks the stack, so it is not for the hot path."""
+    frame, codes = sys._getframe(), [function.__code__ for function in functions]
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code in codes:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
