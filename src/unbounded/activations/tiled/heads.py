@@ -32,7 +32,14 @@ from unbounded.activations.tiled.logits_recipe import (
     products_of,
     read_head,
 )
-from unbounded.activations.tiled.loss import LabelRange, LinearProjection, choose_tile_rows, sum_of_losses, values_of
+from unbounded.activations.tiled.loss import (
+    LabelRange,
+    LinearProjection,
+    choose_tile_rows,
+    mean_of,
+    sum_of_losses,
+    values_of,
+)
 from unbounded.own_hook import OwnHook
 from unbounded.planner.step.logits import tile_bytes
 
@@ -267,6 +274,4 @@ def _reduce(layer: _HeadLayer, recipe: LogitsRecipe, labels: torch.Tensor, optio
         entropy = Entropy(ignore_index, options["label_smoothing"], vocabulary=layer.part)
         projection = RecipeProjection(recipe, weights)
     total = sum_of_losses(projection, labels, entropy, layer.tile_rows(dtype, device), layer.early)
-    if options["reduction"] == "sum":
-        return total
-    return total / (labels != ignore_index).sum().to(total.device)
+    return total if options["reduction"] == "sum" else mean_of(total, labels, ignore_index)

@@ -89,7 +89,13 @@ def tiled_cross_entropy(
     if num_items_in_batch is not None:
         divisor = num_items_in_batch
         return total / (divisor.to(total.device) if isinstance(divisor, torch.Tensor) else divisor)
-    return total if reduction == "sum" else total / (labels != ignore_index).sum().to(total.device)
+    return total if reduction == "sum" else mean_of(total, labels, ignore_index)
+
+
+def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The summed loss over the number of its labels. Without any it is NaN, as in torch, and its gradients are zeros."""
+    count = (labels != ignore_index).sum().to(total.device)
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def entropy_of_logits(

@@ -68,7 +68,9 @@ def cross_entropy(
     losses = _CrossEntropy.apply(logits, labels, start, ignore_index, site)
     if reduction == "none":
         return losses
-    return losses.sum() / (1 if reduction == "sum" else (labels != ignore_index).sum())
+    count = (labels != ignore_index).sum()
+    # Without labels it is NaN, as in torch, and its gradients are zeros.
+    return losses.sum() if reduction == "sum" else torch.where(count > 0, losses.sum() / count.clamp(min=1), torch.nan)
 
 
 class HeadPart:
