@@ -22,6 +22,11 @@ class OwnHook:
         return _make_nothing, ()
 
 
+def is_own(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is a function or an object of this library."""
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
+
+
 def do_nothing(*_: Any) -> None:
     """Replaces a hook in a copy."""
 

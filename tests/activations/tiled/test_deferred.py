@@ -245,11 +245,33 @@ def test_evaluation_with_labels_holds_no_logits_either(counted: list[str]) -> No
 
 def test_hooks_on_the_head_see_what_they_always_saw(counted: list[str]) -> None:
     shapes: list[Any] = []
-    ours, _ = shard(build())
-    handle = ours.lm_head.register_forward_hook(lambda _, args, output: shapes.append(output.shape))
-    ours(input_ids=tokens(), labels=labels()).loss.backward()
-    assert shapes == [(3, 7, VOCABULARY)]
-    handle.remove()
+    model = build()
+    early = model.lm_head.register_forward_hook(lambda _, args, output: shapes.append(output.shape))
+    ours, _ = shard(model)
+
+    def attach_late() -> Any:
+        return ours.lm_head.register_forward_hook(lambda _, args, output: shapes.append(output.shape))
+
+    def attach_full() -> Any:
+        return ours.lm_head.register_full_backward_hook(lambda _, inner, outer: shapes.append(outer[0].shape))
+
+    def attach_pre() -> Any:
+        return ours.lm_head.register_full_backward_pre_hook(lambda _, outer: shapes.append(outer[0].shape))
+
+    def attach_to_all() -> Any:
+        def see(module: nn.Module, _: Any, output: Any) -> None:
+            if module is ours.lm_head:
+                shapes.append(output.shape)
+
+        return nn.modules.module.register_module_forward_hook(see)
+
+    for attach in (lambda: early, attach_late, attach_full, attach_pre, attach_to_all):
+        shapes.clear()
+        handle = attach()
+        ours(input_ids=tokens(), labels=labels()).loss.backward()
+        assert shapes == [(3, 7, VOCABULARY)]
+        handle.remove()
+    assert not counted
     ours.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
     changed = ours(input_ids=tokens(), labels=labels()).loss
     assert len(counted) == 1

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from unbounded.activations.tiled.deferred import defer
 from unbounded.activations.tiled.entropy import Entropy, Vocabulary
@@ -40,10 +41,12 @@ from unbounded.activations.tiled.loss import (
     sum_of_losses,
     values_of,
 )
-from unbounded.own_hook import OwnHook
+from unbounded.own_hook import OwnHook, is_own
 from unbounded.planner.step.logits import tile_bytes
 
 USUAL_IGNORED = -100  # in labels of transformers
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_ALL = [getattr(torch_module, f"_global{name}") for name in ("_forward_hooks", *_BACKWARD_HOOKS)]
 
 
 class CutHead(Vocabulary, Protocol):
@@ -155,7 +158,7 @@ class _HeadLayer:
 
     def attach(self) -> None:
         self.linear.__dict__["_compiled_call_impl"] = self._call
-        self._num_hooks = len(self.linear._forward_hooks)
+        self._num_hooks = sum(map(is_own, self.linear._forward_hooks.values()))
 
     def detach(self) -> None:
         if self.linear.__dict__.get("_compiled_call_impl") is self._call:
@@ -167,10 +170,16 @@ class _HeadLayer:
             return False
         if self.linear.__dict__.get("forward") is not self._forward:
             return False
-        if len(self.linear._forward_hooks) > self._num_hooks or (self.part is not None and not self.part.keeps()):
+        if self._is_hooked() or (self.part is not None and not self.part.keeps()):
             return False
         num_rows = inputs.numel() // max(1, inputs.shape[-1])
         return inputs.dim() > 1 and num_rows > self.tile_rows(inputs.dtype, inputs.device)
+
+    def _is_hooked(self) -> bool:
+        """Whether a user's hook would see the loss in the place of the logits."""
+        own = self.linear.__dict__
+        is_followed = any(own[name] for name in _BACKWARD_HOOKS) or any(_HOOKS_OF_ALL)
+        return is_followed or len(self.linear._forward_hooks) > self._num_hooks
 
     def tile_rows(self, dtype: torch.dtype, device: torch.device) -> int:
         width = self.linear.out_features if self.part is None else -(-self.part.size // self.part.num_parts)
