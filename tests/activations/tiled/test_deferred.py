@@ -210,6 +210,17 @@ def test_logits_are_those_of_the_model_when_looked_at() -> None:
     assert_same_training(ours, model)
 
 
+def test_logits_that_nobody_looked_at_before_a_step_are_refused_after_it() -> None:
+    ours, optimizer = shard(build(), weights="host")
+    seen, unseen = (ours(input_ids=tokens(), labels=labels()) for _ in range(2))
+    before = seen.logits.detach().clone()
+    (seen.loss + unseen.loss).backward()
+    optimizer.step()
+    assert torch.equal(seen.logits, before)
+    with pytest.raises(unbounded.StateError, match=r"weights of its head were changed.* Read output\.logits before"):
+        unseen.logits.argmax(-1)
+
+
 @pytest.mark.parametrize("with_labels", [False, True])
 def test_a_loss_of_the_users_own_is_what_it_was(with_labels: bool, counted: list[str]) -> None:
     def own_loss(model: nn.Module) -> Tensor:

@@ -41,6 +41,7 @@ from unbounded.activations.tiled.loss import (
     sum_of_losses,
     values_of,
 )
+from unbounded.errors import StateError
 from unbounded.own_hook import OwnHook, is_own
 from unbounded.planner.step.logits import tile_bytes
 
@@ -155,6 +156,7 @@ class _HeadLayer:
         self._num_hooks = 0
         self._forward = linear.__dict__.get("forward") if part is not None else None
         self._call = partial(_call, self)
+        self._parameters = [*linear.parameters()]  # outside forwards, in which the layer may hold something else
 
     def attach(self) -> None:
         self.linear.__dict__["_compiled_call_impl"] = self._call
@@ -192,13 +194,23 @@ class _HeadLayer:
         needs = inputs.requires_grad or any(parameter.requires_grad for parameter in self.linear.parameters())
         width = self.linear.out_features if self.part is None else self.part.width
         like = torch.empty(*inputs.shape[:-1], width, dtype=lowered, device="meta")
+        changes = self._changes()
 
         def make() -> torch.Tensor:
+            if self._changes() != changes:
+                raise StateError(
+                    "nobody looked at the logits of this forward before the weights of its head were changed, so they "
+                    "were not made and no longer can be. Read output.logits before optimizer.step()."
+                )
             with autocast() if autocast is not None else nullcontext():
                 return self.linear._call_impl(inputs)
 
         like.requires_grad_(needs and torch.is_grad_enabled())
         return defer(Product(self.linear, inputs), like, make, partial(_tiled_loss, self, autocast))
+
+    def _changes(self) -> list[Any]:
+        """How often an engine has changed the weights."""
+        return [parameter.changes() for parameter in self._parameters if hasattr(parameter, "changes")]
 
 
 def _call(layer: _HeadLayer, *args: Any, **kwargs: Any) -> Any:
