@@ -221,6 +221,49 @@ def test_logits_that_nobody_looked_at_before_a_step_are_refused_after_it() -> No
         unseen.logits.argmax(-1)
 
 
+WRITES: dict[str, Any] = {
+    "in place": lambda logits: logits.mul_(0.5),
+    "an item": lambda logits: logits.__setitem__((..., 3), 0.0),
+    "its data": lambda logits: logits.data.mul_(0.5),
+    "its gradient": lambda logits: logits.retain_grad(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_reaches_what_was_derived_before_and_no_more(write: str) -> None:
+    def loss_of(
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+    ) -> Tensor:
+        view, doubled = logits.view(-1, vocab_size), logits * 2
+        WRITES[write](logits)
+        losses = [nn.functional.cross_entropy(rows, labels.flatten()) for rows in (view, doubled.view(view.shape))]
+        return losses[0] + 3 * losses[1]
+
+    expected, ours = build(), shard(build())[0]
+    found = []
+    for model in (expected, ours):
+        model.loss_function = loss_of
+        result = model(input_ids=tokens(), labels=labels())
+        result.loss.backward()
+        gradient = result.logits.grad if write == "its gradient" else result.logits
+        found.append((result.loss.detach(), gradient.detach(), model.model.norm.weight.grad.clone()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_gradient_of_logits_that_the_loss_went_around_is_refused() -> None:
+    ours, _ = shard(build())
+    result = ours(input_ids=tokens(), labels=labels())
+    for ask in (
+        lambda: result.logits.retain_grad(),
+        lambda: result.logits.register_hook(print),
+        lambda: torch.autograd.grad(result.loss, [result.logits], allow_unused=True),
+    ):
+        with pytest.raises(unbounded.StateError, match="has no gradient for them. Leave out labels"):
+            ask()
+    result.loss.backward()
+
+
 @pytest.mark.parametrize("with_labels", [False, True])
 def test_a_loss_of_the_users_own_is_what_it_was(with_labels: bool, counted: list[str]) -> None:
     def own_loss(model: nn.Module) -> Tensor:

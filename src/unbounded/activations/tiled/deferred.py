@@ -3,11 +3,13 @@
 A model's head returns one in a forward that was given labels. What losses do on their way (casts, scales, caps, views
 that keep rows whole, slices of rows) gives another one; `cross_entropy` of one is the tiled loss. Everything else makes
 the logits as the model would have made them and continues with those, so results are always those of the model. If
-gradients are needed, logits are made in the graph and then kept.
+gradients are needed, logits are made in the graph and then kept. A write to logits, or a wish for their gradient, must
+reach everything that was derived from them, so all of that is made first.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,14 +25,53 @@ from unbounded.activations.tiled.logits_recipe import (
     products_of,
 )
 from unbounded.deferred_tensor import METADATA, DeferredTensor, make_all
+from unbounded.errors import StateError
+from unbounded.own_hook import is_own
 
 # Takes a recipe of (rows, classes), labels and the arguments of cross_entropy; None if it wants to see logits.
 Loss = Callable[[LogitsRecipe, torch.Tensor, Mapping[str, Any]], torch.Tensor | None]
 
 
+class Family:
+    """The logits of one product, or of several that were added up, and all that was derived from them."""
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[Deferred]] = []  # in the order in which they came
+        self.has_loss = False  # one was computed without their values
+
+    def add(self, member: Deferred) -> None:
+        self._members.append(weakref.ref(member))
+        member._family = self
+
+    def take_in(self, other: Family) -> None:
+        """From now on the members of another family are of this one."""
+        for member in other.members() if other is not self else ():
+            self.add(member)
+        self.has_loss |= other.has_loss
+
+    def members(self) -> list[Deferred]:
+        return [member for reference in self._members if (member := reference()) is not None]
+
+    def settle(self) -> None:
+        """Makes all of them, in the graph."""
+        with torch.enable_grad():
+            for member in self.members():
+                member.make()
+
+    def show_gradient(self) -> None:
+        """Somebody asks for the gradient of a member: every loss must then come from its values."""
+        if self.has_loss:
+            raise StateError(
+                "the loss of this forward was computed without its logits, so it has no gradient for them. Leave out "
+                "labels, and compute the loss from output.logits."
+            )
+        self.settle()
+
+
 class Deferred(DeferredTensor):
     """See the module's docstring. `source` makes the values, `loss` is what cross_entropy becomes."""
 
+    _family: Family
     _recipe: LogitsRecipe
     _source: Callable[[], torch.Tensor]
     _loss: Loss
@@ -73,9 +114,10 @@ class Deferred(DeferredTensor):
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         name, owner = getattr(func, "__name__", ""), args[0] if args and isinstance(args[0], Deferred) else None
-        if owner is not None and owner.requires_grad and _writes_in_place(name):
-            with torch.enable_grad():
-                owner.make()  # a write must be visible to everyone who looks later
+        if owner is not None and (_writes_in_place(name) or func == _DATA):
+            owner._family.settle()
+        for asked in _asked_for_gradient(func, args, kwargs):
+            asked._family.show_gradient()
         if owner is not None and owner._made is None:
             if func in _ANSWERS:
                 return _ANSWERS[func](owner, *args[1:], **kwargs)
@@ -94,6 +136,20 @@ def _writes_in_place(name: str) -> bool:
     return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
         name.endswith("_") and not name.endswith("__")
     )
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _asked_for_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> list[Deferred]:
+    """The deferred logits whose gradient a user asks for. Our own hooks on them only watch for a backward to come."""
+    given = (*args, *kwargs.values())
+    wanted: Any = ()
+    if func is torch.autograd.grad:
+        wanted = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    elif func is torch.Tensor.retain_grad or (func is torch.Tensor.register_hook and not is_own(given[1])):
+        wanted = given[0]
+    return [value for value in pytree.tree_leaves(wanted) if isinstance(value, Deferred)]
 
 
 def _register_hook(owner: Deferred, hook: Callable[..., Any]) -> Any:
@@ -133,7 +189,12 @@ def _derive(owner: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kw
     )
     if recipe is None:
         return None
-    return Deferred(like, recipe, lambda: func(*make_all(args), **make_all(kwargs)), owner._loss)
+    derived = Deferred(like, recipe, lambda: func(*make_all(args), **make_all(kwargs)), owner._loss)
+    for other in args:
+        if isinstance(other, Deferred):
+            owner._family.take_in(other._family)
+    owner._family.add(derived)
+    return derived
 
 
 def _result_like(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -150,9 +211,12 @@ def _result_like(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: A
         rows = next(products_of(owner._recipe)).inputs[args[1]]
         shape = (*rows.shape[:-1], owner.shape[-1])
         like = torch.empty(shape, dtype=owner.dtype, device="meta")
+        has_graph = owner.requires_grad
     else:
         if any(isinstance(value, torch.device) or value in ("cpu", "cuda") for value in _plain_values(args, kwargs)):
             return None
+        leaves = pytree.tree_leaves((args, kwargs))
+        has_graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in leaves)
         try:
             args, kwargs = pytree.tree_map_only(torch.Tensor, to_meta, (args, kwargs))
             like = func(*args, **kwargs)
@@ -160,8 +224,7 @@ def _result_like(owner: Deferred, func: Callable[..., Any], args: Any, kwargs: A
             return None
         if not isinstance(like, torch.Tensor):
             return None
-    needs_graph = torch.is_grad_enabled() and owner.requires_grad and like.is_floating_point()
-    return like.detach().requires_grad_(needs_graph)
+    return like.detach().requires_grad_(torch.is_grad_enabled() and has_graph and like.is_floating_point())
 
 
 def _plain_values(args: Any, kwargs: Any) -> list[Any]:
@@ -231,9 +294,14 @@ def _cross_entropy(
         return None
     options = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     loss = input._loss(input._recipe, target, options)
-    return None if loss is None else loss.to(input.dtype)
+    if loss is None:
+        return None
+    input._family.has_loss = True
+    return loss.to(input.dtype)
 
 
 def defer(product: Product, like: torch.Tensor, source: Callable[[], torch.Tensor], loss: Loss) -> Deferred:
     """Deferred logits of a product; `like` has their shape and dtype."""
-    return Deferred(like, product, source, loss)
+    deferred = Deferred(like, product, source, loss)
+    Family().add(deferred)
+    return deferred
