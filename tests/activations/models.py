@@ -195,7 +195,7 @@ class Remembering(Layer):
         self.own = torch.Generator().manual_seed(3), random.Random(3), np.random.RandomState(3)
         self.drawn = np.random.default_rng(3)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, given: dict[str, Any]) -> Any:
         carried = self.carried.detach() if hasattr(self, "carried") else torch.zeros_like(x)
         self.trace.lerp_(x.detach().mean((0, 1)), 0.5)
         self.log.append(float(self.trace.sum()))
@@ -204,12 +204,22 @@ class Remembering(Layer):
         factor = random.random() + np.random.rand() + self.own[1].random() + self.own[2].rand() + self.drawn.random()
         factor += len(self.log) + self.counts["runs"] + self.inner["runs"][0]
         x = x * torch.rand(WIDTH, generator=self.own[0]) * (1 + self.trace) * (1 + carried)
+        x = x * torch.rand(WIDTH, generator=given["torch"][0]) * given["python"].random()
         self.carried = self.mix(torch.sin(x * factor))
         return self.carried
 
 
 class Remembered(Stack):
+    """Blocks that are also given generators, which all of them draw from."""
+
     block = Remembering
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = {"torch": [torch.Generator().manual_seed(4)], "python": random.Random(4)}
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x, given=self.given)
 
 
 class Deep(Layer):

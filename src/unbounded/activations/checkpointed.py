@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from unbounded.activations.first_run import FirstRun, Habits
+from unbounded.activations.first_run import FirstRun, Habits, copy_generator
 from unbounded.activations.headroom import Headroom
 from unbounded.activations.offload.shelf import Shelf
 from unbounded.activations.structure import ArgumentTemplate, take_tensors
@@ -176,14 +176,15 @@ class _BlockCall:
     """The block's call: first with what the caller gave, then, in the backward, with what was kept of it."""
 
     def __init__(self, block: Checkpointed, args: Any, kwargs: Any, template: ArgumentTemplate) -> None:
-        self._inner, self._feed_forwards, self._template = block.inner, block.feed_forwards, template
+        self._inner, self._feed_forwards = block.inner, block.feed_forwards
+        self._template = template.map(copy_generator)
         self._given: tuple[Any, Any] | None = (args, kwargs)
         self._first_run = FirstRun(block.name, block.module, block.habits)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._given is None:
             with self._first_run.again():
-                return self._run(*self._template.fill(tensors))
+                return self._run(*self._template.map(copy_generator).fill(tensors))
         given, self._given = self._given, None
         outputs = self._run(*given)
         self._first_run.end()

@@ -235,6 +235,12 @@ def _copied(value: Any, depth: int = _DEPTH) -> Any:
     return copy.copy(value)
 
 
+def copy_generator(value: Any) -> Any:
+    """A generator of random numbers where it is now; anything else as it is."""
+    copied = _COPIES.get(type(value))
+    return value if copied is None else copied(value)
+
+
 def _copy_hooks(module: nn.Module) -> dict[str, Any]:
     attributes = vars(module)
     return {key: hooks.copy() for key in _HOOKS if (hooks := attributes[key])}

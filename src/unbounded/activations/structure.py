@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,10 @@ class ArgumentTemplate:
         """New containers like the old ones, with `tensors` where the old ones were."""
         return pytree.tree_unflatten([_put(leaf, tensors) for leaf in self.leaves], self.spec)
 
+    def map(self, change: Callable[[Any], Any]) -> ArgumentTemplate:
+        """The same template, with `change` of everything that is left besides containers."""
+        return ArgumentTemplate(tuple(_map_leaf(leaf, change) for leaf in self.leaves), self.spec)
+
 
 def take_tensors(value: Any) -> tuple[list[torch.Tensor], ArgumentTemplate]:
     """The tensors inside `value`, in order, and what is left of it."""
@@ -75,6 +79,14 @@ def _put(leaf: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(leaf, _Dataclass):
         return _with_fields(leaf.shell, {name: part.fill(tensors) for name, part in leaf.fields.items()})
     return leaf
+
+
+def _map_leaf(leaf: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(leaf, _Hole):
+        return leaf
+    if isinstance(leaf, _Dataclass):
+        return _Dataclass(leaf.shell, {name: part.map(change) for name, part in leaf.fields.items()})
+    return change(leaf)
 
 
 def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
