@@ -136,19 +136,23 @@ def least_likely(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.
     return logits.float().log_softmax(-1).amin(-1).mean()
 
 
-def change_the_loss(rank: int, size: int) -> tuple[float, float]:
+def change_the_loss(rank: int, size: int) -> tuple[float, float, float]:
     model = without_dropout(models.build("llama", num_hidden_layers=1))
     plain = copy.deepcopy(model)
-    model, _ = unbounded.shard(model, optimizer_of(model), {"tensor": 2})
+    model, optimizer = unbounded.shard(model, optimizer_of(model), {"tensor": 2})
+    batch = models.batch("llama", 0)
+    model(**batch | {"labels": torch.full_like(batch["labels"], -100)}).loss.backward()
+    norm = float(optimizer.clip_grad_norm_(1.0))
+    optimizer.zero_grad()
     for one in (model, plain):
         one.loss_function = least_likely
-    batch = models.batch("llama", 0)
-    return float(model(**batch).loss), float(plain(**batch).loss)
+    return float(model(**batch).loss), float(plain(**batch).loss), norm
 
 
-def test_another_loss_that_a_model_is_given_later_sees_all_classes(ranks: Any) -> None:
-    for found, wanted in ranks(2, change_the_loss):
+def test_another_loss_that_a_model_is_given_later_sees_all_classes_and_none_gives_no_gradient(ranks: Any) -> None:
+    for found, wanted, norm_without_labels in ranks(2, change_the_loss):
         assert found == pytest.approx(wanted, rel=1e-5)
+        assert norm_without_labels == 0.0
 
 
 def change_gradients(model: nn.Module, *, holds: bool = False) -> list[float]:

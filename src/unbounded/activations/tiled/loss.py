@@ -93,7 +93,7 @@ def tiled_cross_entropy(
 
 
 def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The summed loss over the number of its labels. Without any it is NaN, as in torch, and its gradients are zeros."""
+    """The summed loss over the number of labels. Without any it is NaN, as in torch, and its gradients are zeros."""
     count = (labels != ignore_index).sum().to(total.device)
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
