@@ -340,6 +340,52 @@ def test_fabric_trains_and_resumes_as_the_plain_one(ranks: Any, tmp_path: Path, 
         assert resumed == pytest.approx(losses[6:], rel=1e-6)
 
 
+class Order(Net):
+    """Notes the labels that it is trained with, and may begin with a checkpoint."""
+
+    def __init__(self, begins_with: str | None = None) -> None:
+        super().__init__()
+        self.begins_with = begins_with
+
+    def on_fit_start(self) -> None:
+        import unbounded
+
+        if self.begins_with is not None:
+            unbounded.load(self.begins_with, self, self.trainer.strategy.optimizers[0])
+        self.began = self.state_dict()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.seen += batch[1].tolist()
+        return self._loss(batch)
+
+
+def test_one_rank_keeps_the_order_of_its_loader_and_begins_with_what_save_wrote(tmp_path: Path) -> None:
+    import unbounded.lightning
+
+    rows = torch.utils.data.TensorDataset(torch.randn(6, 5), torch.arange(6) % 3)
+    ordered, place = torch.utils.data.DataLoader(rows, batch_size=2), str(tmp_path / "saved")
+    quiet: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "strategy": "unbounded"}
+    options = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+
+    def fit(model: Order, **given: Any) -> Order:
+        lightning.Trainer(default_root_dir=str(tmp_path), **quiet, **options).fit(model, ordered, **given)
+        return model
+
+    with launched(0, 1):
+        first = fit(Order())
+        assert first.seen == [0, 1, 2, 0, 1, 2]
+        unbounded.save(place, first, first.trainer.strategy.optimizers[0])
+        began, saved = fit(Order(place)).began, first.state_dict()
+        assert all(torch.equal(began[name], value) for name, value in saved.items())
+        with pytest.raises(
+            unbounded.CheckpointError, match=r"saved was not saved by Lightning's .* in .* on_fit_start"
+        ):
+            fit(Order(), ckpt_path=place)
+        fabric = lightning.Fabric(**quiet)
+        fabric.launch()
+        assert isinstance(fabric.setup_dataloaders(ordered).sampler, torch.utils.data.SequentialSampler)
+
+
 def test_fabric_loads_weights_from_a_plain_file(tmp_path: Path) -> None:
     import unbounded.lightning
 

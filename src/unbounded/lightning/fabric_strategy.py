@@ -50,6 +50,11 @@ class UnboundedFabricStrategy(DDPStrategy):
         self._precision = None if plugin is None else Precision()
         self._flag = self._flag if plugin is None else plugin.precision
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """None leaves a loader its own sampler: one rank has nothing to divide."""
+        return super().distributed_sampler_kwargs if self.world_size > 1 else None
+
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def module_to_device(self, module: nn.Module) -> None:

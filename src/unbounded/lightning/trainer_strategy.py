@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from unbounded.checkpoint.loading import load
 from unbounded.checkpoint.saving import save
+from unbounded.errors import CheckpointError
 from unbounded.lightning.plain_values import as_plain
 from unbounded.lightning.precision import only_optimizer, refuse_clipping_by_value, with_precision
 from unbounded.optim.recognition import unwrap
@@ -77,6 +78,8 @@ class UnboundedStrategy(DDPStrategy):
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if self.world_size == 1:  # rows that Lightning divides among ranks are shuffled, whatever the loader says
+            trainer._accelerator_connector.use_distributed_sampler = False
         module = self.lightning_module
         assert module is not None
         if trainer.state.fn == TrainerFn.FITTING:
@@ -165,7 +168,14 @@ class UnboundedStrategy(DDPStrategy):
         assert module is not None
         optimizer = sharded(module).optimizer
         fits = optimizer is not None and module.trainer.state.fn == TrainerFn.FITTING
-        return load(checkpoint_path, module, optimizer if fits else None)["lightning"]  # type: ignore[no-any-return]
+        found = load(checkpoint_path, module, optimizer if fits else None).get("lightning")
+        if found is None:
+            raise CheckpointError(
+                f"{checkpoint_path} was not saved by Lightning's Trainer, so it does not say where a fit was. Leave "
+                "out ckpt_path, and call unbounded.load(folder, self, self.trainer.strategy.optimizers[0]) in the "
+                "module's on_fit_start."
+            )
+        return found  # type: ignore[no-any-return]
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if checkpoint["state_dict"]:
