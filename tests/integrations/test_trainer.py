@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ PRELOAD_IN_RANKS = ["transformers.trainer", "transformers.models.llama.modeling_
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+
+TOKENS = torch.arange(8)[None]
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> Any:
@@ -344,6 +347,62 @@ def test_a_model_is_streamed_in_and_its_blocks_are_compiled(tmp_path: Path, monk
     assert asked["revision"] == "v1"
     with pytest.raises(unbounded.PlanError, match="was given load_in_4bit, which LlamaConfig does not have"):
         unbounded.hf.from_pretrained(tmp_path / "model", load_in_4bit=True)
+    with pytest.raises(unbounded.PlanError, match=r"dtype is .*lm_head.*, but .* have one dtype\. Give one"):
+        unbounded.hf.from_pretrained(tmp_path / "model", dtype={"": "bfloat16", "lm_head": "float32"})
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    eager = unbounded.hf.from_pretrained(tmp_path / "model", config=config, attn_implementation="eager")
+    assert (eager.config._attn_implementation, config._attn_implementation) == ("eager", None)
+
+
+CODE = {
+    "configuration.py": (
+        "from transformers import LlamaConfig\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    ),
+    "modeling.py": (
+        "from transformers import LlamaForCausalLM\n\nfrom .configuration import OwnConfig\n\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    ),
+}
+
+
+def test_a_model_with_code_of_its_own_is_streamed_in_if_that_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    for name, text in CODE.items():
+        (tmp_path / "model" / name).write_text(text)
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"model_type": "own"}
+    config["auto_map"] = {"AutoConfig": "configuration.OwnConfig", "AutoModelForCausalLM": "modeling.OwnModel"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda _, **given: asked.update(given) or tmp_path / "model"
+    )
+    own = unbounded.hf.from_pretrained("org/model", trust_remote_code=True)
+    assert "*.py" in asked["allow_patterns"]
+    assert type(own).__name__ == "OwnModel"
+    unbounded.shard(own)
+    assert torch.equal(own(TOKENS).logits, model.eval()(TOKENS).logits)
+
+
+def test_adapters_that_are_loaded_before_there_are_values_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    make_model().save_pretrained(tmp_path / "model")
+    settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"), settings)
+    adapted.save_pretrained(tmp_path / "adapters")
+    for low in (False, True):
+        base = unbounded.hf.from_pretrained(tmp_path / "model")
+        with pytest.raises(unbounded.StateError, match=r"would be lost\. Load them after `shard`; .*weights="):
+            peft.PeftModel.from_pretrained(base, tmp_path / "adapters", low_cpu_mem_usage=low)
+    base = unbounded.hf.from_pretrained(tmp_path / "model")
+    model = peft.get_peft_model(base, peft.PeftConfig.from_pretrained(tmp_path / "adapters"))
+    unbounded.shard(model, weights=tmp_path / "adapters")
+    assert torch.equal(model.eval()(TOKENS).logits, adapted.eval()(TOKENS).logits)
+    model.load_state_dict(adapted.state_dict())  # now there is something to keep them in
 
 
 def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
