@@ -93,9 +93,11 @@ def test_an_extent_that_does_not_fit_says_what_is_free(tmp_path: Path) -> None:
         store.allocate(MIB)  # what is free is still there
 
 
-def test_the_capacity_asked_for_can_be_filled_over_several_paths(tmp_path: Path) -> None:
-    sizes = [random.Random(1).randrange(1, 12) * MIB for _ in range(12)]
-    with ExtentStore(folders(tmp_path, 3), sum(sizes)) as store:
+@pytest.mark.parametrize(("num_paths", "seed"), [(3, 0), (4, 353), (8, 0)])
+def test_the_capacity_asked_for_can_be_filled_over_several_paths(tmp_path: Path, num_paths: int, seed: int) -> None:
+    stripes = random.Random(seed).choices([0.22, 1.9, 3.8], k=20)
+    sizes = [round(number * STRIPE_BYTES / 4096) * 4096 for number in stripes]
+    with ExtentStore(folders(tmp_path, num_paths), sum(sizes)) as store:
         for size in sizes:
             store.allocate(size)
 
@@ -113,7 +115,7 @@ def make_extent(nbytes: int, num_paths: int, pieces: int) -> Extent:
         spans = [*cuts, size - sum(cuts)]
         ends = [sum(spans[index + 1 :]) for index in range(len(spans))]
         lanes.append(tuple(FileSpan(end, length) for end, length in zip(ends, spans, strict=True) if length))
-    return Extent(0, nbytes, 0, tuple(lanes))
+    return Extent(0, nbytes, tuple(range(num_paths)), tuple(lanes))
 
 
 @pytest.mark.parametrize("num_paths", [1, 2, 5])

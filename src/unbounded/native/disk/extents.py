@@ -53,7 +53,7 @@ class ExtentStore:
         self._owns_engine = engine is None
         self.engine = engine or DiskEngine()
         share = round_up(-(-capacity_bytes // len(self.folders)), ALIGNMENT)
-        # Striping is even to within one stripe, so each path has room for one more than its share.
+        # Striping is even to within one stripe (see `striping`), so each path has room for one more than its share.
         self._file_bytes = share if len(self.folders) == 1 else share + STRIPE_BYTES
         self._named: list[Path] = []
         self._files: list[DiskFile] = []
@@ -100,11 +100,11 @@ class ExtentStore:
         if nbytes < 1:
             raise PlanError(f"an extent of {nbytes} bytes was asked for. Ask for at least one byte.")
         with self._lock:
-            first = max(range(len(self._free)), key=lambda index: self._free[index].free_bytes)
-            lanes = self._take(first, lane_bytes(nbytes, len(self._free)))
+            order = sorted(range(len(self._free)), key=lambda path: -self._free[path].free_bytes)
+            lanes = self._take(order, lane_bytes(nbytes, len(self._free)))
             if lanes is not None:
                 were_new = [spans.claim(lane) for spans, lane in zip(self._free, lanes, strict=True)]
-                extent = Extent(self._next_number, nbytes, first, lanes, all(were_new))
+                extent = Extent(self._next_number, nbytes, tuple(order), lanes, all(were_new))
                 self._next_number += 1
                 self._extents[extent.number] = extent
                 return extent
@@ -115,10 +115,9 @@ class ExtentStore:
             self._where(),
         )
 
-    def _take(self, first: int, sizes: list[int]) -> tuple[tuple, ...] | None:  # type: ignore[type-arg]
+    def _take(self, order: list[int], sizes: list[int]) -> tuple[tuple, ...] | None:  # type: ignore[type-arg]
         lanes: list[tuple] = [()] * len(sizes)  # type: ignore[type-arg]
-        for step, size in enumerate(sizes):
-            path = (first + step) % len(sizes)
+        for path, size in zip(order, sizes, strict=True):
             spans = self._free[path].take(size)
             if spans is None:
                 self._give(lanes)

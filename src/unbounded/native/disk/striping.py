@@ -1,8 +1,11 @@
 """Where an extent's bytes are: pure arithmetic over spans of files, no I/O.
 
-Over several paths an extent is striped: stripe k is on path (first + k) mod P, and the part of an extent on one path is
+Over several paths an extent is striped: stripe k is on path order[k mod P], and the part of an extent on one path is
 one lane of consecutive bytes there. A lane is one span of the path's file if one is free, otherwise several. Every span
 is whole pages.
+
+Note: even within a stripe. The order begins with the path that has the most free, and so on. Whatever the sizes of the
+extents are, no path then has more than one stripe more in use than another, as long as none is freed.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class Extent:
 
     number: int
     nbytes: int
-    first_path: int
+    order: tuple[int, ...]  # of the paths
     lanes: tuple[tuple[FileSpan, ...], ...]
     is_new: bool = False
 
@@ -53,7 +56,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def lane_bytes(nbytes: int, num_paths: int) -> list[int]:
-    """How much of an extent each path holds, counted from its first path."""
+    """How much of an extent each path holds, in their order."""
     if num_paths == 1:
         return [round_up(nbytes, ALIGNMENT)]
     full, rest = divmod(nbytes, STRIPE_BYTES * num_paths)
@@ -73,7 +76,7 @@ def parts(extent: Extent, start: int, length: int) -> Iterator[ExtentPart]:
             path, in_lane, size = 0, position, end - position
         else:
             stripe, inside = divmod(position, STRIPE_BYTES)
-            path = (extent.first_path + stripe) % num_paths
+            path = extent.order[stripe % num_paths]
             in_lane = stripe // num_paths * STRIPE_BYTES + inside
             size = min(STRIPE_BYTES - inside, end - position)
         for span in _cut(extent.lanes[path], in_lane, size):
