@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unbounded.errors import again
+from unbounded.errors import UnboundedError, again
 from unbounded.held_interrupts import wait
 from unbounded.process import OwningProcess, finalize
 
@@ -24,15 +24,15 @@ class Handle:
 
     def __init__(self) -> None:
         self._launched = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._event: torch.cuda.Event | None = None
         self.result: Any = None
 
     def order_stream(self) -> Any:
         """Returns the work's result once it is launched, and makes the current stream wait for it; raises its error."""
         wait(self._launched)
-        if self._error is not None:
-            raise again(self._error)
+        if self.error is not None:
+            raise again(self.error)
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return self.result
@@ -64,7 +64,7 @@ class Handle:
     def failed(self) -> bool:
         """Whether it has ended in an error; returns when that is known."""
         wait(self._launched)
-        return self._error is not None
+        return self.error is not None
 
     def complete(self, result: Any = None, event: torch.cuda.Event | None = None) -> None:
         """Called once by whoever does the work, when it was launched; `event` says when the device has done it."""
@@ -73,7 +73,7 @@ class Handle:
 
     def fail(self, error: BaseException) -> None:
         """Called instead of `complete` if the work could not be done."""
-        self._error = error
+        self.error = error
         self._launched.set()
 
 
@@ -98,20 +98,35 @@ class Lane:
         self._owner = OwningProcess()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Handle:
-        """Hands `function` to the lane. An inline lane runs it at once, on the caller's thread and stream."""
+        """Hands `function` to the lane. An inline lane runs it at once, on the caller's thread and stream.
+
+        If the system gives the lane no thread, the handle has failed, and the next call tries again.
+        """
         self._owner.check(f"the lane {self.name!r} of a sharded model")
         handle = Handle()
         if self.inline:
             _run((handle, function, arguments), None)
-            return handle
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_work, args=(self._tasks, self.stream), name=f"unbounded-{self.name}", daemon=True
-            )
-            self._thread.start()
-            finalize(self, _end, self._tasks, self._thread)
-        self._tasks.put((handle, function, arguments))
+        elif (error := self._start()) is not None:
+            handle.fail(error)
+        else:
+            self._tasks.put((handle, function, arguments))
         return handle
+
+    def _start(self) -> UnboundedError | None:
+        if self._thread is not None:
+            return None
+        name = f"unbounded-{self.name}"
+        thread = threading.Thread(target=_work, args=(self._tasks, self.stream), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return UnboundedError(
+                f"the system gave no thread for the lane {self.name!r} of a sharded model. Raise the limit on "
+                "processes (ulimit -u), or run less at the same time."
+            )
+        self._thread = thread
+        finalize(self, _end, self._tasks, thread)
+        return None
 
     def drain(self) -> None:
         """Returns when the lane has let go of everything that it was given so far."""

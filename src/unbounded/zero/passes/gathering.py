@@ -83,6 +83,8 @@ class Gathering:
                 ticket = self._phases.ticket(f"the gather of unit {unit.name!r}")
             reading, unit.reading = unit.reading, None
             unit.fetching = self._lane.submit(self._fetch, unit, reading, ticket)
+            if reading is not None and unit.fetching.error is not None:
+                reading.settle()  # a lane without a thread waits for nothing, and the memory is about to be freed
 
     def read_ahead(self, unit: Unit) -> None:
         """Starts reading this rank's part of a unit's weights if they are on disk; the unit stays released."""

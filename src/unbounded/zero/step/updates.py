@@ -154,7 +154,7 @@ class Updates:
             ready.record()
         for lane, work in queued.items():
             if work:
-                lane.submit(self._run_in, lane, work, ready)
+                _fail_with(lane.submit(self._run_in, lane, work, ready), work)
         for unit, pieces in on_stream:  # only now: lanes that read a factor would wait for all of them
             self.engine.gathering.order_stream(unit)  # a running gather still reads what this writes
             self._run_now(unit, pieces)
@@ -278,6 +278,13 @@ class Updates:
         factors = {float(part.factor) for part in work}
         self.drafts.outlook.note(factors, num_taken=num_taken, num_refused=num_written - num_taken)
         return left + later
+
+
+def _fail_with(handle: Handle, work: Iterable[UnitUpdate]) -> None:
+    """Fails the updates of a lane that has no thread to run them, so that nobody waits for them."""
+    if handle.error is not None:
+        for part in work:
+            part.fail(handle.error)
 
 
 def _let_end(ready: torch.cuda.Event, *, by_host: bool) -> None:
