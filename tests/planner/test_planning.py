@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,10 @@ def test_budgets_of_a_plan_are_kept_and_contradictions_refused() -> None:
         unbounded.plan(model, optimizer, machine=UNMEASURED, device_byte=1)
     with pytest.raises(PlanError, match=r"was given a int as the model"):
         unbounded.plan(7, machine=UNMEASURED)
+
+
+def test_a_field_that_is_none_has_its_default() -> None:
+    assert unbounded.Plan(**{item.name: None for item in fields(unbounded.Plan)}) == unbounded.Plan()  # type: ignore[arg-type]
 
 
 def test_a_shape_a_name_and_a_preset_machine_will_do() -> None:

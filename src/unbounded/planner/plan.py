@@ -46,7 +46,7 @@ _LEAST = {
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What lives where and how a step runs. A field left None is decided by "auto".
+    """What lives where and how a step runs. A field that is None has its default; if that is None, "auto" decides it.
 
     docs/reference/plan.md describes every field. With `disk_checksums`, everything that is read back from the disk tier
     is checked against the checksum of what was written, which takes a thousandth of the disk's bytes in host memory.
@@ -94,6 +94,9 @@ class Plan:
     reasons: str = field(default="", compare=False)  # a table of bytes and times: why the plan is as it is
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) is None:
+                object.__setattr__(self, item.name, item.default)
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
         for name in ("weights", "gradients", "optimizer"):
