@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,3 +242,17 @@ def test_the_host_has_room_set_aside_for_the_checksums_of_what_may_go_to_disk() 
     plain = reserved(2**40, is_checked=False)
     assert [more - less for more, less in zip(reserved(2**40, is_checked=True), plain, strict=True)] == [2**22] * 4
     assert [more - less for more, less in zip(reserved(2**30, is_checked=True), plain, strict=True)] == [2**20] * 4
+
+
+def test_a_disk_tier_over_several_paths_may_take_what_the_fullest_has_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what is free counts for each of two folders on one filesystem."""
+    filesystems, free = {"/a": 1, "/b": 1, "/c": 2}, {1: 600, 2: 100}
+    stat, usage = (lambda path: SimpleNamespace(st_dev=filesystems[path])), (lambda path: free[filesystems[path]])
+    monkeypatch.setattr(budgets, "os", SimpleNamespace(stat=stat))
+    monkeypatch.setattr(budgets, "shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=usage(path))))
+
+    def measured(*paths: str) -> int:
+        plan = unbounded.Plan(disk_path=paths, device_bytes=0, host_bytes=0)
+        return budgets.measure(plan, torch.device("cpu"), num_sharing=1)[2]
+
+    assert [measured("/a"), measured("/a", "/b"), measured("/a", "/c")] == [570, 570, 190]

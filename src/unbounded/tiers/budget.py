@@ -165,7 +165,12 @@ def local_size(world_size: int) -> int:
 
 
 def _free_disk(paths: tuple[str, ...] | None) -> int:
+    """What a store over these folders may take: the same on each, and some may share a filesystem."""
+    folders = paths or (tempfile.gettempdir(),)
     try:
-        return sum(int(shutil.disk_usage(path).free * 0.95) for path in paths or (tempfile.gettempdir(),))
+        filesystems = [os.stat(folder).st_dev for folder in folders]
+        rows = zip(folders, filesystems, strict=True)
+        shares = [shutil.disk_usage(folder).free * 0.95 / filesystems.count(own) for folder, own in rows]
     except OSError:
         return 2**62  # a path that cannot be read is reported by the store, with its reason
+    return len(folders) * int(min(shares))
