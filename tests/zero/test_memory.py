@@ -14,6 +14,7 @@ import unbounded
 from tests import process
 from tests.zero.counting import live_bytes, settled_bytes
 from tests.zero.training import Batch, shard
+from unbounded.zero.reduction import reduction
 from unbounded.zero.reduction.reduction import IN_FLIGHT, Reduction
 
 WIDTH = 128
@@ -153,13 +154,13 @@ def gradients_under_way(rank: int, world_size: int) -> int:
     model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), {"stage": 3, "gradients": "host"})
     alive: list[weakref.ref[Tensor]] = []
     most, num_reduced = [0], [0]
-    flatten, reduce = Reduction._flatten, Reduction._reduce
+    flatten, reduce = reduction._flatten, Reduction._reduce
 
-    def counting_flatten(*arguments: Any) -> Tensor:
-        full = flatten(*arguments)
+    def counting_flatten(*arguments: Any) -> tuple[Tensor, bytes]:
+        full, given = flatten(*arguments)
         alive.append(weakref.ref(full))
         most[0] = max(most[0], sum(held() is not None for held in alive))
-        return full
+        return full, given
 
     def slow_reduce(*arguments: Any) -> None:
         num_reduced[0] += 1
@@ -167,12 +168,12 @@ def gradients_under_way(rank: int, world_size: int) -> int:
         time.sleep(0.02)
         reduce(*arguments)
 
-    Reduction._flatten, Reduction._reduce = counting_flatten, slow_reduce  # type: ignore[method-assign]
+    reduction._flatten, Reduction._reduce = counting_flatten, slow_reduce  # type: ignore[method-assign]
     try:
         model(Batch(0, 0, rank).normal(2, WIDTH)).square().mean().backward()
         optimizer.step()
     finally:
-        Reduction._flatten, Reduction._reduce = flatten, reduce  # type: ignore[method-assign]
+        reduction._flatten, Reduction._reduce = flatten, reduce  # type: ignore[method-assign]
     return most[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,16 @@ from unbounded.errors import PlanError
 
 
 class _MemberStates(ChainMap[Any, Any]):
-    """The states of all members; each is taken from the member that has it."""
+    """The states of all members; each is taken from the member that has it. Others would begin a state if asked."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._held(key)[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        return next((held for held in self.maps if key in held), {}).pop(key, *default)
+        return self._held(key).pop(key, *default)
+
+    def _held(self, key: Any) -> MutableMapping[Any, Any]:
+        return next((held for held in self.maps if key in held), {})
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
