@@ -32,7 +32,7 @@ from unbounded.own_hook import is_own
 Loss = Callable[[LogitsRecipe, torch.Tensor, Mapping[str, Any]], torch.Tensor | None]
 
 
-class Family:
+class LogitsFamily:
     """The logits of one product, or of several that were added up, and all that was derived from them."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Family:
         self._members.append(weakref.ref(member))
         member._family = self
 
-    def take_in(self, other: Family) -> None:
+    def take_in(self, other: LogitsFamily) -> None:
         """From now on the members of another family are of this one."""
         for member in other.members() if other is not self else ():
             self.add(member)
@@ -71,7 +71,7 @@ class Family:
 class Deferred(DeferredTensor):
     """See the module's docstring. `source` makes the values, `loss` is what cross_entropy becomes."""
 
-    _family: Family
+    _family: LogitsFamily
     _recipe: LogitsRecipe
     _source: Callable[[], torch.Tensor]
     _loss: Loss
@@ -303,5 +303,5 @@ def _cross_entropy(
 def defer(product: Product, like: torch.Tensor, source: Callable[[], torch.Tensor], loss: Loss) -> Deferred:
     """Deferred logits of a product; `like` has their shape and dtype."""
     deferred = Deferred(like, product, source, loss)
-    Family().add(deferred)
+    LogitsFamily().add(deferred)
     return deferred
