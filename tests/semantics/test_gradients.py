@@ -124,16 +124,6 @@ def odd_scaling(model: nn.Module, optimizer: Any) -> Any:
     return seen, {name: value.nan_to_num(7.0, 8.0, 9.0) for name, value in weights(model).items()}
 
 
-def clipped_without_a_limit(model: nn.Module, optimizer: Any) -> Any:
-    """A limit of infinity leaves gradients as they are, unless their norm is not finite."""
-    backward(model, 0)
-    model.first.bias.grad.mul_(float("inf"))
-    clip = getattr(optimizer, "clip_grad_norm_", None) or partial(torch.nn.utils.clip_grad_norm_, [*model.parameters()])
-    seen = [clip(float("inf")).isfinite()]
-    optimizer.step()
-    return seen, {name: value.isfinite() for name, value in weights(model).items()}
-
-
 def scaling_by_tensors(model: nn.Module, optimizer: Any) -> Any:
     """Factors that the loop changes before the step, in other dtypes and shapes, a parameter, and two that torch
     refuses.
@@ -198,7 +188,7 @@ def test_in_16_bits_every_plan_gives_what_one_device_gives(
 @pytest.mark.parametrize(
     "program",
     [clear_by_the_model, clear_one_by_one, clear_in_place, clear_some, no_clearing, clip_then_add, clip_part,
-     own_scaling, odd_scaling, clipped_without_a_limit, scaling_by_tensors, scaler, norms_of_a_list],
+     own_scaling, odd_scaling, scaling_by_tensors, scaler, norms_of_a_list],
 )  # fmt: skip
 def test_gradients_after_a_step_are_the_users(ranks: Any, world: tuple[int, str, int], program: Any) -> None:
     compare(ranks, world, program)

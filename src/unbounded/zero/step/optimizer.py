@@ -170,7 +170,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their norm over every rank and tier is at most `max_norm`; returns the norm.
 
-        The factor is applied by the next `step` as it reads the gradients, which saves a pass over them.
+        The factor is applied by the next `step` as it reads the gradients, which saves a pass over them. With a
+        `max_norm` of infinity it only measures: gradients stay as they are, whatever their norm is.
         """
         if norm_type != 2.0:
             raise PlanError(f"norm_type is {norm_type}, but only the 2-norm is supported. Leave it at 2.0.")
@@ -185,9 +186,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.loss_scale is not None and self._scaled:
             norm = norm / self.loss_scale.value
         dtype = global_norm.norm_dtype(units)
-        factor = global_norm.clip_factor(norm, float(max_norm), dtype)
-        for unit in units:
-            unit.gradient.scale(factor)
+        if max_norm != math.inf:
+            factor = global_norm.clip_factor(norm, float(max_norm), dtype)
+            for unit in units:
+                unit.gradient.scale(factor)
         return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=dtype, device="cpu")
 
     @contextmanager
