@@ -379,8 +379,8 @@ def answer_as_leaf(cls: type[Any], func: Callable[..., Any], args: tuple[Any, ..
         raise StateError(f"{name.strip('_')}() cannot be done to the sharded parameter {owner.name!r}. {_SAVE}")
     if (
         name in _ADDRESSES
-        and not owner.holds_its_value()
         and called_from(safetensors.torch.save, safetensors.torch.save_file)
+        and not owner.holds_its_value()
     ):
         raise StateError(
             f"safetensors was given the sharded parameter {owner.name!r}, whose value is not at its address. "
