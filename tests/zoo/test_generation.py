@@ -12,6 +12,7 @@ import unbounded
 from tests.zero.training import small_units
 from tests.zoo.architectures import ARCHITECTURES, batch
 from tests.zoo.test_zoo import optimizer_of
+from unbounded.errors import StateError
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 
@@ -54,6 +55,11 @@ def generate_apart(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     with small_units(100):
         model, _ = unbounded.shard(model, optimizer_of(model), {"stage": 3, "precision": "fp32"})
     found = [model.generate(prompt, **options).tolist()]
+    with pytest.raises(StateError, match=r"prompt lookup.*synced_gpus=False"):
+        model.generate(prompt[:1], **options, prompt_lookup_num_tokens=2)
+    looked_up = {**options, "prompt_lookup_num_tokens": 2, "synced_gpus": False}
+    with unbounded.full_params(model):
+        found.append([model.generate(row[None], **looked_up)[0].tolist() for row in prompt])
     copied = copy.deepcopy(model)
     unbounded.unshard(model)
     if rank == 0:

@@ -172,10 +172,14 @@ def in_recomputation() -> bool:
 
 
 def called_from(*functions: Any) -> bool:
-    """Whether this thread is inside a call of one of `functions`. Walks the stack, so it is not for the hot path."""
-    frame, codes = sys._getframe(), [function.__code__ for function in functions]
-    while frame is not None:
-        if frame.f_code in codes:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    """Whether this thread is inside a call of one of `functions`."""
+    return find_call(*functions) is not None
+
+
+def find_call(*functions: Any) -> FrameType | None:
+    """The innermost call of one of `functions` that this thread is inside of. Walks the stack: not for the hot path."""
+    frame: FrameType | None = sys._getframe()
+    codes = [function.__code__ for function in functions]
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame
