@@ -8,7 +8,7 @@ only tuples around such a tensor are made again.
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class Inputs:
                 return value
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if is_dataclass(value) and hasattr(value, "__dict__"):
-            self._replace(vars(value), list(vars(value).items()), depth)
+            held = vars(value)
+            self._replace(held, [(one.name, held[one.name]) for one in fields(value) if one.name in held], depth)
         return value
 
     def _replace(self, container: Any, items: Iterable[tuple[Any, Any]], depth: int) -> Any:
