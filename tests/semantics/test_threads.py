@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import tempfile
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import unbounded
 from tests.semantics.programs import ALONE, PLANS, adamw, compare, data, make, step, weights
@@ -41,6 +42,14 @@ def take_state_dict(model: nn.Module) -> None:
 def evaluate(model: nn.Module) -> None:
     with torch.no_grad():
         assert bool(model(data()).isfinite().all())
+
+
+def run_backward(loss: Tensor, errors: list[Exception], has_ended: threading.Event) -> None:
+    try:
+        loss.backward()
+    except Exception as error:
+        errors.append(error)
+    has_ended.set()
 
 
 def show_values(model: nn.Module) -> None:
@@ -143,9 +152,13 @@ def test_a_thread_for_which_a_pass_waits_is_told_and_training_goes_on(
     assert all("inside a forward of this sharded model" in message for message in told)
 
 
+@pytest.mark.parametrize("in_torchs", [False, True], ids=["its own", "torch's thread"])
 @pytest.mark.parametrize("plan", ["device", "host"])
-def test_a_backward_that_runs_blocks_again_waits_for_another_threads_forward(plan: str) -> None:
-    """Without that, a block that runs again would find weights without a graph, which are for the other's forward."""
+def test_a_backward_that_runs_blocks_again_waits_for_another_threads_forward(plan: str, in_torchs: bool) -> None:
+    """Without that, a block that runs again would find weights without a graph, which are for the other's forward.
+
+    On a GPU a backward runs in a thread that Python knows nothing of.
+    """
     plain, model = make(), make()
     model, _ = unbounded.shard(model, adamw(model), {**PLANS[plan], "activations": "recompute"})
     is_inside, is_again, is_there, is_over = (threading.Event() for _ in range(4))
@@ -169,7 +182,13 @@ def test_a_backward_that_runs_blocks_again_waits_for_another_threads_forward(pla
     loss = model(data()).square().mean()
     other.start()
     assert is_inside.wait(30)
-    loss.backward()
+    if in_torchs:
+        has_ended, errors = threading.Event(), []
+        _thread.start_new_thread(run_backward, (loss, errors, has_ended))
+        assert has_ended.wait(30)
+        assert not errors
+    else:
+        loss.backward()
     is_over.set()
     other.join()
     plain(data()).square().mean().backward()

@@ -11,6 +11,7 @@ and counts on seeing the same operations in the forward and when it is run again
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unbounded.errors import StateError
@@ -83,17 +85,19 @@ class Turns:
         It may begin inside its own forward, but not inside another thread's: where blocks run again, they would take
         each other's weights out of the modules.
         """
-        running = [self._backward.thread] if self._backward.is_running else []
-        if any(isinstance(thread, threading._DummyThread) for thread in [*running, threading.current_thread()]):
+        if self._backward.is_running and (_is_torchs(self._backward.thread) or _is_torchs(threading.current_thread())):
             return  # torch's own threads are in the one that runs, whoever has begun it
         self._wait("a forward", "a backward")
 
     def _other(self, *names: str) -> str | None:
-        """A stay of another thread, which still lives."""
+        """A stay of another thread, which still lives. A thread of torch's may work for the one that stays."""
+        this = threading.current_thread()
         for name in names:
             stay = self._stays[name]
-            if stay.is_running and stay.thread is not threading.current_thread() and stay.thread.is_alive():
-                return None if stay is self._backward and self._backward.is_broken else name
+            if stay.is_running and stay.thread is not this and stay.thread.is_alive():
+                if stay is self._backward and self._backward.is_broken:
+                    return None
+                return None if _is_torchs(this) and _waits_for_torch(stay.thread) else name
         return None
 
     def _wait(self, *names: str) -> None:
@@ -107,6 +111,17 @@ class Turns:
                 )
             deliver()
             self.lock.wait(_POLL_SECONDS)
+
+
+def _is_torchs(thread: threading.Thread) -> bool:
+    """Whether torch has started it, as it does to run a backward on a GPU."""
+    return isinstance(thread, threading._DummyThread)
+
+
+def _waits_for_torch(thread: threading.Thread) -> bool:
+    """Whether it has called for a backward, and does nothing until that is over."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code is _engine_run_backward.__code__
 
 
 def _unseen() -> AbstractContextManager[Any]:
