@@ -78,6 +78,24 @@ class WithMask(Stack):
         return block(x, mask=self.mask, rotary=self.rotary, scale=0.25)["x"]
 
 
+class Given(Layer):
+    def forward(self, x: Tensor, *, table: Tensor) -> Any:
+        return self.mix(x) * table[: x.shape[1]]
+
+
+class WithTable(Stack):
+    """All blocks receive a weight, as where relative positions have a table."""
+
+    block = Given
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, WIDTH)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x, table=self.table.weight)
+
+
 @dataclass
 class State:
     x: Tensor

@@ -12,8 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import unbounded
-from tests.activations.models import ALL, Changed, Looped, Stack, WithDropout, WithMask, losses_of, make, tokens
-from tests.zero.training import Batch, Run, Task, assert_identical_weights, train_ours
+from tests.activations.models import (
+    ALL,
+    Changed,
+    Looped,
+    Stack,
+    WithDropout,
+    WithMask,
+    WithTable,
+    losses_of,
+    make,
+    tokens,
+)
+from tests.zero.training import Batch, Run, Task, assert_identical_weights, small_units, train_ours
 from unbounded.errors import BudgetError, PlanError, StateError
 from unbounded.sharding.running import sharded
 
@@ -111,6 +122,19 @@ def test_policies_may_be_given_before_sharding_and_after(policy: str, weights: s
     assert optimizer.memory()["host"].activation_bytes == used
     handle.remove()
     assert sharded(early).tiers.activation_bytes == 0
+
+
+@pytest.mark.parametrize("compiled", [False, "aot_eager"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "host"])
+def test_a_weight_that_blocks_receive_is_there_when_they_run_again(policy: str, compiled: bool | str) -> None:
+    """By itself, as a unit of its own, and as a part of a larger one."""
+    plain = make(WithTable)
+    expected = losses_of(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for weights, numel in (("device", 100), ("host", 100), ("host", None), ("disk", 100)):
+        torch._dynamo.reset()
+        with small_units(numel):
+            given = shard_stack(make(WithTable), weights=weights, activations=policy, compile=compiled)
+        assert losses_of(*given) == pytest.approx(expected, rel=1e-6)
 
 
 def test_removed_policies_leave_the_engine_at_work() -> None:

@@ -28,6 +28,7 @@ from unbounded.tiers.room import FreeRoom, TierRoom
 from unbounded.tiers.tiers import Tiers
 from unbounded.zero.members import find_members
 from unbounded.zero.passes.gathering import Gathering
+from unbounded.zero.saved import save_by_name
 from unbounded.zero.setup.admission import compute_device
 from unbounded.zero.setup.assembly import Sharded
 from unbounded.zero.step.balancer import Balancer
@@ -119,7 +120,7 @@ def shelf_of(model: nn.Module) -> Shelf:
     """Where activations of a model are kept on the host: in its host tier, or in free memory."""
     if model not in _shelves:
         state = find_sharded(model)
-        _shelves[model] = Shelf(TierRoom(state.tiers) if state is not None else FreeRoom())
+        _shelves[model] = Shelf(TierRoom(state.tiers) if state is not None else FreeRoom(), save_by_name)
     return _shelves[model]
 
 

@@ -90,16 +90,21 @@ class SavedTensor(NamedTuple):
 
 
 def _pack(tensor: torch.Tensor) -> Any:
+    # Not the tensor itself, because an output that its own node saved would keep itself alive.
+    return save_by_name(tensor) or SavedTensor(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+
+
+def save_by_name(tensor: torch.Tensor) -> SavedWeight | None:
+    """What to keep of a weight until it is read in a backward; None for any other tensor."""
     try:
         home = _homes.get(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a tensor without its own storage
-        home = None
+        return None
     unit = home() if home is not None else None
-    if unit is not None and tensor.dtype == unit.dtype and not tensor.is_conj():
-        offset = int(tensor.storage_offset())
-        return SavedWeight(unit, unit.generation, tensor.shape, tensor.stride(), offset, unit.count_writes(offset))
-    # Not the tensor itself, because an output that its own node saved would keep itself alive.
-    return SavedTensor(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+    if unit is None or tensor.dtype != unit.dtype or tensor.is_conj():
+        return None
+    offset = int(tensor.storage_offset())
+    return SavedWeight(unit, unit.generation, tensor.shape, tensor.stride(), offset, unit.count_writes(offset))
 
 
 def _unpack(saved: SavedWeight | SavedTensor) -> torch.Tensor:

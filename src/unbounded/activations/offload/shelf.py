@@ -7,7 +7,8 @@
 
 A tensor that many blocks receive (a mask, rotary tables) is one `Parcel` that goes once and comes back once. A tensor
 that is still on the device when it is needed again, because the user keeps it or because it has not left yet, is used
-where it is.
+where it is. A weight that a block receives (a table of relative positions) comes and goes by itself, so it is
+kept by name.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -29,6 +30,13 @@ from unbounded.tiers.room import Room
 
 # Blocks whose inputs may still be being copied to the host: one leaves while the next computes.
 LEAVING_AT_ONCE = 2
+
+
+class Named(Protocol):
+    """A weight, kept by name."""
+
+    def read(self) -> torch.Tensor:
+        """Its values."""
 
 
 class ParcelPlace(enum.Enum):
@@ -122,7 +130,7 @@ class BlockInputs:
         self._shelf, self.block = shelf, block
         self._parcels: dict[tuple[Any, ...], Parcel] = {}
         for tensor in tensors:
-            if is_movable(tensor, device):
+            if is_movable(tensor, device) and shelf.save_by_name(tensor) is None:
                 self._parcels.setdefault(_key(tensor), shelf.parcel(tensor))
         for parcel in self._parcels.values():
             parcel.num_users += 1
@@ -130,14 +138,17 @@ class BlockInputs:
         self.previous: weakref.ref[BlockInputs] | None = None
         self.ready = shelf.mover(device).mark()
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Parcel:
-        """What is kept instead of `tensor`: its parcel, or the tensor itself if it cannot go."""
-        return self._parcels.get(_key(tensor), tensor) if type(tensor) is torch.Tensor else tensor
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Parcel | Named:
+        """What is kept instead of `tensor`: its parcel or its name, or the tensor itself if it cannot go."""
+        parcel = self._parcels.get(_key(tensor)) if type(tensor) is torch.Tensor else None
+        return parcel or self._shelf.save_by_name(tensor) or tensor
 
-    def unpack(self, packed: torch.Tensor | Parcel) -> torch.Tensor:
+    def unpack(self, packed: torch.Tensor | Parcel | Named) -> torch.Tensor:
         """The tensor again. With the last one, fetching the tensors of the preceding block begins."""
         if isinstance(packed, torch.Tensor):
             return packed
+        if not isinstance(packed, Parcel):
+            return packed.read()
         with torch.no_grad():
             value = packed.fetch()
             before = self.previous() if self.previous is not None else None
@@ -159,10 +170,13 @@ class BlockInputs:
 
 
 class Shelf:
-    """All activations of one model that are on the host, in the order in which they left."""
+    """All activations of one model that are on the host, in the order in which they left.
 
-    def __init__(self, room: Room) -> None:
-        self.buffers = HostBuffers(room)
+    `save_by_name` says what to keep of a weight, and None of any other tensor.
+    """
+
+    def __init__(self, room: Room, save_by_name: Callable[[torch.Tensor], Named | None]) -> None:
+        self.buffers, self.save_by_name = HostBuffers(room), save_by_name
         self._parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
         self._movers: dict[torch.device, Mover] = {}
         self._leaving: deque[tuple[str, list[weakref.ref[Parcel]]]] = deque()
