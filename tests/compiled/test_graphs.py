@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
 from torch.nn import functional
 
 from unbounded.compiled.gelu import gelu
-from unbounded.compiled.graphs import rewrite
+from unbounded.compiled.graphs import inductor, rewrite
 
 
 def compile_block(block: nn.Module) -> tuple[Any, list[Any]]:
@@ -126,3 +127,21 @@ def test_a_graph_with_replaced_operations_gives_what_it_gave() -> None:
     torch.testing.assert_close(block(x), Attention()(x))
     assert functional.scaled_dot_product_attention not in called
     assert functional.gelu not in called
+
+
+def test_kernels_are_not_chosen_by_timing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that chose others would add up in another order, and a resumed run would get other last bits."""
+    seen: list[bool] = []
+    lower = GraphLowering.run
+
+    def run(self: GraphLowering, *args: Any) -> Any:
+        seen.append(torch._inductor.config.deterministic)
+        return lower(self, *args)
+
+    monkeypatch.setattr(GraphLowering, "run", run)
+    block, x = nn.Linear(3, 3), torch.ones(2, 3)
+    compiled = torch.compile(block, backend=inductor)
+    compiled(x).sum().backward()
+    assert seen
+    assert all(seen)
+    assert not torch._inductor.config.deterministic

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from unbounded.compiled.attention_with_dropout import attention
@@ -25,8 +24,11 @@ _CERTAIN: dict[Any, Callable[..., Tensor]] = {nn.functional.gelu: gelu}
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """By itself torch chooses how a kernel adds up by timing some ways, so a resumed run could get other last bits."""
+    from torch._inductor.compile_fx import compile_fx  # takes seconds
+
     rewrite(graph)
-    return torch._dynamo.lookup_backend("inductor")(graph, inputs)  # type: ignore[no-any-return]
+    return compile_fx(graph, inputs, config_patches={"deterministic": True})  # type: ignore[no-any-return]
 
 
 def rewrite(graph: fx.GraphModule, device_type: str = "cuda") -> None:
