@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,21 +79,24 @@ class WithMask(Stack):
 
 
 class Given(Layer):
-    def forward(self, x: Tensor, *, table: Tensor) -> Any:
+    def forward(self, x: Tensor, *, table: Any) -> Any:
+        while not isinstance(table, Tensor):
+            table = table["of"] if isinstance(table, dict) else table.x if isinstance(table, State) else table[0]
         return self.mix(x) * table[: x.shape[1]]
 
 
 class WithTable(Stack):
-    """All blocks receive a weight, as where relative positions have a table."""
+    """All blocks receive a weight, by itself or inside something, as where relative positions have a table."""
 
     block = Given
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(64, WIDTH)
+        self.nest: Callable[[Tensor], Any] = lambda table: table
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block(x, table=self.table.weight)
+        return block(x, table=self.nest(self.table.weight))
 
 
 @dataclass

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.activations.models import (
     Changed,
     Looped,
     Stack,
+    State,
     WithDropout,
     WithMask,
     WithTable,
@@ -135,6 +138,28 @@ def test_a_weight_that_blocks_receive_is_there_when_they_run_again(policy: str, 
         with small_units(numel):
             given = shard_stack(make(WithTable), weights=weights, activations=policy, compile=compiled)
         assert losses_of(*given) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "nest", [lambda t: [t], lambda t: {"of": (t,)}, lambda t: State(t, [])], ids=["list", "dict", "class"]
+)
+@pytest.mark.parametrize(
+    "plan", [{"activations": "host", "compile": "aot_eager"}, {"activations": "recompute"}], ids=str
+)
+def test_a_weight_inside_what_blocks_receive_is_kept_by_hooks_of_the_user_too(nest: Any, plan: dict[str, Any]) -> None:
+    losses = []
+    for makes in (
+        lambda model: (model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        partial(shard_stack, weights="host", **plan),
+    ):
+        torch._dynamo.reset()
+        model = make(WithTable)
+        model.nest = nest
+        with small_units(100):
+            model, optimizer = makes(model)
+        with torch.autograd.graph.save_on_cpu() if "compile" not in plan else nullcontext():
+            losses.append(losses_of(model, optimizer))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_removed_policies_leave_the_engine_at_work() -> None:

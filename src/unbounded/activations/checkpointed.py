@@ -113,6 +113,8 @@ class Checkpointed:
             kwargs |= {key: None for key in _CACHES if key in kwargs}
             kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         tensors, template = take_tensors((args, kwargs))
+        # A parameter itself may hold no values, and torch keeps what is at its address.
+        tensors = [tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) else tensor for tensor in tensors]
         run = _BlockCall(self, args, kwargs, template)
         if policy == "recompute":
             return checkpoint(run, *tensors, use_reentrant=False)

@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
 from unbounded.own_hook import OwnHook
-from unbounded.zero.passes.inputs import Inputs
-from unbounded.zero.placeholder import Placeholder
+from unbounded.zero.passes.inputs import Inputs, Values
 
 _MAX_ANNOUNCED = 8
 
@@ -111,13 +110,15 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
     compiled, reference = module._compiled_call_impl, weakref.ref(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        outputs = None
+        outputs, values = None, Values()
         try:
             visitor.before_forward(site)
             if is_root:
                 args, kwargs = visitor.inputs.adapt(args, kwargs)
-            outputs = compiled(*map(_value_of, args), **{key: _value_of(arg) for key, arg in kwargs.items()})  # type: ignore[misc]
+            args, kwargs = values.adapt(args, kwargs)
+            outputs = compiled(*args, **kwargs)  # type: ignore[misc]
         finally:
+            values.restore()
             if is_root:
                 visitor.inputs.restore()
             visitor.after_forward(site, outputs, are_hooks_left=False)
@@ -131,11 +132,6 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
             held._compiled_call_impl = held._compiled_call_impl.compiled  # type: ignore[union-attr]
 
     return detach
-
-
-def _value_of(value: Any) -> Any:
-    """What compiled code is to get of an argument: not an object that holds no values, if it is a parameter."""
-    return value.view_as(value) if isinstance(value, Placeholder) else value  # type: ignore[attr-defined]
 
 
 def announce(outputs: Any, begin: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""Moves and casts what the caller passes to the model, inside the caller's own containers.
+"""Replaces tensors among the arguments of a call, inside the caller's own containers.
 
 A list, dict or object that the model fills must be the caller's own. So containers are passed on unchanged. A tensor in
-a mutable container or a dataclass that has to be moved or cast is replaced during the forward and put back afterwards;
-only tuples around such a tensor are made again.
+a mutable container or a dataclass is replaced during the call and put back afterwards; only tuples around such a tensor
+are made again.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from typing import Any
 
 import torch
 
+from unbounded.zero.placeholder import Placeholder
+
 _DEPTH = 8
 
 
-class Inputs:
-    """Moves tensors to `device`, and casts fp32 ones to `dtype` if the plan lowered the model's."""
+class Arguments:
+    """Of one call at a time; a kind of it says what takes the place of a tensor."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        self._device, self._dtype = device, dtype
+    def __init__(self) -> None:
         self._replaced: list[tuple[Any, Any, Any, Any]] = []  # container, key, what the caller had, what is there now
 
     def adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a forward."""
-        if self._device.type == "cpu" and self._dtype is None:
-            return args, kwargs
         return tuple(self._walk(arg, _DEPTH) for arg in args), {k: self._walk(v, _DEPTH) for k, v in kwargs.items()}
 
     def restore(self) -> None:
@@ -67,8 +66,31 @@ class Inputs:
         return container
 
     def _adapt(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Inputs(Arguments):
+    """Moves tensors to `device`, and casts fp32 ones to `dtype` if the plan lowered the model's."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._device, self._dtype = device, dtype
+
+    def adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._device.type == "cpu" and self._dtype is None:
+            return args, kwargs
+        return super().adapt(args, kwargs)
+
+    def _adapt(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self._device and tensor.device.type != "meta":
             tensor = tensor.to(self._device, non_blocking=True)
         if self._dtype is not None and tensor.dtype == torch.float32:
             tensor = tensor.to(self._dtype)
         return tensor
+
+
+class Values(Arguments):
+    """What compiled code gets: values, where a block is given a parameter itself, which holds none."""
+
+    def _adapt(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor) if isinstance(tensor, Placeholder) else tensor
