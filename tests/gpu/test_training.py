@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ import torch
 from torch import nn
 
 import unbounded
+from tests.zero import training
 from tests.zero.drafting import drafting
+from tests.zero.passes.test_streams import Fork
 from unbounded.planner import balance
 from unbounded.sharding.running import sharded
 from unbounded.tiers.arena import HostArena
@@ -114,6 +118,62 @@ def test_units_that_are_updated_inside_the_backward_train_as_in_plain_pytorch(
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-3, atol=2e-5)
+
+
+class Alone(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+class Apart:
+    """Two streams that are far behind the host in turns."""
+
+    def __init__(self) -> None:
+        self.main, self.side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)
+            yield
+
+
+def on_two_streams(model: nn.Module, optimizer: torch.optim.Optimizer, streams: Any) -> list[Any]:
+    """Blocks run on both, and so do evaluations, which in plain PyTorch nobody has to wait for."""
+    found: list[Any] = []
+    for step in range(4):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).cuda()
+        streams.side.wait_stream(streams.main)
+        loss = model(x)
+        with torch.no_grad(), torch.cuda.stream(streams.side):
+            found.append(model(x))
+        with torch.cuda.stream(streams.side):
+            other = model(x)
+        other.register_hook(lambda _: torch.cuda._sleep(20_000_000))
+        streams.main.wait_stream(streams.side)
+        loss.backward()
+        other.backward()  # called on the first stream, which torch makes wait for the gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss)
+    torch.cuda.synchronize()
+    return [*map(torch.Tensor.item, found), *(value.cpu() for value in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("plan", [*TIERS[:4], {"weights": "host", "activations": "recompute"}], ids=str)
+def test_streams_of_the_users_own_train_as_in_plain_pytorch(plan: dict[str, Any]) -> None:
+    streams = Apart()
+    for kind in (lambda: Fork(streams), Alone):  # the second has one parameter, so one leaf
+        torch.manual_seed(0)
+        model: nn.Module = kind()
+        reference = kind().cuda()
+        reference.load_state_dict(model.state_dict())
+        expected = on_two_streams(reference, torch.optim.SGD(reference.parameters(), lr=0.1), streams)
+        model, optimizer = training.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+        torch.testing.assert_close(on_two_streams(model, optimizer, streams), expected, rtol=2e-5, atol=1e-6)
 
 
 def train_with_muon(plan: dict[str, Any], lag: int) -> tuple[list[float], dict[str, torch.Tensor]]:

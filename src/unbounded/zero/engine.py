@@ -292,6 +292,7 @@ class Engine:
     def _bring_for_reading(self, unit: Unit) -> None:
         if unit in self.pending.units:
             self.pending.refuse(f"a read of the weights of unit {unit.name!r} after their gradient was complete")
+        self.gathering.follow()
         is_at_site = self._site_of[unit] is self.backward.current
         if unit.state is WeightState.GATHERED and (is_at_site or (unit.resident and not trace.is_recording())):
             return

@@ -23,6 +23,7 @@ from unbounded.ranks.failures import Failures
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
 from unbounded.zero.delivery import Delivery
+from unbounded.zero.passes.trail import Trail
 from unbounded.zero.unit import Unit, WeightState
 
 
@@ -68,6 +69,7 @@ class Gathering:
         self._count_bytes, self._counting = count_bytes, threading.Lock()
         self.gathered_bytes = 0  # what units that are not resident take of the device now
         self._released = torch.cuda.Event() if device.type == "cuda" else None
+        self._trail = Trail()
         self._has_joined = False
         self.room: AheadRoom = Unlimited()  # for what is read ahead
         self.holding = False  # nothing is released, because parameters are shown to the user
@@ -92,6 +94,10 @@ class Gathering:
             part, ready = self._make_part(unit)
             self._expect_delivery(unit, part, ready)
             unit.reading = self._reading.submit(self._bring, unit, part, ready)
+
+    def follow(self) -> None:
+        """The current stream may read what is gathered for another one, and frees it only after that one's work."""
+        self._trail.follow(self.device)
 
     def order_stream(self, unit: Unit) -> None:
         """Returns when the current stream may read the unit's weights."""
@@ -157,6 +163,7 @@ class Gathering:
 
     def _mark_released(self) -> None:
         """Makes fetches begin after this stream's queued work."""
+        self.follow()
         if self._released is not None:
             self._released.record()
 
@@ -185,6 +192,7 @@ class Gathering:
 
     def gather(self, units: Sequence[Unit]) -> None:
         """Returns when the current stream may read the weights of all of them."""
+        self.follow()
         for unit in units:
             self.request(unit)
         for unit in units:

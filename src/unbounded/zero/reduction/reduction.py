@@ -27,6 +27,7 @@ from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
 from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.parameters.parameter import call_hooks
+from unbounded.zero.passes.trail import Trail
 from unbounded.zero.unit import Unit
 
 _is_there = partial(operator.is_not, None)
@@ -49,7 +50,7 @@ class Reduction:
         self._waiting: list[Unit] = []
         self._ready: set[Unit] = set()
         self._fresh: dict[Unit, tuple[torch.Tensor, bytes]] = {}  # of this backward alone, and whose, for users' hooks
-        self._stream: torch.cuda.Stream | None = None  # on which this backward has given gradients
+        self._trail = Trail()  # of the streams on which this backward gives gradients
         self._is_deferred = False  # a backward has been deferred and not reduced yet
 
     def begin(self, order: Sequence[Unit]) -> None:
@@ -77,8 +78,7 @@ class Reduction:
         if unit.views.frozen:
             gradients = [None if i in unit.views.frozen else part for i, part in enumerate(gradients)]
         full, given = _flatten(unit, gradients)
-        if full.is_cuda and not _is_current(self._stream, full.device):
-            self._stream = torch.cuda.current_stream(full.device)
+        self._trail.follow(full.device)
         if unit.views.hooks:  # they see the result of a whole backward
             held, earlier = self._fresh.get(unit, (None, bytes(len(given))))
             self._fresh[unit] = _add(held, full), bytes(map(operator.or_, earlier, given))
@@ -94,8 +94,8 @@ class Reduction:
 
         Autograd calls this on the stream that was current in `shard`, whichever one the gradients are on.
         """
-        is_elsewhere = self._stream is not None and not _is_current(self._stream, self._stream.device)
-        with torch.cuda.stream(self._stream) if is_elsewhere else nullcontext():  # type: ignore[arg-type]
+        stream = self._trail.stream
+        with nullcontext() if stream is None or self._trail.is_current(stream.device) else torch.cuda.stream(stream):
             self._complete(unit, defer=defer)
 
     def _complete(self, unit: Unit, *, defer: bool) -> None:
@@ -135,7 +135,13 @@ class Reduction:
         self._launch()
 
     def complete_rest(self, *, defer: bool) -> None:
-        """The backward is over, so no unit has more uses in it."""
+        """The backward is over, so no unit has more uses in it.
+
+        The stream of whoever has called it waits for those that gave gradients. Torch sees to that for leaves alone,
+        which get none here.
+        """
+        if self._trail.stream is not None:
+            self._trail.follow(self._trail.stream.device)
         for unit in list(self._fresh):
             self.complete(unit, defer=defer)
 
@@ -158,7 +164,7 @@ class Reduction:
         """The backward was interrupted: what was collected stays for the next reduction, as in plain PyTorch."""
         self._waiting = []
         self._fresh.clear()
-        self._stream = None
+        self._trail.end()
 
     def flush(self, unit: Unit, *, wide: bool) -> None:
         """All ranks of the axis must call this. Reduces what was collected, or zeros if this rank has nothing.
@@ -272,11 +278,6 @@ def _flatten(unit: Unit, gradients: Sequence[torch.Tensor | None]) -> tuple[torc
         if gradient is not None:
             view.copy_(gradient)
     return full, given
-
-
-def _is_current(stream: torch.cuda.Stream | None, device: torch.device) -> bool:
-    """Torch's own way to ask takes as long as a launch."""
-    return stream is not None and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _add(held: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:
