@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.zero.training import shard
+from unbounded.errors import StateError
+from unbounded.zero.passes import capture, trail
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.trail import Trail
 from unbounded.zero.reduction.reduction import Reduction
@@ -36,10 +39,10 @@ class Streams:
         self.main, self.side = Stream(1), Stream(2)
         self.current = self.main
         follow = Trail.follow
-        patch.setattr(Trail, "follow", lambda trail, _: follow(trail, GPU))
+        patch.setattr(Trail, "follow", lambda self, _: follow(self, GPU))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: self.current.cuda_stream, raising=False)
         patch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(trail, "is_capturing", lambda _: False)
         patch.setattr(torch.cuda, "stream", self.on)
 
     @contextmanager
@@ -140,3 +143,29 @@ def test_who_calls_a_backward_waits_for_the_streams_of_its_gradients(
     model(torch.ones(2, 8)).sum().backward()
     assert on == [streams.side]
     assert "gradient" in streams.main.seen
+
+
+def test_a_backward_and_a_step_in_a_cuda_graph_are_refused_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(8, 8)
+    reference = copy.deepcopy(model)
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), {})
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.full((2, 8), step + 1.0)
+        reference(x).square().sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+        for run, what in (
+            (lambda: model(x).square().sum().backward(), "a backward"),  # noqa: B023
+            (optimizer.step, "an update"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(capture, "is_capturing", lambda _: True)
+                with pytest.raises(StateError, match=f"{what} of a sharded model runs while a CUDA graph"):
+                    run()
+            run()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from unbounded.zero.passes.capture import is_capturing
+
 
 class Trail:
     """Of one model, or of one backward. On a CPU there are no streams, and nothing is done."""
@@ -24,7 +26,7 @@ class Trail:
         if device.type != "cuda" or self.is_current(device):
             return
         before, self.stream = self.stream, torch.cuda.current_stream(device)
-        if before is not None and not torch.cuda.is_current_stream_capturing():
+        if before is not None and not is_capturing(device):
             self.stream.wait_stream(before)
 
     def is_current(self, device: torch.device) -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from unbounded.zero.parameters.views import takes_gradients
+from unbounded.zero.passes.capture import refuse_capture
 from unbounded.zero.passes.direction import Backward, RunningSite
 from unbounded.zero.pending import PendingStep
 from unbounded.zero.reduction.absent import Absent
@@ -109,6 +110,7 @@ class GradientTaking:
     def _begin_reducing(self) -> None:
         if self._backward.is_reducing:
             return
+        refuse_capture("a backward", self._units[0].device)
         self._pending.refuse("another backward")
         self._backward.reduce()
         self.num_backwards += 1

@@ -27,6 +27,7 @@ from unbounded.tiers.pool import BufferPool
 from unbounded.zero.engine import Engine
 from unbounded.zero.gradients.gradient_value import GradientState
 from unbounded.zero.gradients.scale_factor import ScaleFactor
+from unbounded.zero.passes.capture import refuse_capture
 from unbounded.zero.step.early.drafts import Basis, Draft, Drafts, basis_of
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.tensor_pass import TensorPass, cut_wholes
@@ -138,6 +139,7 @@ class Updates:
         `outdate` is told of units whose gathered weights are now old, and must let running gathers end first. By
         default it is `Gathering.invalidate`.
         """
+        refuse_capture("an update", self.engine.device)
         outdate = outdate or self.engine.gathering.invalidate
         self.drafts.cancel()
         planned = [(unit, *self._plan(unit, groups)) for unit in units]  # a failure here has changed nothing
