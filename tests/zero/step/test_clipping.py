@@ -14,6 +14,7 @@ from torch import nn
 import unbounded
 from tests.zero.training import Batch, Run, Task, assert_parity, shard, train_both, train_plain
 from unbounded.native import kernels
+from unbounded.zero.gradients import managed_grad, scale_factor
 from unbounded.zero.gradients.gradient_array import GradientArray
 
 
@@ -217,3 +218,23 @@ def test_a_step_left_out_after_an_announced_backward_is_refused() -> None:
     optimizer.zero_grad()
     task.loss(model, Batch(1, 0, 0)).backward()
     optimizer.zero_grad()
+
+
+def test_a_factor_on_a_device_that_is_written_to_unseen_has_its_new_value_in_the_next_step() -> None:
+    """Collectives, replayed graphs and `.data` count no version up. A value on a GPU is copied, not read: here too."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(6, 6)
+    reference = copy.deepcopy(model)
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    factor = torch.tensor(1.0)
+    with mock.patch.object(managed_grad, "factor_of", scale_factor._device_value):
+        for step in range(3):
+            factor.data.fill_(1.0 / (step + 1))
+            for one, stepped in ((reference, theirs), (model, optimizer)):
+                one(torch.ones(2, 6)).square().sum().backward()
+                for parameter in one.parameters():
+                    parameter.grad.mul_(factor)
+                stepped.step()
+                stepped.zero_grad()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())

@@ -18,6 +18,12 @@ def factor_of(number: float | torch.Tensor) -> ScaleFactor:
     return _device_value(number) if number.is_cuda else float(number.detach())
 
 
+def forget_factors() -> None:
+    """Tensors may have other values from now on: collectives, graphs and `.data` write without a new version."""
+    global _latest
+    _latest = None
+
+
 def _device_value(number: torch.Tensor) -> torch.Tensor:
     """One copy for all gradients that are multiplied by the same tensor, so that units see that it is one factor."""
     global _latest

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from unbounded.zero.gradients.scale_factor import forget_factors
 from unbounded.zero.parameters.views import takes_gradients
 from unbounded.zero.passes.capture import refuse_capture
 from unbounded.zero.passes.direction import Backward, RunningSite
@@ -113,6 +114,7 @@ class GradientTaking:
         refuse_capture("a backward", self._units[0].device)
         self._pending.refuse("another backward")
         self._backward.reduce()
+        forget_factors()
         self.num_backwards += 1
         if self._is_deferring:
             self._reduction.defer()
