@@ -34,6 +34,7 @@ from unbounded.checkpoint.saving import check_optimizer, finish_pending
 from unbounded.errors import CheckpointError, MissingCheckpointError, StateError
 from unbounded.native.bulk import fill
 from unbounded.sharding.running import sharded
+from unbounded.tiers.current_device import on_device
 from unbounded.zero.setup.assembly import Sharded
 
 STAGED_BYTES = 256 << 20
@@ -55,11 +56,17 @@ def load(
     check_optimizer(state, optimizer)
     if optimizer is None:  # which alone would take back what a backward has done to its states
         state.engine.refuse_pending("unbounded.load() without the optimizer")
+    with on_device(state.engine.device):
+        return _load(folder, model, state, with_optimizer=optimizer is not None)
+
+
+def _load(folder: str | os.PathLike[str], model: nn.Module, state: Sharded, *, with_optimizer: bool) -> dict[str, Any]:
+    """All ranks must call this. The model's device is the current one."""
     finish_pending(model)
-    state.engine.confirm("unbounded.load()" if optimizer is not None else "unbounded.load() without the optimizer")
+    state.engine.confirm("unbounded.load()" if with_optimizer else "unbounded.load() without the optimizer")
     _put_aside_failures(state)
     peers = peers_of(model, state.engine.axes.world)
-    return _Loading(state, model, peers, with_optimizer=optimizer is not None).run(folder)
+    return _Loading(state, model, peers, with_optimizer=with_optimizer).run(folder)
 
 
 def _put_aside_failures(state: Sharded) -> None:

@@ -34,11 +34,12 @@ from unbounded.sharding.block_policies import checkpoint_activations, close_acti
 from unbounded.sharding.device_room import balance, keep_promise, limit_reads, may_balance, promise_budget
 from unbounded.sharding.generation import generate_together
 from unbounded.sharding.running import enrol, is_sharded, pipeline, sharded
+from unbounded.tiers.current_device import on_device
 from unbounded.weights.grafts import Grafts
 from unbounded.weights.pretrained import install_weights
 from unbounded.zero.parameters.parameter import unmanage
 from unbounded.zero.parameters.tiles import has_tiles, hide_wholes, tile_to_fit
-from unbounded.zero.setup.admission import admit, common_precision
+from unbounded.zero.setup.admission import Admitted, admit, common_precision
 from unbounded.zero.setup.assembly import Assembly, Fill, Sharded
 from unbounded.zero.setup.blueprint import plan_units
 from unbounded.zero.setup.initial import Carried, Entries, Installer, install_model, place_empty
@@ -73,6 +74,17 @@ def shard(
         weights = next((_expected[part] for part in model.modules() if part in _expected), None)
     has_folder = weights is not None
     admitted = admit(model, optimizer, plan, mesh=mesh, is_known=is_sharded(model), has_folder=has_folder)
+    with on_device(admitted.device):
+        return _place(model, optimizer, admitted, weights)
+
+
+def _place(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    admitted: Admitted,
+    weights: str | os.PathLike[str] | None,
+) -> tuple[nn.Module, ShardedOptimizer]:
+    """All ranks must call this. The model's device is the current one."""
     axes, device = admitted.axes, admitted.device
     running.free_dropped()
     is_cut = max(axes.tensor.size, axes.pipeline.size, axes.context.size) > 1

@@ -251,8 +251,8 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> InFlight:
     lane = "host-to-device" if target.device.type == "cuda" else "device-to-host"
     with trace.device_span(lane, "copy", bytes=source.numel() * source.element_size()):
         target.copy_(source, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+    event = stream_mark(target if target.device.type == "cuda" else source)
+    assert event is not None
     return DeviceCopy(event)
 
 
@@ -270,5 +270,5 @@ def stream_mark(tensor: torch.Tensor) -> torch.cuda.Event | None:
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(tensor.device))
     return event

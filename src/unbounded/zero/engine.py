@@ -100,7 +100,7 @@ class Engine:
         ahead = {"num_ranks": axes.data.size, "num_ahead": prefetch_units}
         self.forward = Forward(sites, Order(indices), gathering, **ahead)
         self.backward = Backward(sites, Order(indices[:1] + indices[:0:-1]), gathering, **ahead)
-        self.turns = Turns(self.forward, self.backward)
+        self.turns = Turns(self.forward, self.backward, device)
         self._site_of = {unit: site for site in sites for unit in site.units}
         self._saving = Saving()
         self._compute = ComputeSpan()

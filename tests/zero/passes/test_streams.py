@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from unbounded.errors import StateError
 from unbounded.zero.passes import capture, trail
 from unbounded.zero.passes.gathering import Gathering
 from unbounded.zero.passes.trail import Trail
+from unbounded.zero.passes.turns import Turns, one_at_a_time
 from unbounded.zero.reduction.reduction import Reduction
 from unbounded.zero.unit import Unit, WeightState
 
@@ -143,6 +145,48 @@ def test_who_calls_a_backward_waits_for_the_streams_of_its_gradients(
     model(torch.ones(2, 8)).sum().backward()
     assert on == [streams.side]
     assert "gradient" in streams.main.seen
+
+
+class Idle:
+    thread, is_running = threading.current_thread(), False
+
+
+class Turned:
+    """What calls an engine has."""
+
+    def __init__(self) -> None:
+        self.device, self.turns = torch.device("cuda", 1), Turns(Idle(), Idle(), torch.device("cuda", 1))  # type: ignore[arg-type]
+
+    def check_process(self) -> None:
+        pass
+
+    @one_at_a_time
+    def device_in_call(self) -> int:
+        return torch.cuda.current_device()
+
+
+def test_the_current_device_of_any_thread_is_the_models_while_it_uses_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, now[0] = now[0], device.index
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    model = Turned()
+    assert model.device_in_call() == 1
+    assert now == [0]
+    with model.turns:
+        assert now == [1]
+        with model.turns:
+            assert model.device_in_call() == 1
+        assert now == [1]
+    assert now == [0]
 
 
 def test_a_backward_and_a_step_in_a_cuda_graph_are_refused_and_training_goes_on(

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from unbounded.activations.tiled.entropy import Entropy, RowSums, TorchKernels
+from unbounded.tiers.current_device import on_device
 
 BLOCK, NUM_WARPS = 4096, 8
 
@@ -19,19 +20,20 @@ class TritonKernels(TorchKernels):
     @staticmethod
     def sum_rows(logits: torch.Tensor, labels: torch.Tensor, entropy: Entropy) -> RowSums:
         sums = torch.empty(4, logits.shape[0], dtype=torch.float32, device=logits.device)
-        _sum_rows[(logits.shape[0],)](
-            logits,
-            labels,
-            *sums,
-            logits.stride(0),
-            logits.shape[1],
-            float(entropy.scale),
-            float(entropy.softcap or 1.0),
-            HAS_CAP=entropy.softcap is not None,
-            HAS_TOTAL=entropy.label_smoothing != 0.0,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+        with on_device(logits.device):
+            _sum_rows[(logits.shape[0],)](
+                logits,
+                labels,
+                *sums,
+                logits.stride(0),
+                logits.shape[1],
+                float(entropy.scale),
+                float(entropy.softcap or 1.0),
+                HAS_CAP=entropy.softcap is not None,
+                HAS_TOTAL=entropy.label_smoothing != 0.0,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
         return RowSums(*sums)
 
     @staticmethod
@@ -45,24 +47,25 @@ class TritonKernels(TorchKernels):
         kept: torch.Tensor,
         num_classes: int,
     ) -> None:
-        _write_gradient[(logits.shape[0], triton.cdiv(logits.shape[1], BLOCK))](
-            logits,
-            out,
-            labels,
-            logsumexp,
-            factor,
-            kept,
-            logits.stride(0),
-            out.stride(0),
-            logits.shape[1],
-            float(entropy.scale),
-            float(entropy.softcap or 1.0),
-            float(entropy.label_smoothing),
-            float(entropy.label_smoothing / num_classes),
-            HAS_CAP=entropy.softcap is not None,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+        with on_device(logits.device):
+            _write_gradient[(logits.shape[0], triton.cdiv(logits.shape[1], BLOCK))](
+                logits,
+                out,
+                labels,
+                logsumexp,
+                factor,
+                kept,
+                logits.stride(0),
+                out.stride(0),
+                logits.shape[1],
+                float(entropy.scale),
+                float(entropy.softcap or 1.0),
+                float(entropy.label_smoothing),
+                float(entropy.label_smoothing / num_classes),
+                HAS_CAP=entropy.softcap is not None,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
 
 
 @triton.jit

@@ -178,7 +178,7 @@ class LabelRange:
             ends = torch.empty(2, dtype=torch.long, device="cpu", pin_memory=True)
             self._ends = ends.copy_(self._ends, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(labels.device))
 
     def is_below(self, num_classes: int) -> bool:
         """Waits for the labels, on a GPU also for what was launched before them."""

@@ -33,6 +33,7 @@ from unbounded.checkpoint.save.snapshot import Snapshot, checksum
 from unbounded.checkpoint.save.writer import Writer
 from unbounded.errors import CheckpointError
 from unbounded.optim.formats import MASTER_STATES
+from unbounded.tiers.current_device import on_device
 from unbounded.tiers.driver import unclaimed_bytes
 from unbounded.version import __version__
 from unbounded.weights.adapter_files import describe_adapters
@@ -205,8 +206,7 @@ class SaveJob:
     def _write(self) -> WrittenPart:
         device = self.state.engine.device
         if device.type == "cuda":
-            torch.cuda.set_device(device)
-            with torch.cuda.stream(torch.cuda.Stream(device)):
+            with on_device(device), torch.cuda.stream(torch.cuda.Stream(device)):
                 torch.cuda.current_stream().wait_event(self.ready)  # type: ignore[arg-type]
                 file = self._write_file()
         else:

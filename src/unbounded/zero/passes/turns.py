@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from unbounded.errors import StateError
 from unbounded.held_interrupts import HeldBack, deliver
+from unbounded.tiers.current_device import on_device
 from unbounded.zero.passes import hooks
 from unbounded.zero.passes.direction import Backward, Forward
 
@@ -54,10 +55,18 @@ class Showing:
         self.thread, self.is_running = threading.current_thread(), is_running
 
 
-class Turns:
-    """Who may use the engine now."""
+class _Guards(threading.local):
+    """The current devices of this thread before its turns."""
 
-    def __init__(self, forward: Forward, backward: Backward) -> None:
+    def __init__(self) -> None:
+        self.held: list[AbstractContextManager[Any]] = []
+
+
+class Turns:
+    """Who may use the engine now. In a turn, the model's device is the current one."""
+
+    def __init__(self, forward: Forward, backward: Backward, device: torch.device) -> None:
+        self._device, self._guards = device, _Guards()
         self.lock = threading.Condition()  # held for the length of one call
         self._backward, self.showing = backward, Showing()
         self._stays: dict[str, Stay] = {"a forward": forward, "a backward": backward, "full_params": self.showing}
@@ -68,12 +77,18 @@ class Turns:
         try:
             if self._other(*self._stays) and not (hooks.in_backward() or hooks.in_module_call()):
                 self.wait_for_forward()
+            guard = on_device(self._device)
+            guard.__enter__()
+            self._guards.held.append(guard)
         except BaseException:
             self.lock.release()
             raise
 
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._guards.held.pop().__exit__(*error)
+        finally:
+            self.lock.release()
 
     def wait_for_forward(self) -> None:
         """Returns when this thread may begin a forward; the caller has the lock."""
@@ -142,7 +157,7 @@ def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.check_process()
-        with HeldBack(), self.turns.lock, _unseen():
+        with HeldBack(), self.turns.lock, _unseen(), on_device(self.device):
             return method(self, *args, **kwargs)
 
     return call
