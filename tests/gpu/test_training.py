@@ -120,6 +120,19 @@ def test_units_that_are_updated_inside_the_backward_train_as_in_plain_pytorch(
         torch.testing.assert_close(value, reference.state_dict()[name].cpu(), rtol=1e-3, atol=2e-5)
 
 
+def test_a_pinned_batch_may_be_written_to_as_soon_as_the_forward_has_returned() -> None:
+    torch.manual_seed(0)
+    model, _ = unbounded.shard(Model())
+    batch = torch.randint(0, 300, (4, 32))
+    with torch.no_grad():
+        expected = model(batch).item()
+        pinned = batch.pin_memory()
+        torch.cuda._sleep(20_000_000)
+        found = model(pinned)
+        pinned.zero_()
+    assert found.item() == expected
+
+
 class Alone(nn.Linear):
     def __init__(self) -> None:
         super().__init__(8, 8, bias=False)

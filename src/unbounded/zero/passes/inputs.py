@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from unbounded.zero.passes.capture import is_capturing
 from unbounded.zero.placeholder import Placeholder
 
 _DEPTH = 8
@@ -75,18 +76,32 @@ class Inputs(Arguments):
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         super().__init__()
         self._device, self._dtype = device, dtype
+        self._read: torch.cuda.Event | None = None  # the last read of the caller's pinned memory, perhaps in flight
 
     def adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._device.type == "cpu" and self._dtype is None:
             return args, kwargs
         return super().adapt(args, kwargs)
 
+    def restore(self) -> None:
+        """The caller may write to its tensors now, so they must have been read. The GPU is busy with the forward."""
+        super().restore()
+        read, self._read = self._read, None
+        if read is not None:
+            read.synchronize()
+
     def _adapt(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self._device and tensor.device.type != "meta":
-            tensor = tensor.to(self._device, non_blocking=True)
+            tensor = self._move(tensor)
         if self._dtype is not None and tensor.dtype == torch.float32:
             tensor = tensor.to(self._dtype)
         return tensor
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.to(self._device, non_blocking=self._device.type == "cuda")
+        if tensor.layout == torch.strided and tensor.is_pinned() and not is_capturing(self._device):
+            self._read = torch.cuda.current_stream(self._device).record_event()
+        return moved
 
 
 class Values(Arguments):
