@@ -51,6 +51,13 @@ def test_attention_with_dropout_is_what_its_formula_says(length: int, is_causal:
         assert float((one.double() - other).norm() / other.norm()) < 0.01
 
 
+def test_more_heads_than_a_grid_takes_are_left_to_torch() -> None:
+    from unbounded.compiled.attention_with_dropout import MOST_HEADS, attention
+
+    query = torch.randn(MOST_HEADS // 8 + 1, 8, 16, 64, device="cuda", dtype=torch.bfloat16)
+    assert attention(query, query, query, dropout_p=0.1, place=0).isfinite().all()
+
+
 def train_bert(policy: str, how: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], int]:
     transformers = pytest.importorskip("transformers")
     from unbounded.compiled import attention_kernels
