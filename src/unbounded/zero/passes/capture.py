@@ -8,12 +8,12 @@ from unbounded.errors import StateError
 
 
 def refuse_capture(what: str, device: torch.device) -> None:
-    """Raises where replays would go past the engine: it counts steps, and knows which gradients there are."""
+    """Raises, before CUDA does in words that name nothing, and leaves the generators of random numbers unusable."""
     if is_capturing(device):
         raise StateError(
             f"{what} of a sharded model runs while a CUDA graph is being captured. Its replays would go past the "
-            "engine, which would not see their gradients and could not give each step its own numbers. Train outside "
-            "of the graph."
+            "engine, which brings weights, collects gradients and gives each step its own numbers. Capture nothing "
+            "but evaluations, and those only where all weights are on the device."
         )
 
 

@@ -23,6 +23,7 @@ from unbounded.ranks.failures import Failures
 from unbounded.ranks.phases import Phases, Ticket
 from unbounded.tiers.lane import Handle, Lane
 from unbounded.zero.delivery import Delivery
+from unbounded.zero.passes.capture import refuse_capture
 from unbounded.zero.passes.trail import Trail
 from unbounded.zero.unit import Unit, WeightState
 
@@ -77,6 +78,7 @@ class Gathering:
     def request(self, unit: Unit) -> None:
         """Starts fetching a unit's weights unless they are there, as they are or old, or being fetched."""
         if unit.state is WeightState.RELEASED or (unit.state is WeightState.STALE and self.needs_peers(unit)):
+            refuse_capture(f"a fetch of the weights of unit {unit.name!r}", self.device)
             self.read_ahead(unit)  # it takes memory, so it may fail
             unit.state = WeightState.FETCHING
             ticket = None
