@@ -133,10 +133,9 @@ std::uint64_t Block::num_straight() const {
   return piece_.io_length == piece_.length ? piece_.length : round_down(piece_.length, kAlignment);
 }
 
-bool Block::through_direct() const { return piece_.mode != Mode::buffered && run().file->direct(); }
-
-Request Block::request() const {
-  Request request{run().file->descriptor(through_direct()), {}, 0, run().offset + piece_.start + moved_};
+Request Block::request() {
+  is_direct_ = piece_.mode != Mode::buffered && run().file->direct();
+  Request request{run().file->descriptor(is_direct_), {}, 0, run().offset + piece_.start + moved_};
   std::uint64_t straight = num_straight();
   if (moved_ < straight)
     request.parts[request.num_parts++] = {memory() + moved_, static_cast<std::size_t>(straight - moved_)};
@@ -150,7 +149,7 @@ bool Block::advance(std::int64_t result) {
   if (result < 0) return retry(static_cast<int>(-result));
   // The end of a file cuts a direct read at any byte; going on from there needs an aligned offset again.
   std::uint64_t progress = static_cast<std::uint64_t>(result);
-  if (through_direct() && progress < piece_.io_length - moved_) progress = round_down(progress, kAlignment);
+  if (is_direct_ && progress < piece_.io_length - moved_) progress = round_down(progress, kAlignment);
   moved_ += progress;
   if (moved_ == piece_.io_length) return false;
   if (progress > 0) return true;
@@ -165,7 +164,7 @@ bool Block::advance(std::int64_t result) {
 }
 
 bool Block::retry(int code) {
-  if (code == EINVAL && through_direct()) {
+  if (code == EINVAL && is_direct_) {
     run().file->refuse_direct();
     return true;
   }

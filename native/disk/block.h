@@ -102,7 +102,7 @@ class Block {
 
   // Fills the bounce buffer of a write. False: failed, go to finish().
   bool prepare(Bounce& bounce);
-  Request request() const;
+  Request request();
   // Takes the result of the request (bytes, or -errno). True: request() again; false: it is moved, or has failed.
   bool advance(std::int64_t result);
   bool is_moved() const { return code_ == 0; }
@@ -114,7 +114,6 @@ class Block {
   void abandon(int code);
 
  private:
-  bool through_direct() const;
   bool fail(int code);
   bool retry(int code);
   const Run& run() const { return transfer_->runs()[run_]; }
@@ -127,6 +126,7 @@ class Block {
   Piece piece_;
   std::list<Check> check_;  // one or none: a list's element changes hands without being allocated again
   char* bounce_ = nullptr;
+  bool is_direct_ = false;  // the last request; the file may have given up O_DIRECT since, for another block
   std::uint64_t moved_ = 0;
   int code_ = 0;
   std::uint64_t failed_at_ = 0;  // within the piece

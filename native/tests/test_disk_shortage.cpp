@@ -1,0 +1,103 @@
+// What the system refuses in the middle of a transfer. Its calls are replaced here, and the C ABI is included.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <thread>
+
+#include "capi/disk.cpp"
+#include "disk_check.h"
+
+namespace {
+
+constexpr std::uint64_t kBlockBytes = 64 << 10, kNumBlocks = 4, kFileBytes = kNumBlocks * kBlockBytes;
+
+std::atomic<int> direct_calls_to_refuse{0};
+
+ssize_t carry_out(long number, int fd, const iovec* parts, int num_parts, off_t offset) {
+  if (direct_calls_to_refuse > 0 && (::fcntl(fd, F_GETFL) & O_DIRECT) != 0) {
+    --direct_calls_to_refuse;
+    while (direct_calls_to_refuse > 0) std::this_thread::yield();  // all of them have begun before one is refused
+    errno = EINVAL;
+    return -1;
+  }
+  return ::syscall(number, fd, parts, num_parts, offset, 0L);
+}
+
+}  // namespace
+
+extern "C" ssize_t pwritev(int fd, const iovec* parts, int num_parts, off_t offset) {
+  return carry_out(SYS_pwritev, fd, parts, num_parts, offset);
+}
+
+namespace {
+
+struct OpenFile {
+  void* handle;
+  ~OpenFile() { unbounded_disk_file_release(handle); }
+};
+
+OpenFile open_file(bool direct) {
+  char name[] = "./disk-test-XXXXXX";
+  int fd = ::mkstemp(name);
+  CHECK(fd >= 0);
+  int direct_fd = direct ? ::open(name, O_RDWR | O_DIRECT | O_CLOEXEC) : -1;
+  ::unlink(name);
+  CHECK(::ftruncate(fd, kFileBytes) == 0);
+  return {unbounded_disk_file_open(fd, direct_fd, 0)};
+}
+
+struct Memory {
+  explicit Memory(char value) : data(static_cast<char*>(std::aligned_alloc(disk::kAlignment, kFileBytes))) {
+    for (std::uint64_t at = 0; at < kFileBytes; ++at) data[at] = static_cast<char>(value + static_cast<char>(at / 1000));
+  }
+  ~Memory() { std::free(data); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  char* data;
+};
+
+void* submit(void* engine, disk::Operation operation, void* file, char* data, std::uint64_t length, int* error) {
+  const std::uint64_t offset = 0;
+  void* const memory = data;
+  return unbounded_disk_submit(engine, static_cast<int>(operation), 1, &file, &offset, &memory, &length, nullptr,
+                               disk::kAlignment, 0, error);
+}
+
+int finish(void* transfer) {
+  std::uint64_t where[3];
+  unbounded_disk_wait(transfer, -1);
+  int code = unbounded_disk_result(transfer, where);
+  unbounded_disk_release(transfer);
+  return code;
+}
+
+int move(void* engine, disk::Operation operation, void* file, char* data, std::uint64_t length) {
+  int error = 0;
+  void* transfer = submit(engine, operation, file, data, length, &error);
+  CHECK(transfer != nullptr);
+  return finish(transfer);
+}
+
+// The block that is refused second finds that its file has already given up O_DIRECT.
+void blocks_that_are_refused_together_all_go_through_the_page_cache() {
+  OpenFile file = open_file(true);
+  if (!unbounded_disk_file_direct(file.handle)) return;  // not on this filesystem
+  void* engine = unbounded_disk_engine_open(2, kBlockBytes, 0);
+  Memory source(1), target(2);
+  direct_calls_to_refuse = 2;
+  CHECK(move(engine, disk::Operation::write, file.handle, source.data, kFileBytes) == 0);
+  CHECK(!unbounded_disk_file_direct(file.handle));
+  CHECK(move(engine, disk::Operation::read, file.handle, target.data, kFileBytes) == 0);
+  CHECK(std::equal(source.data, source.data + kFileBytes, target.data));
+  unbounded_disk_engine_release(engine);
+}
+
+}  // namespace
+
+int main() {
+  ::alarm(120);  // what waits for ever
+  blocks_that_are_refused_together_all_go_through_the_page_cache();
+  return 0;
+}
