@@ -53,14 +53,15 @@ UNBOUNDED_API void* unbounded_disk_submit(void* engine, int operation, std::uint
                                           const std::uint64_t* offsets, void* const* data, const std::uint64_t* lengths,
                                           std::uint32_t* const* sums, std::uint64_t grain, int padded, int* error) {
   try {
+    auto handle = std::make_unique<TransferHandle>();  // first: nobody could wait for a transfer without one
     std::vector<disk::Run> runs(count);
     for (std::uint64_t i = 0; i < count; ++i) {
       runs[i] = {*static_cast<FileHandle*>(files[i]), offsets[i], static_cast<char*>(data[i]), lengths[i],
                  sums == nullptr ? nullptr : sums[i], padded != 0, grain};
     }
-    auto transfer = static_cast<EngineHandle*>(engine)->submit(static_cast<disk::Operation>(operation), std::move(runs));
-    *error = transfer == nullptr ? EBADF : 0;
-    return transfer == nullptr ? nullptr : new TransferHandle(std::move(transfer));
+    *handle = static_cast<EngineHandle*>(engine)->submit(static_cast<disk::Operation>(operation), std::move(runs));
+    *error = *handle == nullptr ? EBADF : 0;
+    return *handle == nullptr ? nullptr : handle.release();
   } catch (const std::bad_alloc&) {
     *error = ENOMEM;
   } catch (...) {

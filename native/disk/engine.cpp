@@ -33,8 +33,8 @@ bool begin_all(const std::vector<Run>& runs) {
 
 Engine::Engine(const EngineOptions& options) : options_(normalised(options)) {}
 
+// What may throw comes first: a transfer that has begun ends its files only when all its blocks are over.
 std::shared_ptr<Transfer> Engine::submit(Operation operation, std::vector<Run> runs) {
-  if (!begin_all(runs)) return nullptr;
   auto transfer = std::make_shared<Transfer>(operation, std::move(runs));
   std::map<dev_t, std::list<Block>> blocks;
   std::size_t num_parts = 0;
@@ -44,6 +44,7 @@ std::shared_ptr<Transfer> Engine::submit(Operation operation, std::vector<Run> r
       num_parts += blocks[run.file->device()].emplace_back(transfer, index, piece).num_parts();
     }
   }
+  if (!begin_all(transfer->runs())) return nullptr;
   transfer->expect(num_parts);
   for (auto& [device, list] : blocks) launch(device, operation, list);
   return transfer;

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
+#include <exception>
 #include <utility>
 
 namespace unbounded::disk {
@@ -65,13 +65,13 @@ void Lane::submit(std::list<Block>& blocks) {
   wake_.notify_all();
 }
 
-// If the system gives no more threads, the existing ones do the work.
+// If the system gives no more threads or memory, the existing ones do the work.
 void Lane::grow(std::size_t num_more) {
   if (stopping_) return;  // the destructor iterates over threads_ without the mutex
   std::size_t wanted = std::min<std::size_t>(width_.now(), queue_.size() + num_active_ + num_more) + num_checkers_;
   try {
     while (threads_.size() < wanted) threads_.emplace_back([this] { work(); });
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
     if (threads_.empty()) throw;
   }
 }

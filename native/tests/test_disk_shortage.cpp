@@ -1,4 +1,5 @@
-// What the system refuses in the middle of a transfer. Its calls are replaced here, and the C ABI is included.
+// What the system refuses in the middle of a transfer: O_DIRECT, and memory at every allocation of a submission. Calls
+// of the system are replaced here; the C ABI is included, because it allocates as well.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -13,7 +14,17 @@ namespace {
 
 constexpr std::uint64_t kBlockBytes = 64 << 10, kNumBlocks = 4, kFileBytes = kNumBlocks * kBlockBytes;
 
+thread_local int allocations_left = -1;  // of this thread, until one fails; negative: any number
 std::atomic<int> direct_calls_to_refuse{0};
+std::atomic<bool> reads_are_held{false};
+std::atomic<int> num_reads{0};
+
+void* allocate(std::size_t bytes) {
+  if (allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
+  void* memory = std::malloc(bytes);
+  CHECK(memory != nullptr);
+  return memory;
+}
 
 ssize_t carry_out(long number, int fd, const iovec* parts, int num_parts, off_t offset) {
   if (direct_calls_to_refuse > 0 && (::fcntl(fd, F_GETFL) & O_DIRECT) != 0) {
@@ -27,8 +38,20 @@ ssize_t carry_out(long number, int fd, const iovec* parts, int num_parts, off_t 
 
 }  // namespace
 
+// Not inline: the compiler would warn of memory of `new` that is given to `free`.
+[[gnu::noinline]] void* operator new(std::size_t bytes) { return allocate(bytes); }
+[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
 extern "C" ssize_t pwritev(int fd, const iovec* parts, int num_parts, off_t offset) {
   return carry_out(SYS_pwritev, fd, parts, num_parts, offset);
+}
+
+extern "C" ssize_t preadv(int fd, const iovec* parts, int num_parts, off_t offset) {
+  ++num_reads;
+  while (reads_are_held) std::this_thread::yield();
+  return carry_out(SYS_preadv, fd, parts, num_parts, offset);
 }
 
 namespace {
@@ -94,10 +117,39 @@ void blocks_that_are_refused_together_all_go_through_the_page_cache() {
   unbounded_disk_engine_release(engine);
 }
 
+// The given allocation of a submission fails. Returns whether there was one.
+bool a_submission_that_runs_out_of_memory_leaves_nothing_in_flight(int which, bool has_thread) {
+  OpenFile file = open_file(false);
+  void* engine = unbounded_disk_engine_open(4, kBlockBytes, 0);
+  Memory memory(3);
+  if (has_thread) CHECK(move(engine, disk::Operation::read, file.handle, memory.data, kBlockBytes) == 0);
+  num_reads = 0;
+  reads_are_held = true;
+  int error = 0;
+  allocations_left = which;
+  void* transfer = submit(engine, disk::Operation::read, file.handle, memory.data, kFileBytes, &error);
+  bool ran_out = allocations_left < 0;
+  allocations_left = -1;
+  reads_are_held = false;
+  CHECK(ran_out || transfer != nullptr);
+  if (transfer != nullptr) {
+    int code = finish(transfer);
+    CHECK(code == 0 || (code == EAGAIN && !has_thread));
+  } else {
+    CHECK(error == ENOMEM);
+  }
+  unbounded_disk_file_close(file.handle);  // waits for whatever is in flight
+  CHECK(transfer != nullptr || num_reads == 0);
+  unbounded_disk_engine_release(engine);
+  return ran_out;
+}
+
 }  // namespace
 
 int main() {
   ::alarm(120);  // what waits for ever
   blocks_that_are_refused_together_all_go_through_the_page_cache();
+  for (bool has_thread : {false, true})
+    for (int which = 0; a_submission_that_runs_out_of_memory_leaves_nothing_in_flight(which, has_thread);) ++which;
   return 0;
 }
