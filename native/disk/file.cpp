@@ -40,7 +40,9 @@ void File::end() {
 
 int File::sync() {
   if (!begin()) return EBADF;
-  int code = ::fsync(fd_) == 0 ? 0 : errno;
+  int code = 0;
+  do code = ::fsync(fd_) == 0 ? 0 : errno;
+  while (code == EINTR);
   end();
   return code;
 }

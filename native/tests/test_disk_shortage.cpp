@@ -1,8 +1,9 @@
-// What the system refuses in the middle of a transfer: O_DIRECT, and memory at every allocation of a submission. Calls
-// of the system are replaced here; the C ABI is included, because it allocates as well.
+// What the system refuses in the middle of a transfer: O_DIRECT, memory at every allocation of a submission, a call that a
+// signal interrupts. Calls of the system are replaced here; the C ABI is included, because it allocates as well.
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <thread>
@@ -18,6 +19,7 @@ thread_local int allocations_left = -1;  // of this thread, until one fails; neg
 std::atomic<int> direct_calls_to_refuse{0};
 std::atomic<bool> reads_are_held{false};
 std::atomic<int> num_reads{0};
+std::atomic<int> syncs_to_interrupt{0};
 
 void* allocate(std::size_t bytes) {
   if (allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
@@ -52,6 +54,13 @@ extern "C" ssize_t preadv(int fd, const iovec* parts, int num_parts, off_t offse
   ++num_reads;
   while (reads_are_held) std::this_thread::yield();
   return carry_out(SYS_preadv, fd, parts, num_parts, offset);
+}
+
+extern "C" int fsync(int fd) {
+  if (syncs_to_interrupt == 0) return static_cast<int>(::syscall(SYS_fsync, fd));
+  --syncs_to_interrupt;
+  errno = EINTR;
+  return -1;
 }
 
 namespace {
@@ -144,6 +153,12 @@ bool a_submission_that_runs_out_of_memory_leaves_nothing_in_flight(int which, bo
   return ran_out;
 }
 
+void an_interrupted_sync_goes_on() {
+  OpenFile file = open_file(false);
+  syncs_to_interrupt = 3;
+  CHECK(unbounded_disk_file_sync(file.handle) == 0 && syncs_to_interrupt == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -151,5 +166,6 @@ int main() {
   blocks_that_are_refused_together_all_go_through_the_page_cache();
   for (bool has_thread : {false, true})
     for (int which = 0; a_submission_that_runs_out_of_memory_leaves_nothing_in_flight(which, has_thread);) ++which;
+  an_interrupted_sync_goes_on();
   return 0;
 }
