@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 PROBE_BYTES = 8 << 20
@@ -40,6 +41,21 @@ def keeps_freed_memory() -> bool:
     for _ in range(4):
         torch.ones(PROBE_BYTES, dtype=torch.uint8)
     return resident_bytes() - before > PROBE_BYTES // 2
+
+
+class ThreadLimit:
+    """While it is reached, threads of this name do not start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.is_reached, self.num_refused, start = True, 0, threading.Thread.start
+
+        def start_some(thread: threading.Thread) -> None:
+            if self.is_reached and thread.name == name:
+                self.num_refused += 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_some)
 
 
 class Peak:

@@ -25,8 +25,8 @@ from tests.ranks import HANG_SECONDS
 from unbounded.checkpoint import saving
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format.parsing import read_manifest
-from unbounded.checkpoint.save import save_job, writer
-from unbounded.errors import DiskError
+from unbounded.checkpoint.save import readers, save_job, writer
+from unbounded.errors import DiskError, UnboundedError
 
 # Of jobs that save; `python -m tests.faults` asks for more.
 KILLS = int(os.environ.get("UNBOUNDED_KILLS", "8"))
@@ -230,6 +230,29 @@ def test_an_error_in_the_background_is_raised_by_wait_or_by_the_next_save(tmp_pa
     unbounded.save(tmp_path / "d", model, optimizer, number=1)
     assert read_mark(tmp_path / "d") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.parametrize("name", ["unbounded-save", "unbounded-copy", "of a pool"])
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_save_in_the_background_that_has_no_thread_is_made_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(save_job.SaveJob, "_copies_ahead", lambda self: self.copy)  # as with a GPU
+    model, optimizer = build({"weights": "disk", "optimizer": "disk"})  # which cannot be copied out of an update's way
+    limit = process.ThreadLimit(monkeypatch, name)
+
+    def refuse_pool(num_threads: int) -> None:
+        limit.num_refused += 1
+        raise UnboundedError("no threads")
+
+    if name == "of a pool":
+        monkeypatch.setattr(readers.kernels, "Pool", refuse_pool)
+    handle = unbounded.save(tmp_path / "c", model, optimizer, wait=False)
+    train(model, optimizer, 0, 1, 0)
+    handle.wait()
+    assert limit.num_refused == 1
+    assert whole(tmp_path / "c")
+    unbounded.save(tmp_path / "c", model, optimizer)  # nothing is left of the first one
 
 
 def test_a_program_that_ends_finishes_its_save_and_exits_with_an_error_if_that_failed(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import unbounded
+from tests.process import ThreadLimit
 from unbounded import errors
 from unbounded.errors import UnboundedError
 from unbounded.native.disk.handle import disk_error
@@ -64,24 +64,10 @@ def test_an_error_raised_again_shows_where_it_came_from_and_leaves_the_first_as_
     assert traceback.extract_tb(first.value.__traceback__) == frames
 
 
-class Limit:
-    """While it is reached, threads of this name do not start."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.is_reached, start = True, threading.Thread.start
-
-        def start_some(thread: threading.Thread) -> None:
-            if self.is_reached and thread.name == name:
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start_some)
-
-
 def test_what_a_lane_without_a_thread_was_given_has_failed_and_the_lane_works_once_it_has_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lane, limit = Lane("read", torch.device("cpu")), Limit(monkeypatch, "unbounded-read")
+    lane, limit = Lane("read", torch.device("cpu")), ThreadLimit(monkeypatch, "unbounded-read")
     for _ in range(2):
         with pytest.raises(UnboundedError, match=r"no thread for the lane 'read'.*ulimit -u"):
             lane.submit(int).wait()
@@ -97,7 +83,7 @@ def test_a_step_whose_lane_has_no_thread_is_an_error_and_not_a_hang(
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = unbounded.shard(model, optimizer, {"weights": tier, "optimizer": tier})
-    Limit(monkeypatch, f"unbounded-{name}")
+    ThreadLimit(monkeypatch, f"unbounded-{name}")
     with pytest.raises(UnboundedError, match=f"no thread for the lane '{name}'"):  # noqa: PT012
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()

@@ -116,8 +116,12 @@ def _save(
             handle._end(None)
         return handle
     # Not a daemon: a program that ends finishes its save first.
-    threading.Thread(target=_run_in_background, args=(job, handle), name="unbounded-save").start()
-    _pending[model] = handle  # only now, because a thread that did not start never ends
+    thread = threading.Thread(target=_run_in_background, args=(job, handle), name="unbounded-save")
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no more: the other ranks and the updates wait for this save all the same
+        _run_in_background(job, handle)
+    _pending[model] = handle
     job.wait_for_gradients()
     return handle
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unbounded.checkpoint.save.segments import FileSegment, WriteChunk
-from unbounded.errors import BudgetError
+from unbounded.errors import BudgetError, UnboundedError
 from unbounded.native import kernels
 from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.reader import Reader
@@ -89,7 +89,11 @@ class Readers:
 
     def copy_ahead(self) -> None:
         """Copies everything aside, beginning with what would be read last, up to what is being read."""
-        with kernels.Pool(COPY_THREADS) as pool:
+        try:
+            pool = kernels.Pool(COPY_THREADS)
+        except UnboundedError:  # no threads are left: updates then wait, or copy for themselves
+            return
+        with pool:
             for watched in reversed(self._watched.values()):
                 if watched.may_copy and not watched.reader.launched():
                     self._set_aside(watched.reader, pool)

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,8 @@ class SaveJob:
         copier = threading.Thread(target=self.readers.copy_ahead, name="unbounded-copy")
         try:
             if self._copies_ahead():
-                copier.start()
+                with suppress(RuntimeError):  # no thread is left: updates then wait, or copy for themselves
+                    copier.start()
             parts = self.peers.agree(self._write)
             self.peers.agree(lambda: self._commit(parts))
         finally:
