@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from tests.native.disk.test_disk import MIB, random_bytes
 from tests.native.faults import build_shim, flip_bit, loop_device, mounted_tmpfs, run_python
 from unbounded.errors import DiskError
-from unbounded.native.disk import DiskEngine, ExtentStore
+from unbounded.native.disk import DiskEngine, ExtentStore, place
 from unbounded.native.host_memory import host_buffer
 
 
@@ -224,6 +225,41 @@ def test_a_filesystem_that_refuses_direct_when_opening_is_used_without(
             store.write(extent, data).wait()
             store.read(extent, back).wait()
             assert torch.equal(back, data)
+
+
+@pytest.mark.parametrize("fault", ["no locks", "being reclaimed", "reclaimed"])
+def test_without_unnamed_files_a_store_works_without_locks_and_beside_others_that_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    real_open, lock, opened, others = os.open, fcntl.flock, [], []
+
+    def refuse_unnamed(path: str | Path, flags: int, *rest: int, **options: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "refused")
+        fd = real_open(path, flags, *rest, **options)
+        if flags & os.O_CREAT and str(path).endswith(place.SUFFIX):
+            opened.append(fd)
+            if len(opened) == 1 and fault == "being reclaimed":
+                others.append(real_open(path, os.O_RDWR))
+                lock(others[0], fcntl.LOCK_EX)
+            elif len(opened) == 1 and fault == "reclaimed":
+                assert place.reclaim(tmp_path) == [path]
+        return fd
+
+    def refuse_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "refused")
+
+    monkeypatch.setattr(os, "open", refuse_unnamed)
+    if fault == "no locks":
+        monkeypatch.setattr(fcntl, "flock", refuse_locks)
+    with DiskEngine() as engine, ExtentStore(tmp_path, MIB, engine=engine) as store:
+        data, back, extent = random_bytes(MIB), host_buffer(MIB), store.allocate(MIB)
+        store.write(extent, data).wait()
+        store.read(extent, back).wait()
+        assert torch.equal(back, data)
+        assert len(opened) == (1 if fault == "no locks" else 2)
+    for other in others:
+        os.close(other)
 
 
 @pytest.mark.parametrize("num_paths", [1, 2])

@@ -132,12 +132,15 @@ def _open_unnamed(folder: Path, *, direct: bool) -> Descriptors:
 
 
 def _open_and_unlink(folder: Path, *, direct: bool) -> Descriptors:
-    path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}{SUFFIX}"
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise disk_error(error.errno or 0, _cannot_make(folder, error), str(folder)) from error
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    while True:
+        path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}{SUFFIX}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise disk_error(error.errno or 0, _cannot_make(folder, error), str(folder)) from error
+        if _lock(fd):
+            break
+        os.close(fd)
     if direct:
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
@@ -147,6 +150,17 @@ def _open_and_unlink(folder: Path, *, direct: bool) -> Descriptors:
     except OSError:
         return Descriptors(fd, fd if is_direct else -1, path)
     return Descriptors(fd, fd if is_direct else -1)
+
+
+def _lock(fd: int) -> bool:
+    """Locks a new file. False: before that, somebody else who starts in its folder has taken it for a dead one."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a filesystem without locks, where nobody reclaims
+        return True
+    return os.fstat(fd).st_nlink > 0
 
 
 def reclaim(folder: Path) -> list[Path]:
