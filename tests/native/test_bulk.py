@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.process import resident_bytes
+from unbounded.errors import BudgetError
 from unbounded.native import bulk
 from unbounded.native.bulk import KEPT_BLOCKS, Backing, convert, new_tensor
 from unbounded.native.host_memory import unmap_pages
@@ -114,6 +115,18 @@ def test_if_pages_cannot_be_moved_they_are_new(monkeypatch: pytest.MonkeyPatch) 
         view.fill_(9)
         backing.give_back()
     assert resident_bytes() - before < SMALL // 2
+
+
+def test_bytes_are_given_back_also_where_no_new_mapping_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    backing = Backing(SMALL, CPU)
+    view = bytes_of(backing)
+    backing.take()
+    view.fill_(9)
+    with monkeypatch.context() as patch:  # as with a limit on address space (ulimit -v)
+        patch.setattr(bulk, "map_pages", lambda size: (_ for _ in ()).throw(BudgetError("no memory")))
+        backing.give_back()
+    backing.take()
+    assert not view.any()
 
 
 def test_only_a_few_blocks_are_kept() -> None:

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from unbounded.errors import BudgetError
 from unbounded.native.host_memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
@@ -137,13 +138,20 @@ def _free(address: int, size: int) -> None:
 
 def _hide(address: int, size: int) -> None:
     """Keeps the pages elsewhere if they are few."""
-    if size < HUGE_PAGE_BYTES:
-        elsewhere = map_pages(size)
+    elsewhere = _new_place(size) if size < HUGE_PAGE_BYTES else None
+    if elsewhere is not None:
         if move_pages(address, elsewhere, size, hide=True):
             _keep(elsewhere, size)
             return
         unmap_pages(elsewhere, size)
     hide_pages(address, size)
+
+
+def _new_place(size: int) -> int | None:
+    try:
+        return map_pages(size)
+    except BudgetError:  # whoever gives memory back must not fail for want of it
+        return None
 
 
 def _whole_pages(num_bytes: int) -> int:
