@@ -15,7 +15,7 @@ import torch
 from tests.native.disk.test_disk import MIB, random_bytes
 from tests.native.faults import build_shim, flip_bit, loop_device, mounted_tmpfs, run_python
 from unbounded.errors import DiskError
-from unbounded.native.disk import DiskEngine, ExtentStore, place
+from unbounded.native.disk import DiskEngine, ExtentStore, bindings, place
 from unbounded.native.host_memory import host_buffer
 
 
@@ -59,6 +59,29 @@ def test_a_file_that_cannot_be_reserved_is_not_left_behind(tmp_path: Path) -> No
         with pytest.raises(DiskError, match=r"too few.* Free space there, or choose another folder\."):  # no disk_path
             engine.open(folder / "new", create=True, size_bytes=16 * MIB)
         assert list(folder.iterdir()) == []
+
+
+def test_where_blocks_cannot_be_reserved_files_have_holes_and_a_length_that_is_refused_leaves_none(
+    engine: DiskEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bindings.disk(), "allocate", lambda *_: errno.EOPNOTSUPP)  # NFS 3, ZFS
+    with ExtentStore(tmp_path, 4 * MIB, engine=engine) as store:
+        extent, data, back = store.allocate(4 * MIB), random_bytes(MIB), host_buffer(4 * MIB)
+        store.write(extent, data, offset=2 * MIB).wait()
+        store.read(extent, back).wait()
+        assert torch.equal(back[2 * MIB : 3 * MIB], data)
+        assert not back[: 2 * MIB].any()
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(
+        DiskError, match=r"4,194,304 bytes could not be reserved on .*new: File too large .*Check its"
+    ) as e:
+        engine.open(tmp_path / "new", create=True, size_bytes=4 * MIB)
+    assert e.value.errno == errno.EFBIG
+    assert list(tmp_path.iterdir()) == []
 
 
 FILE_SIZE_LIMIT = """

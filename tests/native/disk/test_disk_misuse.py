@@ -84,5 +84,5 @@ def test_a_freed_extent_cannot_be_used(tmp_path: Path) -> None:
 def test_a_write_to_a_file_opened_read_only_is_an_error(engine: DiskEngine, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     file = engine.open(tmp_path / "file", read_only=True)
-    with pytest.raises(DiskError, match="opened read-only; open it for writing"):
+    with pytest.raises(DiskError, match=r"opened read-only, or closed meanwhile\. Open it for writing"):
         file.write(0, host_buffer(4096)).wait()

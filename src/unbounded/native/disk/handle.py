@@ -68,7 +68,7 @@ _REMEDIES = {
     errno.EDQUOT: "Raise the quota, or choose another path.",
     errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or choose another filesystem.",
     errno.EAGAIN: "The system is out of threads or memory. Raise the limits (ulimit -u), or run less at the same time.",
-    errno.EBADF: "It was opened read-only; open it for writing.",
+    errno.EBADF: "It was opened read-only, or closed meanwhile. Open it for writing, and keep its descriptor open.",
 }
 
 

@@ -190,12 +190,19 @@ def reserve(fd: int, size_bytes: int, path: str, remedy: str = "or choose anothe
     free = free_bytes(fd)
     code = disk().allocate(fd, size_bytes)
     if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-        code = errno.ENOSPC if size_bytes - held > free else 0
-        if code == 0:
-            os.ftruncate(fd, size_bytes)
+        code = errno.ENOSPC if size_bytes - held > free else _lengthen(fd, size_bytes)
     if code == 0:
         return
     raise _reserve_error(code, size_bytes, free + held, path, remedy)
+
+
+def _lengthen(fd: int, size_bytes: int) -> int:
+    """0 or an errno."""
+    try:
+        os.ftruncate(fd, size_bytes)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
 
 
 def _reserve_error(code: int, size_bytes: int, free: int, path: str, remedy: str) -> DiskError:
