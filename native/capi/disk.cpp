@@ -48,10 +48,11 @@ UNBOUNDED_API void unbounded_disk_file_close(void* file) { (*static_cast<FileHan
 UNBOUNDED_API void unbounded_disk_file_release(void* file) { delete static_cast<FileHandle*>(file); }
 
 // `grain`: bytes per slot of `sums`, dividing the engine's block size.
-// Null with *error set: EBADF if a file is closed, ENOMEM or EAGAIN if memory or threads are short.
-UNBOUNDED_API void* unbounded_disk_submit(void* engine, int operation, std::uint64_t count, void* const* files,
-                                          const std::uint64_t* offsets, void* const* data, const std::uint64_t* lengths,
-                                          std::uint32_t* const* sums, std::uint64_t grain, int padded, int* error) {
+// 0 with *started set, EBADF if a file is closed, ENOMEM or EAGAIN if memory or threads are short. Whoever owns `started`
+// owns the transfer, also if an exception (of a signal) is raised as this returns.
+UNBOUNDED_API int unbounded_disk_submit(void* engine, int operation, std::uint64_t count, void* const* files,
+                                        const std::uint64_t* offsets, void* const* data, const std::uint64_t* lengths,
+                                        std::uint32_t* const* sums, std::uint64_t grain, int padded, void** started) {
   try {
     auto handle = std::make_unique<TransferHandle>();  // first: nobody could wait for a transfer without one
     std::vector<disk::Run> runs(count);
@@ -60,14 +61,14 @@ UNBOUNDED_API void* unbounded_disk_submit(void* engine, int operation, std::uint
                  sums == nullptr ? nullptr : sums[i], padded != 0, grain};
     }
     *handle = static_cast<EngineHandle*>(engine)->submit(static_cast<disk::Operation>(operation), std::move(runs));
-    *error = *handle == nullptr ? EBADF : 0;
-    return *handle == nullptr ? nullptr : handle.release();
+    if (*handle == nullptr) return EBADF;
+    *started = handle.release();
+    return 0;
   } catch (const std::bad_alloc&) {
-    *error = ENOMEM;
+    return ENOMEM;
   } catch (...) {
-    *error = EAGAIN;
+    return EAGAIN;
   }
-  return nullptr;
 }
 
 // 1 when done, 0 when the time is over; a negative time waits for as long as it takes.

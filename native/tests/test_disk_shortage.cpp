@@ -90,11 +90,11 @@ struct Memory {
   char* data;
 };
 
-void* submit(void* engine, disk::Operation operation, void* file, char* data, std::uint64_t length, int* error) {
+int submit(void* engine, disk::Operation operation, void* file, char* data, std::uint64_t length, void** transfer) {
   const std::uint64_t offset = 0;
   void* const memory = data;
   return unbounded_disk_submit(engine, static_cast<int>(operation), 1, &file, &offset, &memory, &length, nullptr,
-                               disk::kAlignment, 0, error);
+                               disk::kAlignment, 0, transfer);
 }
 
 int finish(void* transfer) {
@@ -106,9 +106,8 @@ int finish(void* transfer) {
 }
 
 int move(void* engine, disk::Operation operation, void* file, char* data, std::uint64_t length) {
-  int error = 0;
-  void* transfer = submit(engine, operation, file, data, length, &error);
-  CHECK(transfer != nullptr);
+  void* transfer = nullptr;
+  CHECK(submit(engine, operation, file, data, length, &transfer) == 0);
   return finish(transfer);
 }
 
@@ -134,13 +133,14 @@ bool a_submission_that_runs_out_of_memory_leaves_nothing_in_flight(int which, bo
   if (has_thread) CHECK(move(engine, disk::Operation::read, file.handle, memory.data, kBlockBytes) == 0);
   num_reads = 0;
   reads_are_held = true;
-  int error = 0;
+  void* transfer = nullptr;
   allocations_left = which;
-  void* transfer = submit(engine, disk::Operation::read, file.handle, memory.data, kFileBytes, &error);
+  int error = submit(engine, disk::Operation::read, file.handle, memory.data, kFileBytes, &transfer);
   bool ran_out = allocations_left < 0;
   allocations_left = -1;
   reads_are_held = false;
-  CHECK(ran_out || transfer != nullptr);
+  CHECK(ran_out || error == 0);
+  CHECK((error == 0) == (transfer != nullptr));
   if (transfer != nullptr) {
     int code = finish(transfer);
     CHECK(code == 0 || (code == EAGAIN && !has_thread));

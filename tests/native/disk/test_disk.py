@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import HANG_SECONDS
-from unbounded.native.disk import DiskEngine, crc32c, crc32c_combine
+from unbounded.native.disk import DiskEngine, ExtentStore, bindings, crc32c, crc32c_combine
 from unbounded.native.host_memory import host_buffer
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -97,6 +97,27 @@ def test_a_handle_keeps_its_buffer_and_file_alive_until_the_transfer_is_over(
     file.write(0, expected[:MIB].clone())  # nor this handle: dropping it waits
     file.close()
     assert crc32c(torch.frombuffer(bytearray((tmp_path / "file").read_bytes()), dtype=torch.uint8)) == crc32c(expected)
+
+
+@pytest.mark.parametrize("kind", ["file", "extent"])
+def test_a_transfer_that_ctrl_c_interrupts_as_it_starts_is_waited_for_before_its_buffer_is_freed(
+    engine: DiskEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    functions, waited = bindings.disk(), []
+
+    def submit_and_interrupt(*arguments: object) -> None:
+        code = submit(*arguments)
+        raise KeyboardInterrupt(code)
+
+    with engine.open(tmp_path / "file", create=True) as file, ExtentStore(tmp_path, MIB, engine=engine) as store:
+        extent, submit, release = store.allocate(MIB), functions.submit, functions.release
+        monkeypatch.setattr(functions, "submit", submit_and_interrupt)
+        monkeypatch.setattr(functions, "release", lambda started: (release(started), waited.append(started.value)))
+        with pytest.raises(KeyboardInterrupt):
+            _ = file.write(0, host_buffer(MIB)) if kind == "file" else store.write(extent, host_buffer(MIB))
+        gc.collect()
+        assert len(waited) == 1
+        assert waited[0] is not None
 
 
 def test_a_handle_may_be_waited_on_by_several_threads_several_times(engine: DiskEngine, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ class Disk:
         self.file_release = declare("unbounded_disk_file_release", None, [_pointer])
         self.submit = declare(
             "unbounded_disk_submit",
-            _pointer,
-            [_pointer, _int, _u64, _array, _array, _array, _array, _array, _u64, _int, ctypes.POINTER(_int)],
+            _int,
+            [_pointer, _int, _u64, _array, _array, _array, _array, _array, _u64, _int, ctypes.POINTER(_pointer)],
         )
         self.wait = declare("unbounded_disk_wait", _int, [_pointer, _i64])
         self.done = declare("unbounded_disk_done", _int, [_pointer])

@@ -171,7 +171,8 @@ class ExtentStore:
             inside = part.start + failure.offset - part.offset
             return describe(failure, f"{what} at its offset {inside}", str(self.folders[part.path]))
 
-        return DiskHandle(self.engine.submit(operation, runs, padded=True), explain, (tensor, self._sums, self._files))
+        handle = DiskHandle(explain, (tensor, self._sums, self._files))
+        return self.engine.submit(handle, operation, runs, padded=True)
 
     def _slot(self, path: int, offset: int) -> int:
         """The address of the checksum of the page at `offset` of a path's file; 0 if none are kept."""

@@ -72,24 +72,28 @@ _REMEDIES = {
 }
 
 
-def _release(pointer: int, buffers: object) -> None:
+def _release(started: ctypes.c_void_p, buffers: object) -> None:
     """Waits until the transfer is over; only then may the buffers be freed."""
-    disk().release(pointer)
+    if started.value is not None:
+        disk().release(started)
 
 
 class DiskHandle:
-    """One read or write in flight. Its buffers stay alive as long as it does, and it outlives the transfer."""
+    """One read or write in flight. Its buffers stay alive as long as it does, and it outlives the transfer.
 
-    def __init__(self, pointer: int, explain: Callable[[Failure], DiskError], buffers: object) -> None:
-        self._pointer = pointer
+    It is made before the transfer, which the core then puts into `started`: Ctrl-C may strike in between.
+    """
+
+    def __init__(self, explain: Callable[[Failure], DiskError], buffers: object) -> None:
+        self.started = ctypes.c_void_p()
         self._explain = explain
         self._owner = OwningProcess()
-        self._finalizer = finalize(self, _release, pointer, buffers)
+        self._finalizer = finalize(self, _release, self.started, buffers)
         self._finalizer.atexit = False  # at exit finalizers run in no order of ownership; the system closes all
 
     def done(self) -> bool:
         """Whether the transfer is over, successfully or not."""
-        return bool(disk().done(self._pointer))
+        return bool(disk().done(self.started))
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Waits for the end and raises what went wrong. Any thread may call it, any number of times.
@@ -99,22 +103,22 @@ class DiskHandle:
         self._owner.check("this disk transfer")
         deadline = None if timeout_seconds is None else time.monotonic_ns() + int(timeout_seconds * 1e9)
         functions = disk()
-        while not functions.done(self._pointer):
+        while not functions.done(self.started):
             left = _WAIT_SLICE_NS if deadline is None else min(_WAIT_SLICE_NS, deadline - time.monotonic_ns())
             if left <= 0:
                 return False
-            functions.wait(self._pointer, left)
+            functions.wait(self.started, left)
         self._check()
         return True
 
     def span_ns(self) -> tuple[int, int]:
         """When the first byte was asked for and when the last had arrived, on the clock of `time.monotonic_ns`."""
         span = (ctypes.c_int64 * 2)()
-        disk().span(self._pointer, span)
+        disk().span(self.started, span)
         return span[0], span[1]
 
     def _check(self) -> None:
         where = (ctypes.c_uint64 * 3)()
-        code = disk().result(self._pointer, where)
+        code = disk().result(self.started, where)
         if code:
             raise self._explain(Failure(code, *where))

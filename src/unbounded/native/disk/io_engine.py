@@ -83,14 +83,19 @@ class DiskEngine:
         return DiskFile(self, str(path), descriptors)
 
     def submit(
-        self, operation: int, runs: Sequence[DiskRun], *, padded: bool = False, grain_bytes: int = ALIGNMENT
-    ) -> int:
-        """Starts a transfer over `runs` and returns the core's handle; `DiskHandle` takes it over."""
+        self,
+        handle: DiskHandle,
+        operation: int,
+        runs: Sequence[DiskRun],
+        *,
+        padded: bool = False,
+        grain_bytes: int = ALIGNMENT,
+    ) -> DiskHandle:
+        """Starts a transfer over `runs`, which belongs to `handle` from then on; returns that."""
         count = len(runs)
         files, offsets, addresses, lengths, sums = zip(*runs, strict=True)
-        error = ctypes.c_int()
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_uint64 * count
-        pointer = disk().submit(
+        code = disk().submit(
             self._pointer,
             operation,
             count,
@@ -101,11 +106,11 @@ class DiskEngine:
             pointers(*sums) if any(sums) else None,
             grain_bytes,
             int(padded),
-            ctypes.byref(error),
+            ctypes.byref(handle.started),
         )
-        if not pointer:
-            raise disk_error(error.value, f"a transfer could not start: {os.strerror(error.value)}.", "")
-        return int(pointer)
+        if code:
+            raise disk_error(code, f"a transfer could not start: {os.strerror(code)}.", "")
+        return handle
 
     def check_usable(self, path: str) -> None:
         """Raises if the engine is closed, or belongs to the process that this one was forked from."""
@@ -173,18 +178,17 @@ class DiskFile:
         if offset < 0:
             raise PlanError(f"offset {offset} of {self.path} is negative. Offsets count from the start of the file.")
         address, nbytes = byte_view(tensor)
-        if sums is None:
-            pointer = self.engine.submit(operation, [DiskRun(self.pointer, offset, address, nbytes)])
-        else:
-            self._check_sums(sums, offset, nbytes)
-            run = DiskRun(self.pointer, offset, address, nbytes, sums.address)
-            pointer = self.engine.submit(operation, [run], grain_bytes=sums.grain_bytes)
         what = "read" if operation == READ else "write"
 
         def explain(failure: Failure) -> DiskError:
             return describe(failure, f"{what} of {nbytes} bytes at offset {offset}", self.path)
 
-        return DiskHandle(pointer, explain, (tensor, self, sums))
+        handle = DiskHandle(explain, (tensor, self, sums))
+        if sums is None:
+            return self.engine.submit(handle, operation, [DiskRun(self.pointer, offset, address, nbytes)])
+        self._check_sums(sums, offset, nbytes)
+        run = DiskRun(self.pointer, offset, address, nbytes, sums.address)
+        return self.engine.submit(handle, operation, [run], grain_bytes=sums.grain_bytes)
 
     def _check_sums(self, sums: Checksums, offset: int, nbytes: int) -> None:
         """The core checksums block by block, so a grain must be inside one block and the transfer on whole pages."""
