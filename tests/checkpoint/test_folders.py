@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -79,6 +80,27 @@ def test_what_another_machine_left_is_kept_for_a_day(tmp_path: Path) -> None:
         for path in (left / "data-00000.bin", left):
             os.utime(path, (before, before))
     unbounded.save(tmp_path / "c", model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
+def test_without_locks_saves_are_made_and_what_others_leave_is_kept_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)  # Lustre, where it is mounted without them
+    model, optimizer = marked(1)
+    left = [leave(tmp_path / name) for name in ("c", "d")]
+    for number in (1, 2):
+        mark(model, number)
+        unbounded.save(tmp_path / "c", model, optimizer, number=number)
+        assert read_mark(tmp_path / "c") == number
+    assert all(folder.is_dir() for folder in left)
+    for path in (path for folder in left for path in (*folder.iterdir(), folder)):
+        os.utime(path, (time.time() - 2 * leftovers.ABANDONED_SECONDS,) * 2)
+    unbounded.save(tmp_path / "c", model, optimizer, number=2)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

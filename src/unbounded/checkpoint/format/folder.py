@@ -134,7 +134,7 @@ def claim(folder: str | os.PathLike[str]) -> Claim:
             raise CheckpointError(f"another job is saving to {path} now. Let it finish, or save to another folder.")
         made = Claim(path, lock)
         try:
-            remove_dead_saves(path, is_whole)
+            remove_dead_saves(path, lock, is_whole)
             made.staging.mkdir()
         except BaseException:
             made.release()

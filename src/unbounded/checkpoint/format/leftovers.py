@@ -3,7 +3,7 @@
 Every save removes what dead saves left, also for other folders beside its own: a run that is killed while it writes
 `step-20` resumes and saves `step-30`, and nobody would save `step-20` again. A lock shows that a save is still running.
 A filesystem may keep locks to one machine, so leftovers of another machine count as dead only after a day without a
-change.
+change. If it has no locks at all (Lustre may be mounted so), all leftovers do.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ _LEFT = re.compile(r"\.(?P<name>.+)\.(saving|old)-[0-9a-f]{12}")
 _TOKEN = re.compile(r"[0-9a-f]{12}")
 ABANDONED_SECONDS = 24 * 3600
 CLEANING_SECONDS = 0.5
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class SaveLock:
-    """The lock of one checkpoint's folder. Its file says on which machine the last holder ran."""
+    """The lock of one checkpoint's folder. Its file says on which machine the last holder ran.
 
-    def __init__(self, path: Path, fd: int) -> None:
-        self._path, self._fd = path, fd
+    If it does not `exclude`, the filesystem has no locks, and nobody knows who else saves.
+    """
+
+    def __init__(self, path: Path, fd: int, *, excludes: bool = True) -> None:
+        self._path, self._fd, self.excludes = path, fd, excludes
 
     @classmethod
     def take(cls, folder: Path) -> SaveLock | None:
@@ -54,6 +58,8 @@ class SaveLock:
                 if os.stat(path).st_ino == os.fstat(fd).st_ino:
                     return cls(path, fd)
             except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return cls(path, fd, excludes=False)
                 os.close(fd)
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     return None
@@ -95,9 +101,10 @@ def left_beside(folder: Path, what: str) -> list[Path]:
     return [e for e in entries if e.name.startswith(prefix) and _TOKEN.fullmatch(e.name[len(prefix) :])]
 
 
-def remove_dead_saves(folder: Path, is_whole: Callable[[Path], bool]) -> None:
-    """Called with the lock of `folder` held. Removes what dead saves left of it and of the folders beside it."""
-    _clean(folder, is_whole)
+def remove_dead_saves(folder: Path, lock: SaveLock, is_whole: Callable[[Path], bool]) -> None:
+    """Called by the holder of the folder's `lock`. Removes what dead saves left of it and of the folders beside it."""
+    if lock.excludes or _is_abandoned(folder):
+        _clean(folder, is_whole)
     names = {match["name"] for entry in folder.parent.iterdir() if (match := _LEFT.fullmatch(entry.name))}
     for name in sorted(names - {folder.name}):
         with contextlib.suppress(OSError):  # it belongs to somebody else, so a failure does not matter
@@ -111,7 +118,7 @@ def _clean_other(folder: Path, is_whole: Callable[[Path], bool]) -> None:
     is_clean = False
     try:
         note = lock.note()
-        if note == _this_machine() or _is_abandoned(folder):
+        if (lock.excludes and note == _this_machine()) or _is_abandoned(folder):
             _clean(folder, is_whole)
         is_clean = not note or not [*left_beside(folder, "saving"), *left_beside(folder, "old")]
     finally:
@@ -125,12 +132,15 @@ def _this_machine() -> bytes:
 def _is_abandoned(folder: Path) -> bool:
     """Whether what a save left has not changed for a long time."""
     left = [*left_beside(folder, "saving"), *left_beside(folder, "old")]
-    changed = max(os.stat(path).st_mtime for entry in left for path in [entry, *entry.iterdir()])
-    return time.time() - changed > ABANDONED_SECONDS
+    try:
+        changed = [os.stat(path).st_mtime for entry in left for path in [entry, *entry.iterdir()]]
+    except OSError:  # somebody is changing it now
+        return False
+    return bool(changed) and time.time() - max(changed) > ABANDONED_SECONDS
 
 
 def _clean(folder: Path, is_whole: Callable[[Path], bool]) -> None:
-    """Called with the lock of `folder` held, so none of it is alive. A replacement that was cut short is undone."""
+    """Called when none of it is alive. A replacement that was cut short is undone."""
     for old in left_beside(folder, "old"):
         if is_whole(folder):
             shutil.rmtree(old, ignore_errors=True)
