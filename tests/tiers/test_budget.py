@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 
 import unbounded
 from tests.ranks import HANG_SECONDS
-from unbounded.errors import BudgetError
+from unbounded.errors import BudgetError, DiskError
+from unbounded.native.disk import ExtentStore
 from unbounded.sharding import running
+from unbounded.tiers import arena, tiers
 from unbounded.tiers import budget as budgets
-from unbounded.tiers import tiers
 
+MIB = 2**20
 WIDTH, DEPTH = 512, 20
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)  # 5.2 million: 60 MiB of states with 12 bytes each
 STATES = 12 * NUMEL
@@ -218,6 +221,50 @@ def test_sums_of_several_backwards_are_counted_and_refused_where_the_host_has_no
         optimizer.step()
     optimizer.zero_grad()
     assert len(train(model, optimizer)) == 3  # one backward per step still fits
+
+
+@pytest.fixture
+def own_tiers(tmp_path: Path) -> Iterator[tiers.Tiers]:
+    budgets = {"device": None, "host": None, "disk": None}
+    paths = (str(tmp_path),)
+    made = tiers.Tiers(torch.device("cpu"), budgets=budgets, disk_bytes=2 * MIB, disk_path=paths, num_threads=1)
+    yield made
+    made.close()
+
+
+def test_what_is_refused_is_not_counted(own_tiers: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise refusal
+
+    bounce, (store,) = own_tiers.pool(1, MIB), own_tiers._stores
+    own_tiers.free(own_tiers.allocate("disk", torch.uint8, 2 * MIB, bounce))  # the next ones there are written
+    for tier, owner, name, refusal in (
+        ("host", arena.host_memory, "host_buffer", BudgetError("no memory")),
+        ("disk", ExtentStore, "write", DiskError("no disk")),
+    ):
+        before = own_tiers.use(), own_tiers.planned_host_bytes, store.free_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            with pytest.raises(type(refusal)):
+                own_tiers.allocate(tier, torch.bfloat16, MIB, bounce, unplanned_bytes=MIB)
+        assert (own_tiers.use(), own_tiers.planned_host_bytes, store.free_bytes) == before
+
+
+def test_what_a_lane_takes_while_checksums_are_counted_is_counted(
+    own_tiers: tiers.Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+
+    def checksum_bytes(_: ExtentStore) -> int:
+        taken.append(own_tiers.arena.allocate(torch.uint8, MIB))  # as another thread may at this moment
+        return 100
+
+    before = own_tiers.arena.used_bytes
+    monkeypatch.setattr(ExtentStore, "checksum_bytes", property(checksum_bytes))
+    store = own_tiers.extend(host_bytes=0, disk_bytes=MIB)
+    assert own_tiers.arena.used_bytes == before + MIB + 100
+    own_tiers.shrink(host_bytes=0, store=store)
+    assert own_tiers.arena.used_bytes == before + 2 * MIB
 
 
 def test_a_host_budget_too_small_for_the_buffers_says_how_much_they_take(tmp_path: Path) -> None:

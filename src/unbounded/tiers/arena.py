@@ -35,16 +35,20 @@ class HostArena:
         """
         num_bytes = max(1, numel * dtype.itemsize)
         raw = host_memory.host_buffer(-(-num_bytes // host_memory.PAGE_BYTES) * host_memory.PAGE_BYTES)
-        with self._lock:
-            self.used_bytes += num_bytes
+        self.count(num_bytes)
         if self.pin if pin is None else (pin and self.pin):
             self._register(raw)
         return raw[: numel * dtype.itemsize].view(dtype)
 
+    def count(self, num_bytes: int) -> None:
+        """Counts host memory that was taken elsewhere (negative: freed). Any thread may call it."""
+        with self._lock:
+            self.used_bytes += num_bytes
+
     def release(self, tensor: torch.Tensor) -> None:
         """Returns a tensor of `allocate`; its memory is freed when the caller drops the last reference."""
+        self.count(-max(1, tensor.numel() * tensor.element_size()))
         with self._lock:
-            self.used_bytes -= max(1, tensor.numel() * tensor.element_size())
             raw = self._pinned.pop(tensor.data_ptr(), None)
         if raw is not None:
             torch.cuda.cudart().cudaHostUnregister(raw.data_ptr())

@@ -100,13 +100,17 @@ class Tiers:
         if tier == "device":
             array = MemoryArray(new_tensor(numel, dtype, self.device).fill_(initial), tier)
         elif tier == "host":
-            array = MemoryArray(self.arena.allocate(dtype, numel, pin=pin), tier, self.arena.release)
+            array = self._take_host(dtype, numel, pin=pin, planned_bytes=unplanned_bytes)
             if initial:
                 array.tensor.fill_(initial)
         else:
             array = DiskArray(store or self._stores[0], bounce, dtype, numel)
             if initial or not array.is_zero:
-                array.evict(new_tensor(numel, dtype, torch.device("cpu")).fill_(initial)).wait()
+                try:
+                    array.evict(new_tensor(numel, dtype, torch.device("cpu")).fill_(initial)).wait()
+                except Exception:
+                    array.free()
+                    raise
         if tier != "host":
             self.count(tier, num_bytes)
         return array
@@ -118,13 +122,22 @@ class Tiers:
 
     def _allocate_loose(self, numel: int) -> Array:
         """Host memory for frozen weights that do not pack, which was not planned."""
+        num_bytes = numel * torch.bfloat16.itemsize
         self._plan_more(
-            numel * torch.bfloat16.itemsize,
+            num_bytes,
             "frozen weights of this unit do not pack, because their exponents differ too much. They take {} more host "
             "memory",
             "Raise host_bytes, or keep frozen weights as they are: pack_frozen=False.",
         )
-        return MemoryArray(self.arena.allocate(torch.bfloat16, numel, pin=False), "host", self.arena.release)
+        return self._take_host(torch.bfloat16, numel, pin=False, planned_bytes=num_bytes)
+
+    def _take_host(self, dtype: torch.dtype, numel: int, *, pin: bool | None, planned_bytes: int) -> MemoryArray:
+        """Memory of the arena. If the system refuses it, `planned_bytes` are not planned for it any more."""
+        try:
+            return MemoryArray(self.arena.allocate(dtype, numel, pin=pin), "host", self.arena.release)
+        except BaseException:
+            self.return_host(planned_bytes)
+            raise
 
     def extend(self, *, host_bytes: int, disk_bytes: int) -> ExtentStore | None:
         """Takes room for states that were not there when the others were placed; returns a store if any go to disk."""
@@ -139,14 +152,14 @@ class Tiers:
             self.planned_host_bytes -= host_bytes
         if store is not None:
             self._stores.remove(store)
-            self.arena.used_bytes -= store.checksum_bytes
+            self.arena.count(-store.checksum_bytes)
             store.close()
 
     def _reserve_disk(self, num_bytes: int) -> ExtentStore:
         engine = self._stores[0].engine if self._stores else None
         store = ExtentStore(self._paths, num_bytes, checksum=self._checksums, engine=engine)
         self._stores.append(store)
-        self.arena.used_bytes += store.checksum_bytes
+        self.arena.count(store.checksum_bytes)
         return store
 
     def spare_bytes(self) -> dict[str, int]:
@@ -187,7 +200,7 @@ class Tiers:
             return True
 
     def return_host(self, num_bytes: int) -> None:
-        """Gives back what `borrow_host` took."""
+        """Gives back what `borrow_host` took, or what was planned for memory that is not taken."""
         with self._lock:
             self.planned_host_bytes -= num_bytes
 
@@ -207,9 +220,9 @@ class Tiers:
         try:
             yield
         except BaseException:
-            self.planned_host_bytes -= max(0, num_bytes)
+            self.return_host(max(0, num_bytes))
             raise
-        self.planned_host_bytes += min(0, num_bytes)
+        self.return_host(max(0, -num_bytes))
 
     @contextmanager
     def all_or_none(self) -> Iterator[dict[str, Array]]:
