@@ -88,6 +88,21 @@ def test_ranks_that_wait_for_each_other_are_named_as_soon_as_they_do_nothing_els
     assert judge(wait(3), seen(just_begun), LIMIT, BEAT) is None
 
 
+@pytest.mark.parametrize("silent", [0.0, 5.0])
+def test_a_circle_is_none_if_all_in_it_wait_for_somebody_else(silent: float) -> None:
+    """A stopped rank has sent its part of a collective to rank 0 and not to 2: 0 is in the next one, for which 2 is
+    late; 2 is in a reduction that another thread of 0 will come to. Both wait for rank 1."""
+    stopped = replace(elsewhere(1, gather=4, reduce=3), silent_seconds=silent)
+    second = waiting(2, "reduce", 4, "the reduction of unit 'v'", places={"gather": Place(4, False, "", 9.0)})
+    everyone = wait(3, members=(0, 1, 2))
+    assert judge(everyone, seen(stopped, second), LIMIT, BEAT) is None
+    waits_too = waiting(1, "reduce", 3, "the reduction of unit 't'", silent_seconds=silent)  # when it was last heard
+    reason = judge(everyone, seen(waits_too, second), LIMIT, BEAT)
+    assert (reason is None) if silent else ("rank 0 in the gather of unit 'u'" in str(reason))
+    gone = replace(stopped, silent_seconds=LIMIT)
+    assert "for rank 1, which has not been heard from" in str(judge(everyone, seen(gone, second), LIMIT, BEAT))
+
+
 def test_who_waits_in_turn_is_not_blamed() -> None:
     """Rank 0 waits for 1, which waits for 2, which is in the user's code."""
     second = waiting(1, "pipe", 2, "the exchange", places={"gather": Place(4, False, "", 9.0)})

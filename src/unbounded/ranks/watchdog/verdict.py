@@ -169,18 +169,34 @@ def _follow(other: Seen, seen: Mapping[int, Seen]) -> Seen:
 
 
 def _find_circle(wait: Wait, seen: Mapping[int, Seen], beat: float) -> dict[int, str]:
-    """The ranks that only wait for each other in a circle, and what each is in; empty if there is no circle."""
+    """The ranks that only wait for each other in a circle, and what each is in; empty if there is no circle.
+
+    A rank waits in several threads. If one of those in the circle also waits for a rank that does anything else, or was
+    not heard from, all of them may wait for that one.
+    """
     path: dict[int, str] = {}
 
     def search(rank: int) -> bool:
-        other = seen[rank]
-        if other.doing != "waiting" or other.waiting_seconds < 2 * beat:
-            return False
-        for late, what in sorted(_waits_for(other, seen).items()):
+        for late, what in sorted(_waits_for(seen[rank], seen).items()):
             path[rank] = what
             if late == wait.rank or (late not in path and search(late)):
                 return True
         path.pop(rank, None)
         return False
 
-    return dict(path) if wait.rank in seen and search(wait.rank) else {}
+    if wait.rank not in seen or not all(_only_waits(seen[rank], beat) for rank in _waited_for(wait.rank, seen)):
+        return {}
+    return dict(path) if search(wait.rank) else {}
+
+
+def _waited_for(rank: int, seen: Mapping[int, Seen]) -> list[int]:
+    """This rank, those that it waits for, those that they wait for, and so on."""
+    found = [rank]
+    for each in found:  # which grows
+        found += [late for late in _waits_for(seen[each], seen) if late not in found]
+    return found
+
+
+def _only_waits(other: Seen, beat: float) -> bool:
+    is_heard = other.has_beaten and other.silent_seconds <= 3 * beat
+    return is_heard and other.doing == "waiting" and other.waiting_seconds >= 2 * beat
