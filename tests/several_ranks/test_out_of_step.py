@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import unbounded
 from tests import process
 from tests.several_ranks.test_whereabouts import COMPILING, SAVING, call_from
+from unbounded.checkpoint.peers import Peers
 from unbounded.sharding import running
 
 PRELOAD_IN_RANKS = ["unbounded.sharding.placing", "unbounded.checkpoint.saving"]
@@ -153,6 +155,21 @@ def caught_in_backward(job: Job, rank: int, folder: str) -> None:
     job.step()
 
 
+def lonely_shard(job: Job, rank: int, folder: str) -> None:
+    if rank == 0:
+        Job(3)
+    job.train()
+
+
+def lonely_saving(job: Job, rank: int, folder: str) -> None:
+    """Rank 1 leaves a save that both have begun."""
+    with suppress(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Peers, "agree", Mock(side_effect=KeyboardInterrupt))
+        unbounded.save(folder, job.model, job.optimizer)
+    job.train()
+
+
 def longer_generation(job: Job, rank: int, folder: str) -> None:
     for _ in range(3 + 2 * rank):
         job.evaluate()
@@ -270,6 +287,14 @@ def test_an_exception_that_one_rank_catches_in_its_backward_ends_both(ranks: Any
         assert "waited" not in message
         assert "rank 0" in message
         assert "rank 1" in message
+
+
+@pytest.mark.parametrize(("fault", "call"), [(lonely_shard, "unbounded.shard()"), (lonely_saving, "unbounded.save()")])
+def test_the_call_is_named_that_one_rank_is_in_alone(
+    ranks: Any, tmp_path: Path, fault: Callable[..., None], call: str
+) -> None:
+    for message, _ in ranks(2, out_of_step, fault, 3, str(tmp_path), 300.0):
+        assert f"wait for each other: rank 0 in {call}; rank 1 in the comparison of what ranks do next" in message
 
 
 def elsewhere(rank: int, world_size: int, stage: int) -> str:

@@ -51,7 +51,7 @@ def export(
     refuse_strangers(model)
     state.engine.confirm("unbounded.export()")
     settle(state)
-    peers = peers_of(model, state.engine.axes.world)
+    peers = peers_of(model, state.engine.axes.world, "unbounded.export()")
     target = expand_home(folder)
     adapters = describe_adapters(model)
     if adapters:

@@ -65,7 +65,7 @@ def _load(folder: str | os.PathLike[str], model: nn.Module, state: Sharded, *, w
     finish_pending(model)
     state.engine.confirm("unbounded.load()" if with_optimizer else "unbounded.load() without the optimizer")
     _put_aside_failures(state)
-    peers = peers_of(model, state.engine.axes.world)
+    peers = peers_of(model, state.engine.axes.world, "unbounded.load()")
     return _Loading(state, model, peers, with_optimizer=with_optimizer).run(folder)
 
 

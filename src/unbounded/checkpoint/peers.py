@@ -18,10 +18,11 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The ranks of one model, as a checkpoint sees them."""
+    """The ranks of one model, as a checkpoint sees them; errors call what they do together `what`."""
 
-    def __init__(self, ranks: Axis) -> None:
+    def __init__(self, ranks: Axis, what: str) -> None:
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+        self._what = what
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """All ranks must call this. Runs `work` on each; every rank's result, or an error on all of them."""
@@ -31,14 +32,14 @@ class Peers:
             result = work()
         except Exception as caught:
             error = caught
-        return self.ranks.agree(error, result)
+        return self.ranks.agree(error, result, what=self._what)
 
 
-_peers: weakref.WeakKeyDictionary[nn.Module, Peers] = weakref.WeakKeyDictionary()
+_lanes: weakref.WeakKeyDictionary[nn.Module, Axis] = weakref.WeakKeyDictionary()
 
 
-def peers_of(model: nn.Module, ranks: Axis) -> Peers:
+def peers_of(model: nn.Module, ranks: Axis, what: str) -> Peers:
     """All ranks must call this. The model's peers, with their group made at the first call."""
-    if model not in _peers:
-        _peers[model] = Peers(ranks.lane("checkpoint", "gloo"))
-    return _peers[model]
+    if model not in _lanes:
+        _lanes[model] = ranks.lane("checkpoint", "gloo")
+    return Peers(_lanes[model], what)

@@ -81,7 +81,7 @@ def take_parts(
             ContextParallel(model, axes.context, None)
     except PlanError as caught:
         error = caught
-    axes.world.agree(error)
+    axes.world.agree(error, what="unbounded.shard()")
     for axis in (axes.tensor, axes.pipeline, axes.context):
         if axis.size > 1:
             _match_ranks(model, axis, device)

@@ -225,8 +225,11 @@ class Axis:
         rows = texts.view(self.size, -1).cpu()
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
-    def agree(self, error: Exception | None, value: Any = None, what: str = "an agreement of ranks") -> list[Any]:
-        """All ranks of the axis must call this. Every rank's `value`; if any has an error, all of them raise."""
+    def agree(self, error: Exception | None, value: Any = None, *, what: str) -> list[Any]:
+        """All ranks of the axis must call this. Every rank's `value`; if any has an error, all of them raise.
+
+        `what` is what they do together, for the message of who waits in it for a rank that does not come.
+        """
         told = self.objects((value, None if error is None else _describe(error)), what)
         if error is not None:
             raise error

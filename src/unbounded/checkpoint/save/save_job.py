@@ -81,7 +81,7 @@ class SaveJob:
     ) -> None:
         self.state, self.model, self.folder, self.extra, self.copy = state, model, folder, extra, copy
         self.with_optimizer = with_optimizer and state.optimizer is not None
-        self.peers: Peers = peers_of(model, state.engine.axes.world)
+        self.peers: Peers = peers_of(model, state.engine.axes.world, "unbounded.save()")
         self.snapshot = Snapshot(self.peers.rank, state.engine.axes.data)
         self.readers = Readers(state.tiers)
         self.gradients = self.readers.new(may_copy=False)

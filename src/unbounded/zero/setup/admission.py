@@ -81,7 +81,7 @@ def admit(
         }
     except Exception as caught:
         error = caught
-    told = world.agree(error, marks)
+    told = world.agree(error, marks, what="unbounded.shard()")
     assert admitted is not None
     _compare(told, world, lines)
     members, read, groups, device = admitted
