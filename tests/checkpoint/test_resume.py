@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,14 @@ def own_things(rank: int, world_size: int, folder: str) -> tuple[Any, Any, Any, 
     return extra, torch.equal(model.norm.running_mean, mean), torch.equal(torch.rand(3), noise), mean
 
 
+def load_of_own_things(rank: int, world_size: int, folder: str) -> tuple[Any, list[str]]:
+    model, optimizer = build({})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        extra = unbounded.load(folder, model, optimizer)
+    return extra, [str(warning.message) for warning in caught]
+
+
 def test_what_is_each_ranks_own_comes_back_to_it(ranks: Any, tmp_path: Path) -> None:
     results = ranks(2, own_things, str(tmp_path / "c"))
     assert not torch.equal(results[0][3], results[1][3])
@@ -194,6 +203,12 @@ def test_what_is_each_ranks_own_comes_back_to_it(ranks: Any, tmp_path: Path) -> 
         assert extra == {"position": rank * 10, "same": "everywhere"}
         assert same_mean
         assert same_noise
+    assert [told for _, told in ranks(2, load_of_own_things, str(tmp_path / "c"))] == [[], []]
+    (first, told), *others, (last, _) = ranks(3, load_of_own_things, str(tmp_path / "c"))
+    assert len(told) == 1
+    assert "the extra values position differ between the 2 ranks that saved" in told[0]
+    assert [told for _, told in others] == [[]]
+    assert first == last == {"position": 0, "same": "everywhere"}  # which had saved nothing
 
 
 def save_in_background(

@@ -45,6 +45,8 @@ def load(
 ) -> dict[str, Any]:
     """All ranks must call this. Loads the checkpoint in `folder` into the model and returns its `extra`.
 
+    Values that differed between the ranks come back to each; where other ranks load them, a warning names them.
+
     The folder is the one that the first rank names; what others name is not used.
 
     With `optimizer`, its states, step counts, hyper-parameters, loss scale, gradients added up so far and the random
@@ -121,6 +123,7 @@ class _Loading:
             rooms = self.peers.agree(self._room)
             staged = all(need <= room for need, room in zip(needs, rooms, strict=True))
             self._bring_in(opened, staged=staged)
+            opened.warn_of_other_ranks()
         finally:
             opened.close()
         return dict(opened.extra)

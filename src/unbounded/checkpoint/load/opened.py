@@ -6,6 +6,7 @@ states themselves can fail.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,22 @@ class OpenedCheckpoint:
         self._read_optimizer()
         self.gradients = StoredGradients(self.manifest, self.source, rank)
         return self._num_bytes() + self.gradients.num_bytes
+
+    def warn_of_other_ranks(self) -> None:
+        """The first rank says it if `extra` has values of each rank's own and others load it than have saved it."""
+        saved, mesh = self.manifest.values, self.state.engine.axes.sizes
+        extras, before = saved["extra"], saved.get("mesh", mesh)
+        is_same = saved["world_size"] == self.peers.size and before == mesh
+        if self.peers.rank > 0 or len(extras) == 1 or is_same:
+            return
+        names = sorted({name for extra in extras.values() for name in extra})
+        differing = [name for name in names if any(e.get(name) != extras["0"].get(name) for e in extras.values())]
+        warnings.warn(
+            f"the extra values {', '.join(differing)} differ between the {saved['world_size']} ranks that saved "
+            f"{self.folder}, and {self.peers.size} load it (the mesh was {before} and is {mesh} here): each rank gets "
+            "those of the rank with its number, or of rank 0. Divide anew what they divide over ranks.",
+            stacklevel=5,
+        )
 
     def put_gradients(self, later: Callable[[Callable[[], None]], None]) -> None:
         """Reads the gradients that no step had used, and gives `later` the actions that put them in place."""
