@@ -75,6 +75,32 @@ def test_factored_states_of_tied_embeddings_are_stored_once(ranks: Any, tmp_path
         assert first == second
 
 
+def pass_on_ones_own(rank: int, size: int, folder: str) -> list[Any]:
+    """What ranks with dropout and seeds of their own get on other meshes."""
+    got = []
+    for number, plan in enumerate([{}, {"tensor": 2}, {}]):
+        model = models.build("gpt2", n_layer=1)
+        model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
+        place = optimizer.engine.axes.data.rank
+        if number:
+            got.append(unbounded.load(f"{folder}/{number - 1}", model, optimizer)["position"])
+            got.append(int(torch.get_rng_state().sum()))
+        else:
+            torch.manual_seed(place)
+        advance(model, optimizer, "gpt2", range(1))
+        unbounded.save(f"{folder}/{number}", model, optimizer, position=10 * number + place)
+    return got
+
+
+def test_ranks_of_one_copy_go_on_with_the_same_random_state_and_place_in_the_data(ranks: Any, tmp_path: Path) -> None:
+    positions, states, later, states_later = zip(*ranks(4, pass_on_ones_own, str(tmp_path)), strict=True)
+    assert positions == (0, 0, 1, 1)
+    assert [state == states[0] for state in states] == [True, True, False, False]
+    assert states[2] == states[3]
+    assert later == (10, 11, 10, 10)  # two had nobody at their place
+    assert states_later[0] != states_later[1]
+
+
 MESHES: list[dict[str, Any]] = [
     {"tensor": 2, "stage": 3},
     {"tensor": 4, "sequence": True},

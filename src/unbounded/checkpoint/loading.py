@@ -26,6 +26,7 @@ from torch import nn
 
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format.folder import ATTEMPTS
+from unbounded.checkpoint.load.counterpart import warn_of_other_ranks
 from unbounded.checkpoint.load.opened import OpenedCheckpoint
 from unbounded.checkpoint.load.transfer import Transfer
 from unbounded.checkpoint.peers import Peers, peers_of
@@ -123,7 +124,7 @@ class _Loading:
             rooms = self.peers.agree(self._room)
             staged = all(need <= room for need, room in zip(needs, rooms, strict=True))
             self._bring_in(opened, staged=staged)
-            opened.warn_of_other_ranks()
+            warn_of_other_ranks(opened.manifest.values, self._folder, self.state.engine.axes)
         finally:
             opened.close()
         return dict(opened.extra)

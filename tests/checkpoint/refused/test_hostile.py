@@ -144,6 +144,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no files": lambda b: b.update(files=[]),
     "files that are none": lambda b: b.update(files=3),
     "no tensors": lambda b: b.update(tensors=None),
+    "an axis of a size in words": lambda b: b.update(mesh={"data": "two"}),
     "a deep value": lambda b: b["extra"]["0"].update(note=nest(5000)),
     "a value that nests as deep as it can": lambda b: b["extra"]["0"].update(note=nest(900)),
     "a tensor referred to often": lambda b: b["extra"]["0"].update(note=[b["extra"]["0"]["tensor"]] * 100_000),

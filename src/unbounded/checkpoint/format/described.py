@@ -22,6 +22,8 @@ def check_values(manifest: Manifest) -> None:
         if name in values:
             text(values[name], name)
     world_size = integer(values.get("world_size"), "world_size", 1, 1 << 24)
+    for axis, size in mapping(values.get("mesh", {}), "mesh").items():
+        integer(size, f"the size of the axis {axis[:20]}", 1, world_size)
     for name, entry in mapping(values.get("parameters"), "parameters").items():
         _check_parameter(mapping(entry, name[:100]), name[:100])
     extra = mapping(values.get("extra"), "extra")

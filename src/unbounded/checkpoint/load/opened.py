@@ -6,7 +6,6 @@ states themselves can fail.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from unbounded.checkpoint.format.data_files import Files
 from unbounded.checkpoint.format.manifest import BUFFER, LOOSE, Manifest
 from unbounded.checkpoint.format.parsing import read_manifest
 from unbounded.checkpoint.load import differences
+from unbounded.checkpoint.load.counterpart import find_counterpart
 from unbounded.checkpoint.load.load_plan import (
     Conversion,
     Copy,
@@ -64,6 +64,7 @@ class OpenedCheckpoint:
         self.files = Files(self.folder, self.manifest)
         self.files.check_present()
         self.source = StoredTensors(self.manifest)
+        self.counterpart = find_counterpart(self.manifest.values, self.state.engine.axes)
         self.buffers = persistent_buffers(self.model)
         units = self.state.engine.units
         found = differences.of_model(self.model, units, self.source, elsewhere=self.state.engine.axes.pipeline.size > 1)
@@ -74,32 +75,16 @@ class OpenedCheckpoint:
 
     def prepare(self) -> int:
         """Reads and verifies what is small, plans the rest, and returns how many bytes this rank will load."""
-        extras, rank = self.manifest.values["extra"], self.peers.rank
-        taken = rank if str(rank) in extras else 0
+        extras, own = self.manifest.values["extra"], self.counterpart.rank
+        taken = own if own is not None and str(own) in extras else 0
         self.extra = self._decode(extras[str(taken)], "extra", taken)
         self.new_buffers = {name: self._read_buffer(name) for name in self.buffers}
         self._plan()
         if not self.with_optimizer:
             return self._num_bytes()
         self._read_optimizer()
-        self.gradients = StoredGradients(self.manifest, self.source, rank)
+        self.gradients = StoredGradients(self.manifest, self.source, self.peers.rank)
         return self._num_bytes() + self.gradients.num_bytes
-
-    def warn_of_other_ranks(self) -> None:
-        """The first rank says it if `extra` has values of each rank's own and others load it than have saved it."""
-        saved, mesh = self.manifest.values, self.state.engine.axes.sizes
-        extras, before = saved["extra"], saved.get("mesh", mesh)
-        is_same = saved["world_size"] == self.peers.size and before == mesh
-        if self.peers.rank > 0 or len(extras) == 1 or is_same:
-            return
-        names = sorted({name for extra in extras.values() for name in extra})
-        differing = [name for name in names if any(e.get(name) != extras["0"].get(name) for e in extras.values())]
-        warnings.warn(
-            f"the extra values {', '.join(differing)} differ between the {saved['world_size']} ranks that saved "
-            f"{self.folder}, and {self.peers.size} load it (the mesh was {before} and is {mesh} here): each rank gets "
-            "those of the rank with its number, or of rank 0. Divide anew what they divide over ranks.",
-            stacklevel=5,
-        )
 
     def put_gradients(self, later: Callable[[Callable[[], None]], None]) -> None:
         """Reads the gradients that no step had used, and gives `later` the actions that put them in place."""
@@ -121,7 +106,7 @@ class OpenedCheckpoint:
         return sum(copy.nbytes for copy in self.copies) + sum((c.stop - c.start) * 4 for c in self.conversions)
 
     def _read_optimizer(self) -> None:
-        saved, rank = self.manifest.values["optimizer"], self.peers.rank
+        saved, rank = self.manifest.values["optimizer"], self.counterpart.rank
         assert self.state.optimizer is not None
         groups = zip(self.state.optimizer.param_groups, saved["groups"], strict=True)
         for index, (group, stored) in enumerate(groups):
@@ -138,7 +123,7 @@ class OpenedCheckpoint:
             raise CheckpointError(f"the clip factor of the checkpoint in {self.folder} is not a number. Load another.")
         scale = None if saved["loss_scale"] is None else LossScale(**saved["loss_scale"])
         self.progress = StepProgress(scale, saved["skipped_steps"], saved["scaled"])
-        if rank < len(self.manifest.values["random"]):
+        if rank is not None and rank < len(self.manifest.values["random"]):
             self.random = self._read_random(rank)
 
     def _read_random(self, rank: int) -> Any:
@@ -171,7 +156,7 @@ class OpenedCheckpoint:
         assert self.files is not None
         tensors = self.manifest.tensors
         own = tensors.get((BUFFER, name, self.peers.rank))
-        if own is None or self.manifest.values["world_size"] != self.peers.size:
+        if own is None or not self.counterpart.is_itself:
             own = tensors[BUFFER, name, None]
         if own.shape != tuple(self.buffers[name].shape):
             raise CheckpointError(
