@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import unbounded
 from tests.integrations.launched import launched
 from tests.ranks import RankError
+from unbounded.sharding.running import is_sharded
 
 PRELOAD_IN_RANKS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "unbounded.hf.trainer"]
 
@@ -319,6 +321,56 @@ def test_what_peft_computes_for_its_files_is_saved_on_the_way(
     pytest.importorskip("peft")
     for plain, ours in ranks(world_size, train_computed, str(tmp_path), method):
         assert_close(ours, plain)
+
+
+class OwnOptimizer(transformers.Trainer):
+    """Makes its optimizer and writes its files in its own way."""
+
+    def create_optimizer(self, *_: Any) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), self.args.learning_rate, momentum=0.9)
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        if self.args.should_save:
+            write_head(self.model, output_dir)
+
+
+class OwnFolder(OwnOptimizer):
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            write_head(self.model, output_dir)
+
+
+def write_head(model: Any, folder: str) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_model(model.lm_head, f"{folder}/head.safetensors")
+
+
+def train_own_ways(rank: int, world_size: int, folder: str) -> Any:
+    """The plain run, and ours: of such classes, and of a subclass of ours. Each with the head that it saved last."""
+    own = {name: vars(OwnOptimizer)[name] for name in ("create_optimizer", "_save")}
+    ours = [unbounded.hf.on(OwnOptimizer), unbounded.hf.on(OwnFolder), type("Own", (unbounded.hf.Trainer,), own)]
+    found = []
+    with launched(rank, world_size):
+        for kind in (OwnOptimizer, *ours):
+            place = f"{folder}/{len(found)}"
+            trainer = build(kind, place, **({} if kind is OwnOptimizer else {"plan": {"stage": 3}}))
+            if kind is ours[-1]:
+                trainer.evaluate()  # shards with an optimizer that train replaces
+            trainer.train()
+            trainer.accelerator.wait_for_everyone()
+            assert kind is OwnOptimizer or is_sharded(trainer.model)
+            head = safetensors.torch.load_file(f"{place}/checkpoint-6/head.safetensors")["weight"]
+            found.append([*history(trainer)[-20:], ("head", float(head.square().sum()))])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trainer_with_an_optimizer_and_files_of_its_own_keeps_to_them(
+    ranks: Any, tmp_path: Path, world_size: int
+) -> None:
+    for plain, *ours in ranks(world_size, train_own_ways, str(tmp_path)):
+        for one in ours:
+            assert_close(one, plain)
 
 
 def test_a_model_is_streamed_in_and_its_blocks_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Trainer
 
 from unbounded.checkpoint.exporting import export
 from unbounded.checkpoint.loading import load
@@ -26,11 +26,14 @@ from unbounded.checkpoint.saving import save
 from unbounded.errors import PlanError, StateError
 from unbounded.hf.accelerator import STATES, PreparedOptimizer, attach
 from unbounded.hf.whole_checkpoints import LAST_FILE, check_whole, find_trainers
+from unbounded.hf.whole_weights import whole_weights
+from unbounded.optim.recognition import unwrap
 from unbounded.planner.plan import Plan, read_data_plan
 from unbounded.sharding.block_policies import find_blocks
 from unbounded.sharding.placing import expect_weights, shard, unshard
 from unbounded.sharding.running import full_params, is_sharded, sharded
 from unbounded.weights.adapter_files import describe_adapters
+from unbounded.zero.step.optimizer import ShardedOptimizer
 
 
 def on(kind: Any) -> Any:
@@ -86,27 +89,34 @@ class ShardingTrainer:
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """`shard` places the model; moving it whole might not fit."""
 
-    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return model if is_sharded(model) else super()._wrap_model(model, *args, **kwargs)  # type: ignore[misc]
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+        """In training, the optimizer has just been made, perhaps by a subclass that did not ask ours."""
+        if training:
+            self._shard_with_optimizer()
+        return model if is_sharded(model) else super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_for_training(self, max_steps: int, loader: Any, resume_from_checkpoint: str | None) -> Any:
         self._resumed_from = resume_from_checkpoint
         return super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """All ranks must call this. Makes the optimizer and shards the model with it, the first time.
-
-        A model that another trainer has sharded becomes whole first, since a new optimizer is made for it.
-        """
+        """All ranks must call this. Makes the optimizer, if there is none, and shards the model with it."""
         if is_sharded(self.model) and self.optimizer is None:
             unshard(self.model)
-        if not is_sharded(self.model):
-            made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-            self._take_plain_states(made)
-            self._compile_blocks()
-            _, placed = shard(self.model, made, self._plan())
-            self.optimizer = PreparedOptimizer(placed)
+        super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self._shard_with_optimizer()
         return self.optimizer
+
+    def _shard_with_optimizer(self) -> None:
+        """All ranks call this. A model that was sharded with another optimizer becomes whole first."""
+        if isinstance(unwrap(self.optimizer), ShardedOptimizer):
+            return
+        if is_sharded(self.model):
+            unshard(self.model)
+        self._take_plain_states(self.optimizer)
+        self._compile_blocks()
+        _, placed = shard(self.model, self.optimizer, self._plan())
+        self.optimizer = PreparedOptimizer(placed)
 
     def _plan(self) -> Plan:
         """The given plan, with the precision and the checkpointing that the training arguments ask for."""
@@ -164,6 +174,7 @@ class ShardingTrainer:
         if not is_sharded(self.model):
             if self.train_dataset is not None:
                 self.create_optimizer()
+                self._shard_with_optimizer()
             else:
                 shard(self.model, None, self._plan())
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
@@ -189,6 +200,10 @@ class ShardingTrainer:
         folder = output_dir if output_dir is not None else self.args.output_dir
         if self.args.should_save and _internal_call:
             (Path(folder) / LAST_FILE).unlink(missing_ok=True)  # a checkpoint that is written again is not whole
+        if self._saves_its_own_way():
+            with self._cache_as_given(), whole_weights(self.model):
+                super().save_model(folder, _internal_call)  # type: ignore[misc]
+            return
         with self._cache_as_given():
             self._export(folder)
         if self.args.should_save:
@@ -198,6 +213,13 @@ class ShardingTrainer:
             torch.save(self.args, Path(folder) / "training_args.bin")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _saves_its_own_way(self) -> bool:
+        """Whether the Trainer class, or a subclass of ours, writes files of its own, from whole weights."""
+        order = type(self).__mro__
+        above = order[: order.index(Trainer)]
+        given = above[above.index(ShardingTrainer) + 1 :]
+        return any("_save" in vars(kind) for kind in above) or any("save_model" in vars(kind) for kind in given)
 
     def _export(self, folder: str) -> None:
         """Writes what is trained. What peft computes for its files, such as prompts, it computes from whole weights."""
@@ -246,13 +268,13 @@ class ShardingTrainer:
             for group, rate in zip(self.optimizer.param_groups, saved.get("_last_lr", ()), strict=False):
                 group["lr"] = rate
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self._states_in(resume_from_checkpoint):
             return
         if not is_sharded(self.model) and any(parameter.is_meta for parameter in self.model.parameters()):
             expect_weights(self.model, Path(resume_from_checkpoint))
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
