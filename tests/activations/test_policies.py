@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import unbounded
 from tests.activations.models import (
     ALL,
+    WIDTH,
     Changed,
     Hooked,
     Layer,
@@ -246,6 +247,20 @@ def test_removed_between_forward_and_backward_the_backward_still_works(policy: s
     handle.remove()
     loss.backward()
     assert_same([loss.detach(), *(p.grad for p in model.parameters())], expected)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "host"])
+def test_a_block_that_the_user_replaces_takes_its_policy_along(policy: str) -> None:
+    plain, model = make(Stack), make(Stack)
+    handle = unbounded.checkpoint_activations(model, policy, tiled="*.up")
+    torch.manual_seed(5)
+    plain.blocks[1], plain.blocks[2].up = Stack.block(), nn.Linear(WIDTH, 2 * WIDTH)
+    torch.manual_seed(5)
+    model.blocks[1], model.blocks[2].up = Stack.block(), nn.Linear(WIDTH, 2 * WIDTH)
+    expected = gradients(plain, tokens())
+    assert_same(gradients(model, tokens()), expected)
+    handle.remove()
+    assert_same(gradients(model, tokens()), expected)
 
 
 def test_an_exception_in_a_block_leaves_no_trace() -> None:

@@ -116,12 +116,18 @@ def test_a_returned_leaf_collects_no_hooks() -> None:
     assert not leaf._backward_hooks
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "host"])
 @pytest.mark.parametrize("plan", list(PLANS))
-def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: str) -> None:
+def test_a_model_that_nobody_holds_is_freed_without_the_garbage_collector(plan: str, activations: str) -> None:
     model = make()
-    model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
+    model, optimizer = unbounded.shard(model, adamw(model), {**PLANS[plan], "activations": activations})
     step(model, optimizer)
-    references = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer.engine)]
+    references = [
+        weakref.ref(model),
+        weakref.ref(optimizer),
+        weakref.ref(optimizer.engine),
+        weakref.ref(model.blocks[0]),
+    ]
     gc.collect()
     gc.disable()
     try:

@@ -49,16 +49,28 @@ class Checkpointed:
         headroom: Headroom | None = None,
         feed_forwards: Sequence[FeedForward] = (),
     ) -> None:
-        self.name, self.module, self.policy, self.shelf, self.headroom = name, module, policy, shelf, headroom
+        self.name, self.policy, self.shelf, self.headroom = name, policy, shelf, headroom
         self.feed_forwards, self.habits = feed_forwards, Habits()
-        self.inner: Callable[..., Any] = module._call_impl
+        self._module = weakref.ref(module)  # which has this
+        self._compiled: Callable[..., Any] | None = None
         self._outer = partial(_call, self)
         self._marker: Any = None
         self._is_attached = False
 
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """The call inside the policy."""
+        return self._compiled or self.module._call_impl
+
     def attach(self) -> None:
         """Puts the block under its policy, around its present call."""
-        self.inner = self.module.__dict__.get("_compiled_call_impl") or self.module._call_impl
+        self._compiled = self.module.__dict__.get("_compiled_call_impl")
         self.module.__dict__["_compiled_call_impl"] = self._outer
         if self._marker is None:  # torch.compile of the whole model calls a module without hooks by its forward
             self._marker = self.module.register_forward_pre_hook(_no_change)
@@ -69,10 +81,12 @@ class Checkpointed:
 
     def detach(self) -> None:
         """Removes the policy. Calls between their forward and their backward are still recomputed."""
+        if self._module() is None:
+            return
         if self._is_wrapped():
             del self.module.__dict__["_compiled_call_impl"]
-            if self.is_compiled:
-                self.module.__dict__["_compiled_call_impl"] = self.inner
+            if self._compiled is not None:
+                self.module.__dict__["_compiled_call_impl"] = self._compiled
         if self._marker is not None:
             self._marker.remove()
             self._marker = None
@@ -83,13 +97,13 @@ class Checkpointed:
 
     def renew(self) -> None:
         """Takes the call back if `Module.compile` replaced it."""
-        if self._is_attached and not self._is_wrapped():
+        if self._is_attached and self._module() is not None and not self._is_wrapped():
             self.attach()
 
     @property
     def is_compiled(self) -> bool:
         """Whether the call inside the policy is that of `Module.compile`."""
-        return getattr(self.inner, "__func__", None) is not nn.Module._call_impl
+        return self._compiled is not None
 
     def _is_wrapped(self) -> bool:
         return self.module.__dict__.get("_compiled_call_impl") is self._outer

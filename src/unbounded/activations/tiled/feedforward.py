@@ -10,6 +10,7 @@ part of the device (`Sizes`), and never in blocks that keep their activations.
 from __future__ import annotations
 
 import fnmatch
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -42,17 +43,26 @@ class FeedForward:
     """One layer of a block. It is tiled while `is_active`: its block runs, and will run again in the backward."""
 
     def __init__(self, module: nn.Module, sizes: Sizes) -> None:
-        self.module, self.sizes, self.is_active = module, sizes, False
+        self._module = weakref.ref(module)  # which has this
+        self.sizes, self.is_active = sizes, False
         self._width = sum(_out_width(inner) for inner in module.modules())
         self._call = partial(_call, self)
 
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
     def attach(self) -> None:
-        if self.module.__dict__.get("_compiled_call_impl") is None:  # one compiled by itself is left alone
-            self.module.__dict__["_compiled_call_impl"] = self._call
+        module = self._module()  # None if the user has put another layer in its place
+        if module is not None and module.__dict__.get("_compiled_call_impl") is None:  # compiled by itself: left alone
+            module.__dict__["_compiled_call_impl"] = self._call
 
     def detach(self) -> None:
-        if self.module.__dict__.get("_compiled_call_impl") is self._call:
-            del self.module.__dict__["_compiled_call_impl"]
+        module = self._module()
+        if module is not None and module.__dict__.get("_compiled_call_impl") is self._call:
+            del module.__dict__["_compiled_call_impl"]
 
     def tile_rows(self, inputs: torch.Tensor) -> int | None:
         """Rows of a tile; None if the layer is small enough as it is. Each output counts twice."""
