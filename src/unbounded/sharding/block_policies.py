@@ -36,8 +36,8 @@ def checkpoint_activations(
     come back. "auto" takes the first of these that a GPU has room for, anew in every forward; on a CPU it keeps.
     `policy` is one for all blocks, or (block pattern, policy) pairs. The blocks are the repeated ones that `shard`
     finds, or the submodules that `blocks` gives, by pattern or as modules. Works on any model, sharded or not, before
-    `shard` or after. Results are those of "keep", bit for bit, if a block may run twice. BatchNorm may not, because it
-    counts a recomputed forward twice, as under `torch.utils.checkpoint`, so "auto" keeps such blocks.
+    `shard` or after. Results are those of "keep", bit for bit, if a block may run twice; buffers such as BatchNorm's
+    statistics change once. Under "auto" a block with SyncBatchNorm keeps its activations, because ranks decide alone.
 
     For long sequences, feed-forward layers of recomputed blocks run over tiles of tokens if they would otherwise take a
     large part of the device. Those of Hugging Face models are found; `tiled` names others by patterns, or is None. Such
