@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unbounded.errors import StateError
 from unbounded.own_hook import OwnHook
-from unbounded.zero.passes.inputs import Inputs, Values
+from unbounded.zero.passes.inputs import Inputs, ParameterValues
 
 _MAX_ANNOUNCED = 8
 
@@ -110,7 +110,7 @@ def _attach_around(module: nn.Module, site: int, visitor: Visitor, *, is_root: b
     compiled, reference = module._compiled_call_impl, weakref.ref(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        outputs, values = None, Values()
+        outputs, values = None, ParameterValues()
         try:
             visitor.before_forward(site)
             if is_root:

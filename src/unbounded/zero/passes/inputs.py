@@ -104,7 +104,7 @@ class Inputs(Arguments):
         return moved
 
 
-class Values(Arguments):
+class ParameterValues(Arguments):
     """What compiled code gets: values, where a block is given a parameter itself, which holds none."""
 
     def _adapt(self, tensor: torch.Tensor) -> torch.Tensor:
