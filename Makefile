@@ -8,21 +8,22 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.cpp' -o -na
 TOOLS  := $(VENV)/.tools
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test checks fuzz lint types native-test sanitize wheel bench clean
+.PHONY: train test test-all checks fuzz lint types native-test sanitize wheel bench clean
 
 train: $(STAMP)
 	@$(BIN)/unbounded train
 
-# Ends with one line that says what held; anything that did not ends it with another exit code than 0. The first tests
-# see no GPU. If there is one, its own follow, one at a time, because they measure its memory.
+# Ends with one line that says what held; anything that did not ends it with another exit code than 0. `test-all` also
+# runs the cases that `test` leaves out (tests/selection.py), in about half as much time again. The first tests see no GPU. If there is one, its own follow, one at a time, because they measure its memory.
 # Two processes a core: tests of several ranks mostly wait, for one another and for a watchdog.
 # Compiled first, whatever the environment says of bytecode: every process would do it for itself otherwise.
-test: export PYTHONDONTWRITEBYTECODE :=
-test:
+test: SELECTED := --selected
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all:
 	@$(MAKE) --no-print-directory -j2 checks
 	@$(BIN)/python -m compileall -q -j 2 src tests
 	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
-	@$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 4 --dist worksteal
+	@$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 4 --dist worksteal $(SELECTED)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo "tests on the GPU"; $(BIN)/python -m pytest -m gpu; fi
 

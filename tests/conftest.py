@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.selection import left_out
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; also for processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")  # for processes that tests start: see process.py
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--selected", action="store_true", help="a third of the cases of each test with many: see selection.py"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,9 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
         warm.prepare()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips tests for a GPU if none is seen; makes the fork server import what the chosen tests ask for."""
     from tests import ranks
+
+    if config.option.selected:
+        others = left_out(items)
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=list(others))
 
     for module in {getattr(item, "module", None) for item in items}:
         ranks.PRELOAD.extend(name for name in getattr(module, "PRELOAD_IN_RANKS", ()) if name not in ranks.PRELOAD)
