@@ -100,7 +100,6 @@ def test_every_tier_and_precision_takes_policies(ranks: Any, plan: dict[str, Any
 
 
 def test_blocks_that_were_compiled_take_policies(ranks: Any) -> None:
-    assert_all_the_same(ranks(2, run_all, Compiled(Stack), {"stage": 3}))
     assert_all_the_same(ranks(2, run_all, Compiled(Changed), {"stage": 3}))
 
 
