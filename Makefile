@@ -14,7 +14,8 @@ train: $(STAMP)
 	@$(BIN)/unbounded train
 
 # Ends with one line that says what held; anything that did not ends it with another exit code than 0. `test-all` also
-# runs the cases that `test` leaves out (tests/selection.py), in about half as much time again. The first tests see no GPU. If there is one, its own follow, one at a time, because they measure its memory.
+# runs the cases that `test` leaves out (tests/running/selection.py), in about half as much time again. The first tests
+# see no GPU. If there is one, its own follow, one at a time, because they measure its memory.
 # Two processes a core: tests of several ranks mostly wait, for one another and for a watchdog.
 # Compiled first, whatever the environment says of bytecode: every process would do it for itself otherwise.
 test: SELECTED := --selected

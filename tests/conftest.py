@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.selection import left_out
+from tests.running.selection import left_out
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; also for processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,7 +19,7 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")  # for processes that tests s
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--selected", action="store_true", help="a third of the cases of each test with many: see selection.py"
+        "--selected", action="store_true", help="a third of the cases of each test with many: see running/selection.py"
     )
 
 
@@ -59,12 +59,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Prints one line after everything else, which says whether all of it held."""
+    gc.unfreeze()  # nanobind, which triton is built with, prints what is left when the process ends
     if not hasattr(config, "workerinput"):
         warm.finish()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or config.option.collectonly or not reporter.stats:
         return
-    from tests.conclusion import conclude, write_durations
+    from tests.running.conclusion import conclude, write_durations
 
     write_durations((report for reports in reporter.stats.values() for report in reports), config.rootpath)
     reporter.ensure_newline()

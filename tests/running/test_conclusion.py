@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conclusion import conclude, write_durations
+from tests.running.conclusion import conclude, write_durations
 
 PASSED, FAILED = SimpleNamespace(nodeid="a", duration=1.0), SimpleNamespace(nodeid="b", duration=2.0)
 SKIPPED = SimpleNamespace(nodeid="c", duration=0.0, longrepr=("file", 1, "Skipped: without a GPU"))

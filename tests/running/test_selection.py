@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.selection import choose
+from tests.running.selection import choose
 
 
 @pytest.mark.parametrize("lengths", [(2, 3), (17, 7), (2, 2, 5), (3, 4, 1), (6, 2), (1, 9)], ids=str)
