@@ -38,7 +38,8 @@ class GroupLease:
         """All ranks of the axis must call this. The group for `purpose`, made at the first call."""
         groups, key = self._set.groups, (purpose, backend)
         if key not in groups:
-            groups[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            made: Any = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            groups[key] = made
         return groups[key]
 
 

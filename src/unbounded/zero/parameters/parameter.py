@@ -428,7 +428,7 @@ def has_memory_of(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both show the same elements of one memory."""
     with torch._C.DisableTorchFunctionSubclass():
         same = value.dtype == other.dtype and value.shape == other.shape and value.stride() == other.stride()
-        return same and shares(value, other) and value.storage_offset() == other.storage_offset()
+        return same and shares(value, other) and bool(value.storage_offset() == other.storage_offset())
 
 
 def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:

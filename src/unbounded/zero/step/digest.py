@@ -12,6 +12,8 @@ from copy import deepcopy
 from dataclasses import asdict
 from typing import Any, Protocol
 
+import numpy as np
+
 from unbounded.errors import StateError
 from unbounded.zero.step.loss_scale import LossScale
 from unbounded.zero.unit import Unit
@@ -82,4 +84,4 @@ def restore(optimizer: Counters, units: Sequence[Unit], state_dict: dict[str, An
 
 def _steps(units: Sequence[Unit]) -> int:
     """The step count of the parameter that was updated most often."""
-    return max((int(unit.steps.max()) for unit in units if len(unit.steps)), default=0)
+    return max((int(np.max(unit.steps, initial=0)) for unit in units), default=0)
