@@ -477,6 +477,35 @@ def test_values_that_are_held_follow_what_forwards_write(ranks: Any, world: tupl
     compare(ranks, world, held_while_written, Codebook)
 
 
+class Started(Net):
+    """Glow: a batch sets weights, in place by `.data` and by new data."""
+
+    is_set = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.first.bias.data.copy_(-x.mean())
+            self.last.bias.data = x.std().expand(3).clone()
+        self.is_set = True
+        return super().forward(x)
+
+
+def start_without_gradients(model: nn.Module, optimizer: Any) -> Any:
+    seen = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model.is_set = False
+        whole = unbounded.full_params(model) if dist.is_initialized() else contextlib.nullcontext()
+        with whole, mode():
+            seen.append(model(data()).clone())
+        seen.append(three_steps(model, optimizer))
+    return seen
+
+
+@pytest.mark.parametrize("world", [(1, "device", 3), (1, "host", 3), (2, "device", 1), (2, "disk", 3)], ids=str)
+def test_data_that_a_forward_without_gradients_writes_is_kept(ranks: Any, world: tuple[int, str, int]) -> None:
+    compare(ranks, world, start_without_gradients, Started)
+
+
 class Late(Codebook):
     """Begins to write only after some forwards."""
 

@@ -189,6 +189,8 @@ class ModuleViews:
             if views[place].data_ptr() != part.data_ptr() and views[place].shape == part.shape:
                 part.copy_(views[place].detach())
                 rebound.append(index)
+        if rebound:
+            self.unit.take_lasting_views()
         return rebound
 
     def show(self) -> None:

@@ -1,10 +1,10 @@
 """Keeps values that users write to weights: brings them to the unit's tier and to whatever completes its weights.
 
 Between passes, version counters show a write (`parameter`). Inside a forward modules hold plain tensors: version
-counters show operations in place, but not those on `weight.data`, nor a new `.data`. So the first training forwards of
-a unit are checked against a fingerprint of its bytes, and a unit that was once written to in that way is checked in
-every forward from then on. Later the units take turns, one every few forwards. A write that begins then is found late
-and is an error, since earlier ones were lost.
+counters show operations in place, but not those on `weight.data`, nor a new `.data`. So the first forwards of a unit
+with gradients, and its first without, are checked against a fingerprint of its bytes, and a unit that was once written
+to in that way is checked in every such forward from then on. Later the units take turns, one every few training
+forwards. A write that begins then is found late and is an error, since earlier ones were lost.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ class Writes:
     """Watches forwards for writes, and keeps what was written."""
 
     def __init__(self) -> None:
-        self._checks_left: dict[Unit, int] = {}
+        self._checks_left: dict[bool, dict[Unit, int]] = {True: {}, False: {}}  # of forwards with gradients and without
         self._before: dict[Unit, torch.Tensor] = {}
         self._forwards: dict[Unit, int] = {}  # of each unit, with gradients, so far; it starts at the unit's turn
         self._late: set[Unit] = set()  # checked in its turn
 
     def is_new(self, unit: Unit) -> bool:
-        """Whether the next training forward of `unit` is checked apart from its turns, which may take a copy of it."""
-        return self._checks_left.get(unit, CHECKED_FORWARDS) > 0
+        """Whether the next forward of `unit` is checked apart from its turns, which may take a copy of it."""
+        return self._checks().get(unit, CHECKED_FORWARDS) > 0
+
+    def _checks(self) -> dict[Unit, int]:
+        return self._checks_left[torch.is_grad_enabled()]
 
     def watch(self, unit: Unit) -> None:
         """A forward of `unit` begins."""
-        left = self._checks_left.setdefault(unit, CHECKED_FORWARDS)
+        left = self._checks().setdefault(unit, CHECKED_FORWARDS)
         self._late.discard(unit)
-        if torch.is_grad_enabled() and (left or self._has_its_turn(unit)):
+        if left or (torch.is_grad_enabled() and self._has_its_turn(unit)):
             is_copied = unit.resident and unit.has_master and unit not in self._late  # what is found late is an error
             self._before[unit] = unit.owned_part().clone() if is_copied else _fingerprint(unit.buffer)
         else:
@@ -51,21 +54,21 @@ class Writes:
 
     def _has_its_turn(self, unit: Unit) -> bool:
         count = self._forwards[unit] = self._forwards.setdefault(unit, TURN_FORWARDS * len(self._forwards)) + 1
-        if count % (TURN_FORWARDS * len(self._checks_left)):
+        if count % (TURN_FORWARDS * len(self._checks())):
             return False
         self._late.add(unit)
         return True
 
     def find(self, unit: Unit) -> list[int]:
         """The parameters that the finished forward may have written to; new data is already in the buffer."""
-        before = self._before.get(unit)
+        before, checks = self._before.get(unit), self._checks()
         rebound = unit.views.take_rebound() if before is not None else []
         written = unit.views.end_forward()
         if not (rebound or written or self._differs(unit, before)):
-            if self._before.pop(unit, None) is not None and self._checks_left[unit] <= CHECKED_FORWARDS:
-                self._checks_left[unit] = max(0, self._checks_left[unit] - 1)
+            if self._before.pop(unit, None) is not None and checks.get(unit, 0) <= CHECKED_FORWARDS:
+                checks[unit] = max(0, checks.get(unit, 0) - 1)
             return []
-        self._checks_left[unit] = ALWAYS
+        checks[unit] = ALWAYS
         if written:  # which is always seen
             self._late.discard(unit)
         return [*rebound, *written] or list(range(len(unit.layout.slots)))
@@ -79,6 +82,8 @@ class Writes:
     def keep_from_forward(self, unit: Unit, slots: list[int]) -> None:
         """Keeps what a forward has written to the gathered buffer of `unit`."""
         now, before = unit.owned_part(), self._before.pop(unit, None)
+        if unit.engine.is_shown and all(slot.cut is None for slot in unit.layout.slots):
+            return  # full_params keeps what the buffer has at its end
         if before is None or before.numel() != now.numel():
             spans = [(slot.start, slot.stop) for slot in map(unit.layout.slots.__getitem__, slots)]
             before = _weights_before(unit, spans, now) if unit.resident else fetch_owned(unit)
