@@ -6,7 +6,7 @@ below it ever sees an open field.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -121,7 +121,7 @@ class Plan:
             object.__setattr__(self, name, float(getattr(self, name)))
         if not isinstance(self.compile, (bool, str)) or self.compile == "":
             raise PlanError(f"compile is {self.compile!r}. Choose True or False, or the name of a backend.")
-        _check_seconds("watchdog_seconds", self.watchdog_seconds)
+        _check_positive("watchdog_seconds", self.watchdog_seconds, "number of seconds")
         self._check_axes()
         self._check_weights()
         self._check_gradients()
@@ -245,14 +245,9 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise PlanError(f"{name} is {value!r}, but it must be a whole number of at least {least}.")
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise PlanError(f"{name} is {value!r}, but it must be a number above 0.")
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise PlanError(f"{name} is {value!r}, but it must be a number of seconds above 0.")
+def _check_positive(name: str, value: Any, noun: str = "number") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise PlanError(f"{name} is {value!r}, but it must be a {noun} above 0 and at most {sys.float_info.max:g}.")
 
 
 def read_activations(value: Any) -> Placement:

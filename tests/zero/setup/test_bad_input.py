@@ -123,6 +123,10 @@ def bad_prefetch() -> None:
     plan_of({"prefetch_units": -1})
 
 
+def scale_beyond_floats() -> None:
+    plan_of({"loss_scale": 10**400})
+
+
 def plan_as_text() -> None:
     plan_of("fast")
 
@@ -155,6 +159,7 @@ SHARDING: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (tier_of_disks, PlanError, ["'nvme'", "Did you mean 'disk'?"]),
     (bad_bytes, PlanError, ["device_bytes", "24 apples"]),
     (bad_prefetch, PlanError, ["prefetch_units is -1"]),
+    (scale_beyond_floats, PlanError, ["loss_scale is 1000", "above 0 and at most 1.79769e+308"]),
     (plan_as_text, PlanError, ["'fast'", '"auto"']),
 ]
 
