@@ -125,7 +125,8 @@ def test_half_precision_keeps_what_a_scaled_loss_brings_into_its_range() -> None
 def test_rows_may_have_more_than_one_dim_and_the_graph_may_be_kept() -> None:
     inputs = make()
     expected = run(plain, inputs)
-    folded = inputs | {"hidden": inputs["hidden"][None], "labels": inputs["labels"][None]}
+    narrow = inputs["labels"].to(torch.uint8)[None]  # torch takes these too; -100 becomes 156
+    folded = inputs | {"hidden": inputs["hidden"][None], "labels": narrow, "ignore_index": 156}
     loss = unbounded.tiled_cross_entropy(**folded, tile_bytes=tiles(7))
     wanted = [inputs["hidden"], inputs["weight"], inputs["bias"]]
     for _ in range(2):
@@ -244,6 +245,7 @@ def test_ranks_may_hold_a_part_of_the_vocabulary_each(ranks: Any) -> None:
         ),
         ({"labels": torch.full((ROWS,), -1)}, r"labels go from -1 to -1.*or be ignore_index \(-100\)"),
         ({"labels": torch.zeros(4, dtype=torch.long)}, r"labels must be \(23,\), but they are \(4,\)"),
+        ({"labels": torch.zeros(ROWS)}, r"labels are torch.float32, but each must be the number of a class"),
         ({"weight": torch.zeros(CLASSES, 3)}, r"hidden is 8 wide, but the head's weight is \(37, 3\)"),
         ({"reduction": "none"}, "reduction is 'none', but it must be"),
         ({"label_smoothing": 1.5}, "label_smoothing is 1.5, but it must lie between 0 and 1"),

@@ -290,10 +290,10 @@ def _cross_entropy(
     is_deferred = isinstance(input, Deferred) and input._made is None and input.dim() == 2
     if not (is_plain and is_deferred) or isinstance(target, Deferred):
         return None
-    if target.dim() != 1 or target.is_floating_point() or target.shape[0] != input.shape[0]:
+    if target.dim() != 1 or target.dtype not in (torch.long, torch.uint8) or target.shape[0] != input.shape[0]:
         return None
     options = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    loss = input._loss(input._recipe, target, options)
+    loss = input._loss(input._recipe, target.long(), options)
     if loss is None:
         return None
     input._family.has_loss = True

@@ -75,6 +75,9 @@ def tiled_cross_entropy(
             f"hidden is {tuple(hidden.shape)}, so labels must be {tuple(hidden.shape[:-1])}, but they are "
             f"{tuple(labels.shape)}. Give one label for every row."
         )
+    if labels.is_floating_point() or labels.is_complex():
+        raise PlanError(f"labels are {labels.dtype}, but each must be the number of a class. Give whole numbers.")
+    labels = labels.long()
     entropy = Entropy(ignore_index, label_smoothing, z_loss, softcap, scale, vocabulary)
     rows = hidden.reshape(-1, hidden.shape[-1])
     head = values_of(weight, bias)
