@@ -115,6 +115,13 @@ def lonely_clipping(job: Job, rank: int, folder: str) -> None:
     job.step()
 
 
+def lonely_clearing(job: Job, rank: int, folder: str) -> None:
+    job.backward()
+    if rank == 0:
+        job.model.head.weight.grad = None
+    job.step()
+
+
 def another_rate(job: Job, rank: int, folder: str) -> None:
     job.train()
     job.optimizer.param_groups[0]["lr"] *= 1 + rank
@@ -215,6 +222,8 @@ CASES = [
     (lonely_clipping, 1, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),
     (lonely_clipping, 2, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),
     (lonely_clipping, 3, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),
+    (lonely_clearing, 0, r"step\(\) from rank 0: gradients of 8 parameters instead of gradients of 7 parameters"),
+    (lonely_clearing, 3, r"step\(\) from rank 0: gradients of 8 parameters instead of gradients of 7 parameters"),
     (longer_generation, 3, r"rank 0 is in model.state_dict\(\); rank 1 is in a forward without gradients"),
     (once_more, 3, "rank 0 is in a backward; rank 1 is in the gather of unit 'blocks.1'"),
     (another_rate, 1, r"rank 1 has different settings in optimizer.step\(\) from rank 0: lr=0.002 instead of lr=0.001"),

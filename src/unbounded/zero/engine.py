@@ -122,11 +122,6 @@ class Engine:
         gradients = (unit.gradient for unit in self.units if unit.trainable)
         return any(each.local is not None or each.state is GradientState.HELD for each in gradients)
 
-    def describe_gradients(self) -> str:
-        """What the next step will use, in words, the same on ranks that compute the same layers."""
-        num_held = sum(sum(map(bool, unit.gradient.used)) for unit in self.units if unit.trainable)
-        return f"gradients of {num_held} parameters; backwards since the last step: {self.taking.num_backwards}"
-
     def turn(self) -> AbstractContextManager[None]:
         """For everything that is done to the model outside its passes: inside, no other thread uses it."""
         self.check_process()

@@ -36,6 +36,7 @@ class GradientAgreement:
         self._phases, self._reduction, self._failures = phases, reduction, failures
         self._votes = axes.data.lane("votes", "gloo")
         self._vote: Vote | None = None  # the last one, perhaps in flight
+        self._is_voted = True  # on every gradient that backwards have given
         self._norms: dict[Unit, tuple[int, torch.Tensor]] = {}  # of single parameters' gradients, while these last
 
     def adopt(self) -> None:
@@ -44,13 +45,28 @@ class GradientAgreement:
             found, unit.views.first_gradients = unit.views.first_gradients, []
             if unit.trainable and any(gradient is not None for gradient in found):
                 self._reduction.adopt(unit, found, defer=self._ranks.size > 1)
+                self.expect_vote()
+
+    def expect_vote(self) -> None:
+        """Ranks have gradients on which they have not voted yet, so each knows only its own."""
+        self._is_voted = False
+
+    def describe(self) -> str:
+        """Which gradients the next step will use, in words."""
+        num_held = sum(sum(map(bool, unit.gradient.used)) for unit in self._units if unit.trainable)
+        return f"gradients of {num_held} parameters"
+
+    def describe_voted(self) -> str:
+        """The same on all ranks, unless one of them has cleared or made gradients since the vote."""
+        return self.describe() if self._is_voted else "gradients without a vote"
 
     def vote(self) -> None:
         """All ranks of the axis must call this at the end of a backward outside `no_sync`. Waits for nobody.
 
         From now on, whoever asks which parameters have a gradient gets what is so on any rank.
         """
-        if self._ranks.size == 1 or self._reduction.at_once:  # which votes unit by unit
+        self._is_voted = not self._reduction.at_once  # which votes unit by unit, perhaps still in flight
+        if self._ranks.size == 1 or self._reduction.at_once:
             return
         self._end_vote()
         gradients = [unit.gradient for unit in self._units if unit.trainable]
@@ -76,6 +92,7 @@ class GradientAgreement:
             if held:
                 self._reduction.flush(unit, wide=held > 1)
         self._reduction.forget()
+        self._is_voted = True
         for unit in trainable:
             with self._failures.noting():
                 unit.gradient.order_stream()

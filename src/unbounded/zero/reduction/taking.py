@@ -92,7 +92,9 @@ class GradientTaking:
         self._absent.end()
         if is_reducing:
             self._reduction.end(defer=self._is_deferring)
-            if not self._no_sync:
+            if self._no_sync:
+                self._agreement.expect_vote()
+            else:
                 self._agreement.vote()
             for unit in self._units:
                 unit.gradient.settle_lent()

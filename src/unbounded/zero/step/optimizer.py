@@ -341,11 +341,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "parameters were added to, taken out of or moved between groups of a sharded optimizer, whose states "
                 "are laid out by group. Change the groups before `shard`; their options may change at any time."
             )
-        options = describe_groups(self.kind, self.param_groups)
-        self.engine.copy_phases.confirm(call, f"{options}; {self.engine.describe_gradients()}", ["tensor", "context"])
+        options, gradients = describe_groups(self.kind, self.param_groups), self.engine.gradients
+        given = f"{gradients.describe()}; backwards since the last step: {self.engine.taking.num_backwards}"
+        self.engine.copy_phases.confirm(call, f"{options}; {given}", ["tensor", "context"])
         self.engine.copy_phases.confirm(call, options, ["pipeline"])  # stages hold gradients of their own
-        with self.engine.phases.together(call, options):
-            self.engine.gradients.finish()
+        with self.engine.phases.together(call, f"{options}; {gradients.describe_voted()}"):
+            gradients.finish()
         for unit in self.engine.units:
             with self.engine.failures.noting():
                 if unit.states_written is not None and unit.states_written.launched():
