@@ -107,7 +107,7 @@ def test_the_code_of_the_page_on_fine_tuning_runs(tmp_path: Path, monkeypatch: p
         save_tokenizer(tmp_path / folder)
     read, make, again = blocks_of("fine-tuning.md")
     names: dict[str, Any] = {"unbounded": unbounded, "torch": torch, "peft": peft, "__name__": "page"}
-    names |= {"AutoConfig": transformers.AutoConfig, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    names["AutoModelForCausalLM"] = transformers.AutoModelForCausalLM
     for code in (make, read, again):
         exec(compile(code, "fine-tuning.md", "exec"), names)
     assert type(names["model"]).__name__ == "LlamaForCausalLM"

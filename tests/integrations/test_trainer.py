@@ -17,6 +17,7 @@ import torch
 
 import unbounded
 from tests.integrations.launched import launched
+from tests.parallel import models
 from tests.ranks import RankError
 from unbounded.sharding.running import is_sharded
 
@@ -438,6 +439,27 @@ def test_a_model_with_code_of_its_own_is_streamed_in_if_that_is_trusted(
     assert type(own).__name__ == "OwnModel"
     unbounded.shard(own)
     assert torch.equal(own(TOKENS).logits, model.eval()(TOKENS).logits)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("deepseek_v3", torch.bfloat16), ("t5", torch.float16)])
+def test_what_transformers_keeps_in_fp32_beside_16_bits_streams_in_so(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    model = models.build(family)
+    for buffer in model.buffers():
+        buffer.uniform_(5.0, 5.01)  # in bf16, the corrections of all experts would be the same
+    model.save_pretrained(tmp_path / "fp32")
+    kind = type(model)
+    loaded = kind.from_pretrained(tmp_path / "fp32", dtype=dtype)
+    loaded.save_pretrained(tmp_path / "low")
+    settings = json.loads((tmp_path / "low" / "config.json").read_text()) | {"dtype": None}
+    (tmp_path / "low" / "config.json").write_text(json.dumps(settings))
+    expected = loaded.state_dict()
+    assert {value.dtype for value in expected.values()} == {dtype, torch.float32}
+    for folder, given in (("fp32", {"dtype": dtype}), ("low", {})):  # which has the dtype of its files
+        found = unbounded.shard(unbounded.hf.from_pretrained(tmp_path / folder, kind, **given))[0].state_dict()
+        assert all(found[name].dtype == value.dtype for name, value in expected.items())
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_adapters_that_are_loaded_before_there_are_values_are_refused(tmp_path: Path) -> None:

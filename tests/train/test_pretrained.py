@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parallel import models
 from tests.train.corpora import save_model, save_tokenizer, sentences, write_jsonl, write_texts
 from tests.train.jobs import losses, train
 from unbounded.cli import main
@@ -85,6 +86,18 @@ def test_a_model_starts_from_nothing_with_a_configuration(tmp_path: Path, folder
     found = losses(tmp_path / "out")
     assert found[0] == pytest.approx(torch.log(torch.tensor(320.0)).item(), abs=0.3)
     assert found[-1] < found[0] - 0.3
+
+
+def test_corrections_of_experts_stay_in_fp32_beside_16_bits(tmp_path: Path, texts: Path) -> None:
+    from safetensors.torch import load_file
+
+    name, model = "model.layers.1.mlp.gate.e_score_correction_bias", models.build("deepseek_v3", vocab_size=320)
+    model.get_buffer(name).uniform_(5.0, 5.01)  # in bf16, all would be the same
+    model.save_pretrained(save_tokenizer(tmp_path / "model"))
+    given = {"model": str(tmp_path / "model"), "precision": "bf16", "steps": 1, "export": str(tmp_path / "exported")}
+    train(fine_tune(tmp_path / "out", texts, **given))
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert torch.equal(exported[name], model.get_buffer(name))
 
 
 def test_adapters_train_while_the_rest_stays_and_are_exported_alone(tmp_path: Path, folder: Path, texts: Path) -> None:

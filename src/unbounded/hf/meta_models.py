@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from unbounded.errors import PlanError, StateError
 from unbounded.paths import expand_home
 from unbounded.sharding.placing import expect_weights
+from unbounded.weights.kept_in_fp32 import keep_in_fp32
+from unbounded.weights.safetensors_reader import WeightFolder
 
 _ON_THE_HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _KERNELS = ("attn_implementation", "experts_implementation")
@@ -30,8 +32,9 @@ def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCaus
     """The model of `folder`, of the class `kind`, without its weights: `shard` or a trainer here streams them in.
 
     `folder` has safetensors and a config.json; a model on the hub, given by name, is downloaded first. `options` go to
-    the configuration, and `dtype` is that of the parameters (by default that of the files). Those that say where the
-    model is on the hub (`revision`, `token`, ...) are heeded; `device_map` and the like are not, since `shard` places.
+    the configuration, and `dtype` is that of the parameters (by default that of the files), except for those that
+    transformers keeps in fp32. Options that say where the model is on the hub (`revision`, `token`, ...) are heeded;
+    `device_map` and the like are not, since `shard` places.
     Nothing can be loaded into the model before that.
     """
     code = {key: options.pop(key) for key in ("trust_remote_code",) if key in options}
@@ -52,14 +55,16 @@ def from_pretrained(folder: str | os.PathLike[str], kind: Any = AutoModelForCaus
             "has no effect on a model that is streamed in. Leave it out."
         )
     if dtype in ("auto", None):
-        dtype = getattr(config, "dtype", None) or torch.float32
+        dtype = getattr(config, "dtype", None) or WeightFolder(path).dtype() or torch.float32
+    dtype = _read_dtype(dtype)
     with torch.device("meta"):
         by_config = hasattr(kind, "from_config")
         build = partial(kind.from_config, **code) if by_config else kind._from_config
-        model = build(config, dtype=_read_dtype(dtype), **kernels)
+        model = build(config, dtype=dtype, **kernels)
     for parameter in model.parameters():
         if not parameter.is_meta:  # made with torch.Tensor(...), which heeds no device
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
+    keep_in_fp32(model, dtype)
     if (path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.name_or_path = str(folder)

@@ -16,6 +16,7 @@ from torch import nn
 from unbounded.errors import InputError
 from unbounded.train.data.tokenizer import FolderTokenizer
 from unbounded.train.options.settings import Settings
+from unbounded.weights.kept_in_fp32 import keep_in_fp32
 from unbounded.weights.lora import add_adapters
 
 
@@ -86,6 +87,7 @@ def _build_empty(path: Path, config: Any, dtype: torch.dtype, objective: str) ->
             f'"{path}" is a model such as BERT, which sees the tokens that --objective next has it predict. '
             'Train it with --objective masked, or set "is_decoder": true in its config.json.'
         )
+    keep_in_fp32(model, dtype)
     _read_generation(path, model)
     return model
 

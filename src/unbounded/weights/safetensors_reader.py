@@ -19,7 +19,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_INDEX_BYTES = 1 << 30
 _PIECE_NUMEL = 1 << 22
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class WeightFolder:
@@ -36,6 +36,11 @@ class WeightFolder:
     def is_float(self, key: str) -> bool:
         """Whether a tensor holds values, and not codes that mean something only with their scales."""
         return self._slice(key).get_dtype() in _FLOATS
+
+    def dtype(self) -> torch.dtype | None:
+        """That of the first tensor with values, which counts where a configuration names none."""
+        kinds = (self._slice(key).get_dtype() for key in self.places)
+        return next((_FLOATS[kind] for kind in kinds if kind in _FLOATS), None)
 
     def read(self, key: str) -> torch.Tensor:
         return self._open(self.places[key]).get_tensor(key)
