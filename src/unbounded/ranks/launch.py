@@ -17,10 +17,9 @@ import torch.distributed as dist
 from unbounded.errors import PlanError
 from unbounded.launcher import Launch, read_launch, read_numbers, tell_local_rank
 from unbounded.ranks.axis import is_running
-from unbounded.ranks.watchdog.first_meeting import Arrivals, name_ranks
+from unbounded.ranks.watchdog.first_meeting import RollCall, name_ranks
 
 _JOIN = timedelta(minutes=10)
-_num_joined = 0  # groups that this process has made
 
 
 def is_due() -> bool:
@@ -91,22 +90,17 @@ def _make_group(launch: Launch, device: torch.device) -> None:
             f"{error}. "
             "Check that every rank was started and that the port is free and reachable."
         ) from error
-    # Restarted workers share the store with those before them, and a second group of these with the first: a prefix
-    # keeps them from reading stale keys.
-    global _num_joined
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"unbounded-attempt-{attempt}-{_num_joined}", store)
-    _await_all(store, launch)
+    # A prefix of their own keeps them from reading the keys of workers and groups that had this store before.
+    store = dist.PrefixStore(f"unbounded-{_await_all(store, launch)}", store)
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, device_id=bound)
-    _num_joined += 1
 
 
-def _await_all(store: dist.Store, launch: Launch) -> None:
-    """All ranks must call this. Returns when every rank has come; raises if one has not within the limit."""
+def _await_all(store: dist.Store, launch: Launch) -> str:
+    """All ranks must call this. A name for their group, once every rank has come; raises if one has not in time."""
     advice = "Check that every rank was started and calls unbounded, and look for the first error in their output."
     try:
-        arrivals = Arrivals(store, launch.rank, launch.size)
+        arrivals = RollCall(store, launch.rank, launch.size)
         while not arrivals.is_complete():
             arrivals.tell()
             if arrivals.seconds > _JOIN.total_seconds():
@@ -115,6 +109,7 @@ def _await_all(store: dist.Store, launch: Launch) -> None:
                     f"{name_ranks(arrivals.absent())} to make the first call to unbounded. {advice}"
                 )
             time.sleep(0.05 + launch.size / 1000)  # many ranks ask one store
+        return arrivals.name
     except RuntimeError as error:
         raise PlanError(
             f"rank {launch.rank} of {launch.size} lost the job's store at {launch.address}:{launch.port}, which rank 0 "

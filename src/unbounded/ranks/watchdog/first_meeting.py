@@ -2,10 +2,15 @@
 
 A rank may prepare data for a long time before it comes, so the others wait as long as torch allows. If that ends, or
 a connection breaks, they name the ranks that did not come.
+
+A store may outlive a job: torchrun's has the keys of workers that it has restarted since. How often it has is no name
+for those that are there now, because the launchers of two nodes count for themselves. So ranks that are about to make a
+group call each other by names that nobody has had (`RollCall`).
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import uuid
@@ -25,8 +30,11 @@ class Arrivals:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self.rank, self.size = dist.PrefixStore("unbounded-arrivals", store), rank, size
         self._began, self._is_told = time.monotonic(), False
-        self._number = self._store.add(f"number/{rank}", 1)
-        self._store.set(self._key(rank), "")
+        self._enter()
+
+    def _enter(self) -> None:
+        self._meeting = str(self._store.add(f"number/{self.rank}", 1))
+        self._store.set(self._key(self.rank), "")
 
     @property
     def seconds(self) -> float:
@@ -52,7 +60,48 @@ class Arrivals:
             )
 
     def _key(self, rank: int) -> str:
-        return f"{rank}/{self._number}"
+        return f"{rank}/{self._meeting}"
+
+
+class RollCall(Arrivals):
+    """A meeting of the ranks that are there now, in a store that may have the keys of others before them.
+
+    The first rank calls under a name that nobody has had. Each of the others answers by a name of its own. Once all
+    have, the first rank repeats the answers: who finds its own among them was called by this one, not by an earlier.
+    """
+
+    def _enter(self) -> None:
+        self._own, self._meeting = uuid.uuid4().hex, ""
+        if self.rank == 0:
+            self._store.set("call", self._own)
+
+    def is_complete(self) -> bool:
+        """Whether every rank has come. Each must ask until it is so."""
+        self._answer()
+        answers = _answers(self._meeting)
+        if self.rank == 0 and super().is_complete():
+            found = [self._store.get(self._key(rank)).decode() for rank in range(self.size)]
+            self._store.set(answers, json.dumps(found))
+        return self._store.check([answers]) and self._own in json.loads(self._store.get(answers))
+
+    @property
+    def name(self) -> str:
+        """Of this meeting: no other has it."""
+        return self._meeting
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come."""
+        return super().absent() if self._meeting else [0]
+
+    def _answer(self) -> None:
+        call = self._store.get("call").decode() if self._store.check(["call"]) else ""
+        if call != self._meeting and not self._store.check([_answers(call)]):  # those of an old one are there already
+            self._meeting = call
+            self._store.set(self._key(self.rank), self._own)
+
+
+def _answers(call: str) -> str:
+    return f"answers/{call}"
 
 
 def name_ranks(ranks: Sequence[int], link: str = "and") -> str:
