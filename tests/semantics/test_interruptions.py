@@ -114,44 +114,48 @@ def test_a_step_that_failed_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(unit.gradient.store.num_changes % 2 == 0 for unit in optimizer.engine.units)
 
 
-class CtrlC:
-    """Ctrl-C at the `after`th call that the main thread makes inside the library."""
+class Interrupting:
+    """A signal at the `after`th call that the main thread makes inside the library."""
 
-    def __init__(self, after: int) -> None:
-        self._left = after
+    def __init__(self, after: int, number: int) -> None:
+        self._left, self._number = after, number
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and f"{os.sep}unbounded{os.sep}" in frame.f_code.co_filename:
             self._left -= 1
             if self._left == 0:
                 sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self._number)
+
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
 @pytest.fixture
-def keyboard() -> Iterator[None]:
-    """A process in the background may have begun with a SIGINT that is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def interrupts() -> Iterator[None]:
+    """A process in the background may have begun with a SIGINT that is ignored; a program's own handlers raise too."""
+    before = [signal.signal(number, signal.default_int_handler) for number in NUMBERS]
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip(NUMBERS, before, strict=True):
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("keyboard")
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("plan", list(PLANS))
-def test_after_ctrl_c_at_any_moment_training_goes_on(plan: str) -> None:
+def test_after_a_signal_at_any_moment_training_goes_on(plan: str) -> None:
     plain, model = make(), make()
     start = weights(plain)
     model, optimizer = unbounded.shard(model, adamw(model), PLANS[plan])
     step(model, optimizer)
     for after in range(1, 2000, 97):
-        sys.setprofile(CtrlC(after))
+        sys.setprofile(Interrupting(after, NUMBERS[after % 3]))
         try:
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 while True:
                     step(model, optimizer)
         finally:
             sys.setprofile(None)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert {signal.getsignal(number) for number in NUMBERS} == {signal.default_int_handler}
         optimizer.zero_grad()
         step(model, optimizer)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -168,7 +172,7 @@ def wait_with_ctrl_c() -> None:
         wait(threading.Event())
 
 
-@pytest.mark.usefixtures("keyboard")
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_a_wait_and_reaches_the_users_handler() -> None:
     with pytest.raises(KeyboardInterrupt):
         wait_with_ctrl_c()
@@ -181,3 +185,6 @@ def test_ctrl_c_ends_a_wait_and_reaches_the_users_handler() -> None:
         assert seen == [signal.SIGINT]
         signal.raise_signal(signal.SIGINT)
     assert seen == [signal.SIGINT] * 2
+    with pytest.raises(KeyboardInterrupt), HeldBack():
+        list(map(signal.raise_signal, NUMBERS))
+    assert seen == [signal.SIGINT] * 3  # what one handler raises keeps no other from being called
