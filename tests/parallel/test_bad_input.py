@@ -340,7 +340,7 @@ def go_apart(rank: int, size: int, plan: dict[str, Any]) -> dict[str, str]:
     """What a rank raises in the second step, in which rank 1 does something else."""
     found = {}
     for kind in APART:
-        model = models.build("gpt2", n_layer=2)
+        model = models.build("gpt2", n_layer=plan.get("pipeline", 1))
         values = {name: value.clone() for name, value in model.state_dict().items()}
         model, optimizer = unbounded.shard(model, optimizer_of(model), plan)
         run = unbounded.pipeline(model) if "pipeline" in plan else lambda m=model, **batch: m(**batch).loss.backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +40,16 @@ def fresh(family: str, plan: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def travel(rank: int, size: int, family: str, plans: list[dict[str, Any]], folder: str) -> Any:
-    """Trains two steps under each plan, saving after each and loading under the next."""
+    """Trains a step under each plan, saving after each and loading under the next."""
     reference = without_dropout(models.build(family))
-    wanted = train_plain(copy.deepcopy(reference), family, steps=2 * len(plans))[::2]
-    losses, step = [], 0
+    wanted = train_plain(reference, family, steps=len(plans))[::2]
+    losses = []
     for number, plan in enumerate(plans):
         model, optimizer = fresh(family, plan)
         if number:
             assert unbounded.load(f"{folder}/{number - 1}", model, optimizer) == {"number": number - 1}
-        losses += advance(model, optimizer, family, range(step, step + 2))
-        step += 2
+        losses += advance(model, optimizer, family, range(number, number + 1))
         unbounded.save(f"{folder}/{number}", model, optimizer, number=number)
-    train_plain(reference, family, steps=2 * len(plans))
     unbounded.export(f"{folder}/export", model)
     return losses, wanted, worst_error(model.state_dict(), reference.state_dict()), reference.state_dict()
 

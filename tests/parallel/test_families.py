@@ -12,28 +12,34 @@ import tests.ranks
 import unbounded
 from tests.parallel import models
 from tests.parallel.comparing import MAX_NORM, check, compare, optimizer_of, without_dropout, worst_error
-from tests.parallel.meshes import DEALT, EIGHT, FAMILIES, FOUR, SCHEDULES, TWO, fits
+from tests.parallel.meshes import DEALT_FOUR, DEALT_TWO, EIGHT, FAMILIES, FOUR, SCHEDULES, TWO, Plan, few_blocks
 
 PRELOAD_IN_RANKS = ("transformers.modeling_utils",)
 
 
+def compare_on(ranks: Any, size: int, family: str, plans: list[Plan]) -> None:
+    """With as few blocks as the plans need."""
+    staged = [plan for plan in plans if "pipeline" in plan]
+    cut = [plan for plan in plans if "pipeline" not in plan]
+    for some, changes in ((cut, few_blocks(family)), (staged, {})):
+        if some:
+            check(ranks(size, compare, family, some, changes))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_train_as_one_with_dropout_on(ranks: Any, family: str) -> None:
-    names = [name for name in TWO if fits(family, TWO[name])]
-    if family not in ("gpt2", "t5"):  # one block list with tied embeddings, and two block lists
-        names = [name for name in names if name not in ("gpipe", "zero_bubble")]
-    check(ranks(2, compare, family, [TWO[name] for name in names], {}))
+    compare_on(ranks, 2, family, [TWO[name] for name in DEALT_TWO[family]])
 
 
 @pytest.mark.parametrize("family", [family for family in models.FAMILIES if family not in FAMILIES])
 def test_other_families_are_cut_over_a_tensor_axis(ranks: Any, family: str) -> None:
     names = ["tensor", "tensor, sequence", *(["1f1b"] if family == "llama4" else [])]
-    check(ranks(2, compare, family, [TWO[name] for name in names], {}))
+    compare_on(ranks, 2, family, [TWO[name] for name in names])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks_train_as_one(ranks: Any, family: str) -> None:
-    check(ranks(4, compare, family, [FOUR[name] for name in DEALT[family]], {}))
+    compare_on(ranks, 4, family, [FOUR[name] for name in DEALT_FOUR[family]])
 
 
 def accumulate(model: Any, optimizer: Any, run: Any) -> list[float]:
@@ -76,6 +82,7 @@ def test_data_tensor_and_pipeline_over_eight_ranks(ranks: Any, monkeypatch: pyte
 
 
 def test_every_mesh_is_some_familys() -> None:
-    assert {name for names in DEALT.values() for name in names} == set(FOUR)
-    assert set(DEALT) == set(FAMILIES)
+    for dealt, meshes in ((DEALT_TWO, TWO), (DEALT_FOUR, FOUR)):
+        assert {name for names in dealt.values() for name in names} == set(meshes)
+        assert set(dealt) == set(FAMILIES)
     assert {plan["schedule"] for plan in TWO.values() if "schedule" in plan} == set(SCHEDULES)
