@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import unbounded
 from unbounded.errors import PlanError
 from unbounded.planner.plan import Plan
-from unbounded.planning import dry_run
+from unbounded.planning import dry_run, module_footprint
 from unbounded.planning.config_model import build_model
 from unbounded.planning.module_footprint import footprint_of_description, footprint_of_module
 from unbounded.planning.towers import find_towers
@@ -109,6 +109,13 @@ def make_config(kind: str) -> Any:
     return transformers.AutoConfig.for_model(kind, **CONFIGS[kind][1])
 
 
+@pytest.fixture
+def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what does not follow from one, which takes longer than all else."""
+    monkeypatch.setattr(module_footprint, "seen_costs", lambda *_: {})
+
+
+@pytest.mark.usefixtures("no_dry_run")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_plan_counts_the_parameters_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     purpose, values = CONFIGS[kind]
@@ -148,6 +155,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.usefixtures("no_dry_run")
 @pytest.mark.parametrize("kind", COUNTED)
 def test_flops_are_close_to_what_torch_counts(kind: str) -> None:
     """With experts that run one by one and attention in plain products, which torch's counter sees."""
@@ -371,6 +379,7 @@ def test_a_model_that_its_config_does_not_describe_is_counted_from_its_layers() 
     )
 
 
+@pytest.mark.usefixtures("no_dry_run")
 @pytest.mark.parametrize(
     ("kind", "assumed"),
     [

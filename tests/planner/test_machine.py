@@ -111,6 +111,7 @@ def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypa
         return reached
 
     monkeypatch.setattr(measuring, "reached_rates", reach)
+    monkeypatch.setattr(measuring, "measure_libraries", lambda: {"process_bytes": 7})  # takes a process of its own
     machine = unbounded.Machine.measure(tmp_path)
     for name in ("matmul_flops", "device_bandwidth", "kernel_seconds"):
         assert getattr(machine, name) == reached[name]
@@ -119,6 +120,7 @@ def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypa
         moved = alone["device_bandwidth"] * alone["kernel_seconds"]
         assert machine.device_bandwidth * machine.kernel_seconds == pytest.approx(moved)
     assert unbounded.Machine.load() == machine
+    assert machine.process_bytes == 7
     assert machine.host_rate > 0
     assert machine.host_add_rate > 0
     assert machine.disk_both > 0

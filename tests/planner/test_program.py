@@ -87,7 +87,7 @@ def test_random_programs_are_solved_as_by_brute_force() -> None:
 def test_random_placements_are_those_of_brute_force_on_random_machines() -> None:
     rng = random.Random(2)
     feasible = 0
-    for _ in range(150):
+    for _ in range(75):
         units = random_units(rng)
         total = sum(7 * unit.weights for unit in units)
         machine = replace(
@@ -107,7 +107,7 @@ def test_random_placements_are_those_of_brute_force_on_random_machines() -> None
             program = StateChoice(find_alike(units, Plan()), options, uses_disk=uses_disk).program(room)
             if np.prod([float(len(group.options)) ** group.count for group in program.groups]) <= 3000:
                 feasible += check(program)
-    assert feasible > 60
+    assert feasible > 30
 
 
 def test_two_solves_give_the_same_placement() -> None:

@@ -59,7 +59,7 @@ def answers(case: tuple[Footprint, MachineRates, Request]) -> tuple[Candidate | 
 
 def test_pruned_and_unpruned_searches_answer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(4)
-    cases = [random_case(rng) for _ in range(40)]
+    cases = [random_case(rng) for _ in range(20)]
     pruned = [answers(case) for case in cases]
     find_ways, solved = searching._ways, []
 
@@ -74,8 +74,8 @@ def test_pruned_and_unpruned_searches_answer_the_same(monkeypatch: pytest.Monkey
     monkeypatch.setattr(evaluation, "solve_program", without_cutoff)
     for case, expected in zip(cases, pruned, strict=True):
         assert answers(case) == expected
-    assert sum(isinstance(chosen, Candidate) for chosen, _ in pruned) > 30
-    assert len(solved) > 1000
+    assert sum(isinstance(chosen, Candidate) for chosen, _ in pruned) > 15
+    assert len(solved) > 500
 
 
 def mix(footprint: Footprint) -> Footprint:

@@ -86,20 +86,20 @@ def test_the_summary_says_what_a_run_came_to(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_run_killed_outright_goes_on_with_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
     data = write_texts(tmp_path / "a.jsonl", 400)
-    run = [*TINY, "--data", str(data), "--steps", "60", "--checkpoint-every", "5", "--sample", "", "--eval-every", "0"]
+    run = [*TINY, "--data", str(data), "--steps", "24", "--checkpoint-every", "3", "--sample", "", "--eval-every", "0"]
     stands_still = (
         "import sys, time; from unbounded.cli import main; from unbounded.train.step.loop import Trainer; "
         "seed = Trainer._seed; "  # of the step that begins
-        "Trainer._seed = lambda self, number: time.sleep(1e6) if number == 40 else seed(self, number); "
+        "Trainer._seed = lambda self, number: time.sleep(1e6) if number == 16 else seed(self, number); "
         "main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", stands_still, "train", *run, "--output", str(tmp_path / "killed")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         metrics = tmp_path / "killed" / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 12):
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 6):
             time.sleep(0.005)
         process.kill()
-    assert 12 < len(losses(tmp_path / "killed")) <= 40
+    assert 6 < len(losses(tmp_path / "killed")) <= 16
     assert main(["train", *run, "--output", str(tmp_path / "killed")]) == 0
     assert main(["train", *run, "--output", str(tmp_path / "whole")]) == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

@@ -99,15 +99,13 @@ def test_activations_beyond_the_hosts_budget_end_the_run_with_what_would_help(tm
         train(config)
 
 
-@pytest.mark.parametrize("kind", ["texts", "chats"])
 def test_the_same_global_batch_gives_the_same_losses_on_any_number_of_ranks(
-    tmp_path: Path, ranks: Callable[..., list[Any]], request: pytest.FixtureRequest, kind: str
+    tmp_path: Path, ranks: Callable[..., list[Any]], chats: Path
 ) -> None:
-    data = request.getfixturevalue(kind)
     found = {}
     for world_size in (1, 2, 4):
         output = tmp_path / str(world_size)
-        steps = ranks(world_size, train_on_rank, tiny(output, data, eval_fraction=0.05, eval_every=3))
+        steps = ranks(world_size, train_on_rank, tiny(output, chats, eval_fraction=0.05, eval_every=3))
         assert steps == [6] * world_size
         found[world_size] = losses(output) + [line["loss"] for line in read_metrics(output / "metrics.jsonl", "eval")]
     assert found[2] == pytest.approx(found[1], rel=2e-5)

@@ -75,7 +75,7 @@ def test_a_model_begins_with_its_own_weights_and_its_export_is_what_was_trained(
 
 def test_what_happens_to_activations_changes_no_loss(tmp_path: Path, folder: Path, texts: Path) -> None:
     for kind, more in (("whole", {}), ("adapters", {"lora_rank": 2})):
-        for policy in ("keep", "recompute", "host"):
+        for policy in ("keep", "host"):  # which also recomputes
             output = tmp_path / f"{kind}-{policy}"
             train(fine_tune(output, texts, model=str(folder), activations=policy, steps=3, **more))
             assert losses(output) == losses(tmp_path / f"{kind}-keep")
