@@ -51,14 +51,19 @@ class GradientAgreement:
         """Ranks have gradients on which they have not voted yet, so each knows only its own."""
         self._is_voted = False
 
+    def _num_held(self) -> int:
+        return sum(sum(map(bool, unit.gradient.used)) for unit in self._units if unit.trainable)
+
     def describe(self) -> str:
         """Which gradients the next step will use, in words."""
-        num_held = sum(sum(map(bool, unit.gradient.used)) for unit in self._units if unit.trainable)
-        return f"gradients of {num_held} parameters"
+        return f"gradients of {self._num_held()} parameters"
 
     def describe_voted(self) -> str:
-        """The same on all ranks, unless one of them has cleared or made gradients since the vote."""
-        return self.describe() if self._is_voted else "gradients without a vote"
+        """The same on all ranks, unless one of them has cleared or made gradients since the vote.
+
+        A rank without any does not know whether others have some from `no_sync`.
+        """
+        return self.describe() if self._is_voted and self._num_held() else "gradients without a vote"
 
     def vote(self) -> None:
         """All ranks of the axis must call this at the end of a backward outside `no_sync`. Waits for nobody.
