@@ -357,6 +357,7 @@ def test_a_browser_draws_the_page(page: Path) -> None:
         (["layers=2,hidden=64,heads=4,kv_heads=3", "--machine", "rtx4090"], "kv_heads is 3, but it must divide"),
         (["llama-70b", "--machine", "rtx4090", "--stage", "1"], "which take 131.4 GiB, but there are 21.6 GiB"),
         (["llama-7b", "--machine", "rtx4090", "--gradients", "disk", "--disk-bytes", "0"], "(gradients)"),
+        (["llama-7b", "--machine", "h200", "--precision", "fp16", "--gradients", "none"], "but precision is 'fp16'"),
         (["llama-7b", "--machine", "rtx4090", "--lora-rank", "0"], "--lora-rank is 0, but it must be from 1 to 65,536"),
     ],
 )
@@ -379,11 +380,21 @@ def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.Ca
         ({"machine": 5}, "machine is a int"),
         ({"optimizer": "host"}, "plan takes the optimizer itself"),
         ({"weights": (("nothing*", "host"),)}, "'nothing*' in weights matches no unit"),
+        ({"activations": (("nothing*", "host"),)}, "'nothing*' in activations matches no block. The blocks are"),
+        ({"model": nn.LazyLinear(3)}, "'weight' of a lazy module has no shape yet"),
     ],
 )
 def test_what_no_plan_can_have_is_refused_by_name(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
-        unbounded.plan("llama-7b", **{"machine": "h200:8", **asked})
+        unbounded.plan(**{"model": "llama-7b", "machine": "h200:8", **asked})
+
+
+@pytest.mark.parametrize(("asked", "may"), [({"precision": "bf16"}, True), ({"precision": "fp16"}, False)])
+def test_only_a_job_that_may_drop_its_gradients_is_told_what_would_fit_without(
+    asked: dict[str, Any], may: bool
+) -> None:
+    reasons = unbounded.plan("llama-7b", machine="h200:8", **asked).reasons
+    assert ('gradients="none"' in reasons) == may
 
 
 def test_a_model_without_parameters_is_refused() -> None:

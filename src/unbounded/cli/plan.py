@@ -122,6 +122,7 @@ def _read(args: argparse.Namespace) -> tuple[Footprint, MachineRates, Request]:
     machine = _read_machine(args.machine)
     names = ("exact", "compact") if args.format == "any" else (args.format,)
     fixed = {name: getattr(args, name) for name in _BUDGETS if getattr(args, name) is not None}
+    fixed["precision"] = args.precision
     for name in ("activations", "gradients"):
         if getattr(args, name):
             fixed[name] = getattr(args, name)

@@ -264,6 +264,7 @@ class _WayProgram:
             working=working,
             num_ranks=ranks,
             keeps_gradients=plan.keeps_gradients,
+            may_drop=plan.may_drop_gradients and self.setup.pipeline == 1,
             packs=may_pack(plan, is_cpu=self.machine.is_cpu),
             buffers=self.request.buffer_bytes,
         )

@@ -110,7 +110,10 @@ def as_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def _largest(candidate: Candidate, *, keeps_gradients: bool) -> int | None:
-    return None if candidate.capacity is None else int(candidate.capacity.most(keeps_gradients=keeps_gradients))
+    capacity = candidate.capacity
+    if capacity is None or not (keeps_gradients or capacity.may_drop):
+        return None
+    return int(capacity.most(keeps_gradients=keeps_gradients))
 
 
 def _places(candidate: Candidate) -> str:

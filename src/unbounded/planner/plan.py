@@ -31,6 +31,12 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulate_dtype": PRECISIONS,
     "schedule": SCHEDULES,
 }
+# With gradients="none": what other fields may be, and why nothing else.
+_WITHOUT_GRADIENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("precision", (None, "bf16", "fp32"), "an overflow is known only after the backward, and skips the step"),
+    ("pipeline", (1,), "the micro-batches of a pipeline are several backwards"),
+    ("early_units", (None, 0), "all units are updated inside the backward already"),
+)
 _LEAST = {
     "prefetch_units": 0,
     "early_units": 0,
@@ -151,11 +157,7 @@ class Plan:
                 f'gradients are "none" for some units and {others} for others, but a step is clipped, skipped and '
                 'accumulated as a whole. Give gradients="none" for all units, or for no unit.'
             )
-        for name, allowed, why in (
-            ("precision", (None, "bf16", "fp32"), "an overflow is known only after the backward, and skips the step"),
-            ("pipeline", (1,), "the micro-batches of a pipeline are several backwards"),
-            ("early_units", (None, 0), "all units are updated inside the backward already"),
-        ):
+        for name, allowed, why in _WITHOUT_GRADIENTS:
             value = getattr(self, name)
             if value not in allowed:
                 raise PlanError(
@@ -168,6 +170,11 @@ class Plan:
         """Whether gradients are stored between the backward and the step."""
         tiers = [tier for _, tier in self.gradients] if isinstance(self.gradients, tuple) else [self.gradients]
         return NOWHERE not in tiers
+
+    @property
+    def may_drop_gradients(self) -> bool:
+        """Whether the other fields would go with gradients="none"."""
+        return all(getattr(self, name) in allowed for name, allowed, _ in _WITHOUT_GRADIENTS)
 
     @property
     def lets_states_move(self) -> bool:

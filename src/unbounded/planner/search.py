@@ -143,6 +143,8 @@ def _check_plan(footprint: Footprint, machine: MachineRates, plan: Plan) -> None
     names = [part.name for part in expand(footprint.parts)]
     for kind in KINDS:
         check_patterns(getattr(plan, kind), kind, names)
+    blocks = dict.fromkeys(part.module_name for part in expand(footprint.parts) if part.is_block)
+    check_patterns(plan.activations, "activations", list(blocks), "block")
     for tier in TIERS:
         given, has = getattr(plan, f"{tier}_bytes"), getattr(machine, f"{tier}_bytes")
         if given is not None and given > has:
@@ -176,7 +178,15 @@ def _nothing_fits(footprint: Footprint, machine: MachineRates, request: Request)
     working = max(working_bytes(formatted, setup, gathered=formatted.parts, recomputes=True))
     ranks, keeps = machine.num_devices, request.plan.keeps_gradients
     packs = may_pack(request.plan, is_cpu=machine.is_cpu)
-    capacity = capacity_of(formatted, room, working=working, num_ranks=ranks, keeps_gradients=keeps, packs=packs)
+    capacity = capacity_of(
+        formatted,
+        room,
+        working=working,
+        num_ranks=ranks,
+        keeps_gradients=keeps,
+        may_drop=request.plan.may_drop_gradients and setup.pipeline == 1,
+        packs=packs,
+    )
     states, total = capacity.states_bytes(keeps_gradients=keeps), capacity.left_bytes
     whole = formatted.numel * formatted.states.weights / setup.model_ranks
     if setup.stage < 3 and whole > room["device"]:

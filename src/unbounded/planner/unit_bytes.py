@@ -159,12 +159,11 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern)
 
 
-def check_patterns(placement: Placement | None, kind: str, names: Sequence[str]) -> None:
-    """Raises if a pattern matches no unit: a misspelt one would silently place nothing."""
+def check_patterns(placement: Placement | None, kind: str, names: Sequence[str], noun: str = "unit") -> None:
+    """Raises if a pattern matches no unit (or block): a misspelt one would silently place nothing."""
     if placement is None or isinstance(placement, str):
         return
     for pattern, _ in placement:
         if not any(_matches(name, pattern) for name in names):
-            raise PlanError(
-                f"the pattern {pattern!r} in {kind} matches no unit. The units are {', '.join(names[:8])}..."
-            )
+            known = f"The {noun}s are {', '.join(names[:8])}..." if names else f"The model has no repeated {noun}s."
+            raise PlanError(f"the pattern {pattern!r} in {kind} matches no {noun}. {known}")

@@ -58,7 +58,7 @@ def plan(
     request = Request(
         tokens,
         sequence,
-        plan=asked,
+        plan=replace(asked, precision=precision),
         formats=formats,
         stages=(asked.stage,),
         tensors=(asked.tensor,),

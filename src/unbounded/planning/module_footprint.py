@@ -47,7 +47,7 @@ from unbounded.planning.towers import Tower, describe_parts, find_towers, split_
 from unbounded.sharding.block_policies import find_blocks
 from unbounded.weights.lora import add_empty_adapters
 from unbounded.zero.members import find_members
-from unbounded.zero.setup.admission import check_optimizer, common_precision
+from unbounded.zero.setup.admission import check_optimizer, check_shapes, common_precision
 from unbounded.zero.setup.sites import Site, find_sites
 from unbounded.zero.setup.specs import UnitSpec, find_specs
 
@@ -57,6 +57,7 @@ def read_footprint(
 ) -> tuple[Footprint, str, Mapping[str, StateBytes]]:
     """The footprint of whatever describes a model, its precision, and the bytes of its states."""
     if isinstance(model, nn.Module):
+        check_shapes(model)
         precision = asked.precision or common_precision(model)
         footprint = footprint_of_module(model, optimizer, asked, sequence, inputs=inputs)
     elif inputs is not None:

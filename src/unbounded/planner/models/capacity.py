@@ -16,6 +16,7 @@ class Capacity:
     device_bytes: float
     other_bytes: float  # of host and disk
     keeps_gradients: bool = True
+    may_drop: bool = True  # whether such a job could do without stored gradients
     packs: bool = False  # whether frozen weights outside the device may be packed
 
     @property
@@ -41,7 +42,7 @@ class Capacity:
     def describe(self) -> str:
         """How many fit, also where no gradient is stored."""
         said = self._say(keeps_gradients=self.keeps_gradients)
-        if not self.keeps_gradients or not self.footprint.trained_numel:
+        if not self.keeps_gradients or not self.may_drop or not self.footprint.trained_numel:
             return said
         return f'{said}; gradients="none": {self._say(keeps_gradients=False)}, one backward per step, no clipping'
 
@@ -72,10 +73,11 @@ def capacity_of(
     working: float,
     num_ranks: int,
     keeps_gradients: bool,
+    may_drop: bool,
     packs: bool,
     buffers: float = 0.0,
 ) -> Capacity:
     """What `num_ranks` have of device, host and disk beside working memory and buffers."""
     device = num_ranks * max(0.0, room["device"] - working)
     other = num_ranks * (max(0.0, room["host"] - buffers) + room["disk"])
-    return Capacity(footprint, device, other, keeps_gradients, packs)
+    return Capacity(footprint, device, other, keeps_gradients, may_drop, packs)

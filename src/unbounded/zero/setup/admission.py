@@ -181,12 +181,7 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
                 f"{_called(name, 'module')} was made by torch.jit.script or torch.jit.trace, and takes no hooks. "
                 "Shard a model that has the module it was made from; scripted functions may stay."
             )
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
-            raise PlanError(
-                f"{name!r} of a lazy module has no shape yet. Run a batch through the model, make the optimizer, and "
-                "then call `shard`."
-            )
+    check_shapes(model)
     for name, parameter in model.named_parameters():
         if parameter.is_inference():
             raise PlanError(
@@ -224,6 +219,16 @@ def check_model(model: nn.Module, *, is_known: bool) -> list[Member]:
             f"the model's parameters are on different devices: {places}. Move the whole model to one of them first."
         )
     return members
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Raises if parameters or buffers are made by the first forward."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+            raise PlanError(
+                f"{name!r} of a lazy module has no shape yet. Run a batch through the model first, then make the "
+                "optimizer."
+            )
 
 
 def _called(name: str, kind: str) -> str:
