@@ -8,6 +8,7 @@ that nobody holds any more is freed at once, unless it was written to: `model.st
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 
@@ -21,8 +22,8 @@ class _HeldCopy:
     def __init__(self, copy: torch.Tensor, index: int, generation: int) -> None:
         self.alias: torch.Tensor | None = copy.detach()
         self.index, self.generation, self.version = index, generation, copy._version
-        own = weakref.ref(self)
-        self._copy = weakref.ref(copy, lambda _: _let_go(own()))
+        # By itself: when the process ends, the names of this module are gone before the last copies.
+        self._copy = weakref.ref(copy, partial(_let_go, weakref.ref(self)))
 
     def is_held(self) -> bool:
         return self._copy() is not None
@@ -38,9 +39,10 @@ class _HeldCopy:
             self.version = self.alias._version
 
 
-def _let_go(held: _HeldCopy | None) -> None:
-    if held is not None and held.written() is None:
-        held.alias = None
+def _let_go(held: weakref.ref[_HeldCopy], _: weakref.ref[torch.Tensor]) -> None:
+    own = held()
+    if own is not None and own.written() is None:
+        own.alias = None
 
 
 class StateDictCopies:
