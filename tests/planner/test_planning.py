@@ -26,7 +26,7 @@ from unbounded.cli import main
 from unbounded.cli.plan_page import COLUMNS
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.machine import VERSION, saved_path
-from unbounded.planner.presets import UNMEASURED
+from unbounded.planner.presets import UNMEASURED, find_machine
 from unbounded.planning.running_step import predict_step
 from unbounded.sharding import block_policies
 
@@ -116,6 +116,23 @@ def test_budgets_of_a_plan_are_kept_and_contradictions_refused() -> None:
 
 def test_a_field_that_is_none_has_its_default() -> None:
     assert unbounded.Plan(**{item.name: None for item in fields(unbounded.Plan)}) == unbounded.Plan()  # type: ignore[arg-type]
+
+
+def test_products_in_fp32_take_as_long_as_they_do_on_the_machine() -> None:
+    def times(machine: Any) -> float:
+        narrow, wide = (unbounded.plan("llama-1b", machine=machine, precision=p) for p in ("bf16", "fp32"))
+        return float(wide.predicted_seconds or 0.0) / float(narrow.predicted_seconds or 1.0)
+
+    assert times("h200") > 5  # 67 instead of 989 TFLOP/s
+    assert times(replace(find_machine("h200"), fp32_flops=0.0)) < 2  # not known
+
+
+def test_a_plan_for_a_machine_that_was_not_measured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assumed = "assumed      rates of an H200 machine: this one was not measured"
+    assert assumed in unbounded.plan("gpt2", tokens_per_step=64, sequence=64).reasons
+    replace(UNMEASURED, name="measured").save()
+    assert "assumed" not in unbounded.plan("gpt2", tokens_per_step=64, sequence=64).reasons
 
 
 def test_a_shape_a_name_and_a_preset_machine_will_do() -> None:

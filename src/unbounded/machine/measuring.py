@@ -76,6 +76,7 @@ def _measure_alone(device: torch.device) -> dict[str, float]:
     is_gpu = device.type == "cuda"
     return {
         "matmul_flops": _matmul_flops(device, torch.bfloat16 if is_gpu else torch.float32),
+        "fp32_flops": _matmul_flops(device, torch.float32) if is_gpu else 0.0,
         "device_bandwidth": _elementwise_rate(device),
         "kernel_seconds": _kernel_seconds(device),
     }

@@ -114,6 +114,7 @@ def evaluate(
 ) -> Candidate | None:
     """The best placements and policies for one way; None if nothing fits or none costs less than `cutoff`."""
     footprint = replace(footprint, states=request.formats[state_format])
+    machine = machine.for_weights(footprint.states.weights)
     way = _WayProgram(footprint, machine, replace(setup, state_format=state_format), request)
     best: _Chosen | None = None
     for gathers, recomputes in way.variants():

@@ -7,6 +7,7 @@ from typing import Any
 
 from unbounded.planner.evaluation import Candidate
 from unbounded.planner.plan import TIERS
+from unbounded.planner.presets import UNMEASURED
 from unbounded.planner.sizes import format_bytes
 from unbounded.planner.step.loads import LANES
 from unbounded.planner.step.prediction import NAMES, REMEDIES, Prediction
@@ -20,7 +21,7 @@ def describe(candidate: Candidate) -> list[str]:
     trained = "" if footprint.trained_numel == footprint.numel else f", {count(footprint.trained_numel)} trained"
     lines = [
         f"model        {footprint.name}: {count(footprint.numel)} parameters{trained}",
-        *(f"assumed      {one}" for one in footprint.assumptions),
+        *(f"assumed      {one}" for one in _assumptions(candidate)),
         f"machine      {prediction.machine.name}: {_number(prediction.machine.num_devices, 'device')} on "
         f"{_number(prediction.machine.nodes, 'node')}",
         f"plan         stage {setup.stage}, {candidate.axes}, {candidate.format} states, micro-batches of "
@@ -78,7 +79,7 @@ def as_values(candidate: Candidate) -> dict[str, Any]:
         "model": candidate.footprint.name,
         "parameters": candidate.footprint.numel,
         "trained_parameters": candidate.footprint.trained_numel,
-        "assumptions": list(candidate.footprint.assumptions),
+        "assumptions": _assumptions(candidate),
         "machine": prediction.machine.name,
         "devices": prediction.machine.num_devices,
         "stage": setup.stage,
@@ -107,6 +108,13 @@ def as_values(candidate: Candidate) -> dict[str, Any]:
         "largest_parameters": _largest(candidate, keeps_gradients=True),
         "largest_parameters_without_gradients": _largest(candidate, keeps_gradients=False),
     }
+
+
+def _assumptions(candidate: Candidate) -> list[str]:
+    """What costs take for granted, and rates if nobody has measured them."""
+    is_measured = candidate.prediction.machine.name != UNMEASURED.name
+    rates = [] if is_measured else ["rates of an H200 machine: this one was not measured (unbounded plan --measure)"]
+    return [*candidate.footprint.assumptions, *rates]
 
 
 def _largest(candidate: Candidate, *, keeps_gradients: bool) -> int | None:

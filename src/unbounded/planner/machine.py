@@ -20,7 +20,7 @@ from unbounded.errors import PlanError
 VERSION = 3
 _M = TypeVar("_M", bound="MachineRates")
 _OPTIONAL = (
-    "kernel_seconds", "host_compact_rate", "host_add_rate", "peer_bandwidth", "network_bandwidth",
+    "fp32_flops", "kernel_seconds", "host_compact_rate", "host_add_rate", "peer_bandwidth", "network_bandwidth",
     "disk_bytes", "disk_read", "disk_write", "disk_both", "process_bytes",
 )  # fmt: skip
 _WORDS: dict[str, type] = {"name": str, "sources": Mapping, "is_cpu": bool}
@@ -49,6 +49,7 @@ class MachineRates:
     host_bandwidth: float
     host_threads: int
     host_thread_rate: float
+    fp32_flops: float = 0.0  # of a device, the same products in fp32; 0: as in 16 bits
     host_compact_rate: float = 0.0  # of one thread with `compact` states; 0: as with others
     host_add_rate: float = 0.0  # of a node: gradients added up in fp32; 0: as updates
     disk_bytes: int = 0
@@ -82,6 +83,10 @@ class MachineRates:
     @property
     def num_devices(self) -> int:
         return self.devices * self.nodes
+
+    def for_weights(self: _M, num_bytes: float) -> _M:
+        """The machine as a model finds it whose weights take so many bytes each."""
+        return dataclasses.replace(self, matmul_flops=self.fp32_flops) if num_bytes > 2 and self.fp32_flops else self
 
     @property
     def peer_rate(self) -> float:

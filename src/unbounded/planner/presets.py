@@ -17,6 +17,7 @@ from unbounded.planner.spelling import find_closest
 GB, TB, GIB, TFLOP = 10**9, 10**12, 2**30, 1e12
 REACHED = {
     "matmul": 0.67,  # H200: 785 TFLOP/s measured of 989 in the largest products; 660 fits recorded steps best
+    "fp32": 0.67,  # assumed, of what a GPU does in fp32 without TF32, which torch uses only if it is told to
     "device memory": 0.85,  # assumed
     "link": 0.86,  # H200: PCIe 5.0 x16, 55 GB/s measured of 64
     "both ways": 0.85,  # H200: 47 GB/s each way measured of 55 alone
@@ -32,7 +33,7 @@ def _node(name: str, **values: object) -> MachineRates:
 
 
 def _modern(
-    name: str, *, tflops: float, memory: float, bandwidth: float, nvlink: float, network: float
+    name: str, *, tflops: float, fp32: float, memory: float, bandwidth: float, nvlink: float, network: float
 ) -> MachineRates:
     """A node of eight: PCIe 5.0 x16 for each, two sockets with 8 channels of DDR5-4800, 8 data disks."""
     return _node(
@@ -56,8 +57,10 @@ def _modern(
         peer_bandwidth=nvlink / 2 * REACHED["collectives"] * GB,
         network_bandwidth=network / 8 * REACHED["network"] * GB,
         kernel_seconds=8e-6,
+        fp32_flops=fp32 * REACHED["fp32"] * TFLOP,
         sources={
             "matmul_flops": f"{tflops} TFLOP/s bf16 dense (datasheet) x {REACHED['matmul']}",
+            "fp32_flops": f"{fp32} TFLOP/s fp32 (datasheet) x {REACHED['fp32']}",
             "device_bytes, device_bandwidth": f"datasheet: {memory:g} GB at {bandwidth:g} TB/s",
             "to_device": "PCIe 5.0 x16, 64 GB/s each way; 55 measured on an H200 machine",
             "host": "datasheet: 2 TB, 2 x 8 channels DDR5-4800 = 614 GB/s, 2 x 56 cores",
@@ -68,7 +71,9 @@ def _modern(
     )
 
 
-def _consumer(name: str, *, tflops: float, memory: float, bandwidth: float, host: float, link: float) -> MachineRates:
+def _consumer(
+    name: str, *, tflops: float, fp32: float, memory: float, bandwidth: float, host: float, link: float
+) -> MachineRates:
     return _node(
         name,
         matmul_flops=tflops * REACHED["matmul"] * TFLOP,
@@ -87,8 +92,10 @@ def _consumer(name: str, *, tflops: float, memory: float, bandwidth: float, host
         disk_write=4.0 * GB,
         disk_both=5.0 * GB,
         kernel_seconds=8e-6,
+        fp32_flops=fp32 * REACHED["fp32"] * TFLOP,
         sources={
             "matmul_flops": f"{tflops} TFLOP/s bf16 dense (datasheet) x {REACHED['matmul']}",
+            "fp32_flops": f"{fp32} TFLOP/s fp32 (datasheet) x {REACHED['fp32']}",
             "device_bytes, device_bandwidth": f"datasheet: {memory:g} GB at {bandwidth:g} TB/s",
             "to_device": f"PCIe, {link:g} GB/s each way (specification) x {REACHED['link']}",
             "host": f"{host:g} GiB in 2 channels of DDR5-5200 = 83 GB/s",
@@ -118,7 +125,9 @@ DGX2 = _node(
     peer_bandwidth=120 * GB,
     network_bandwidth=60 * GB,
     kernel_seconds=10e-6,
+    fp32_flops=15.7 * REACHED["fp32"] * TFLOP,
     sources={
+        "fp32_flops": f"15.7 TFLOP/s (datasheet) x {REACHED['fp32']}",
         "matmul_flops": "chosen to fit the table of throughputs, one number for all rows: 60 of 125 TFLOP/s. "
         "ZeRO-Infinity takes 70 as what V100 reach in large products alone",
         "device_bandwidth": "V100's 900 GB/s (datasheet); ZeRO-Infinity figure 2b has 600 to 900",
@@ -150,8 +159,10 @@ DGX_A100 = _node(
     peer_bandwidth=225 * GB,
     network_bandwidth=160 * GB,
     kernel_seconds=8e-6,
+    fp32_flops=19.5 * REACHED["fp32"] * TFLOP,
     sources={
         "matmul_flops": "chosen to fit the table of throughputs, one number for all rows: 0.72 of 312 TFLOP/s",
+        "fp32_flops": f"19.5 TFLOP/s (datasheet) x {REACHED['fp32']}",
         "device_bytes, device_bandwidth": "datasheet: 80 GB at 2.0 TB/s, 0.82 of it assumed",
         "peer_bandwidth": "NVLink 600 GB/s both ways (datasheet), 0.75 of one way assumed",
         "network_bandwidth": "8 x 200 Gbit/s of InfiniBand per node (Megatron section 5), 0.8 of it assumed",
@@ -161,13 +172,13 @@ DGX_A100 = _node(
 _NODES = {
     "dgx2": DGX2,
     "dgx-a100": DGX_A100,
-    "dgx-h100": _modern("dgx-h100", tflops=989, memory=80, bandwidth=3.35, nvlink=900, network=3200),
-    "dgx-h200": _modern("dgx-h200", tflops=989, memory=141, bandwidth=4.8, nvlink=900, network=3200),
-    "dgx-b200": _modern("dgx-b200", tflops=2250, memory=180, bandwidth=8.0, nvlink=1800, network=3200),
-    "rtx4090": _consumer("rtx4090", tflops=165, memory=24, bandwidth=1.008, host=128, link=32),
-    "rtx4080": _consumer("rtx4080", tflops=97, memory=16, bandwidth=0.717, host=64, link=32),
+    "dgx-h100": _modern("dgx-h100", tflops=989, fp32=67, memory=80, bandwidth=3.35, nvlink=900, network=3200),
+    "dgx-h200": _modern("dgx-h200", tflops=989, fp32=67, memory=141, bandwidth=4.8, nvlink=900, network=3200),
+    "dgx-b200": _modern("dgx-b200", tflops=2250, fp32=75, memory=180, bandwidth=8.0, nvlink=1800, network=3200),
+    "rtx4090": _consumer("rtx4090", tflops=165, fp32=82.6, memory=24, bandwidth=1.008, host=128, link=32),
+    "rtx4080": _consumer("rtx4080", tflops=97, fp32=48.7, memory=16, bandwidth=0.717, host=64, link=32),
     "laptop": replace(
-        _consumer("laptop", tflops=60, memory=8, bandwidth=0.256, host=32, link=16),
+        _consumer("laptop", tflops=60, fp32=30, memory=8, bandwidth=0.256, host=32, link=16),
         host_threads=8,
         disk_bytes=1 * TB,
     ),
@@ -242,6 +253,7 @@ UNMEASURED = MachineRates(
     peer_bandwidth=100 * GB,
     network_bandwidth=25 * GB,
     kernel_seconds=8e-6,
+    fp32_flops=45 * TFLOP,
     sources={
         "all": "links, host and disk: measured on one H200 machine, rounded down; memory, products, collectives assumed"
     },

@@ -63,9 +63,10 @@ def _ways(footprint: Footprint, machine: MachineRates, request: Request) -> list
     ways = []
     for state_format, states in request.formats.items():
         formatted = replace(footprint, states=states)
+        computing = machine.for_weights(states.weights)
         for setup in _setups(footprint, machine, request):
-            lanes = base_loads(formatted, machine, setup)
-            at_best = Prediction(setup, machine, tuple(lanes.seconds), 0.0).seconds
+            lanes = base_loads(formatted, computing, setup)
+            at_best = Prediction(setup, computing, tuple(lanes.seconds), 0.0).seconds
             ways.append((at_best, setup, state_format))
     if not ways:
         raise _no_way(footprint, machine, request)

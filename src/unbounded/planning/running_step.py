@@ -57,6 +57,7 @@ def predict_step(
     machine = replace(
         machine,
         matmul_flops=machine.matmul_flops / sharing,
+        fp32_flops=machine.fp32_flops / sharing,
         device_bandwidth=machine.device_bandwidth / sharing,
         devices=local,
         nodes=max(1, ranks // local),
