@@ -78,11 +78,23 @@ class Grafts:
     # -- first values ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Checks that every layer that peft has added can be made again by itself."""
+        """Checks that every layer that peft has added can be made again by itself, and that prompts need no values."""
+        held: dict[int, nn.Module] = {}
         for name, module in self.model.named_modules():
-            if self._kinds.is_layer(module) and not self.is_added(module):
-                for adapter in self._adapters(module):
-                    self._arguments(module, adapter, name)
+            if not self._kinds.is_layer(module) or self.is_added(module):
+                continue
+            adapters, inner = self._adapters(module), self._kinds.inner(module)
+            for adapter in adapters:
+                self._arguments(module, adapter, name)
+            parts = [child for key, child in module.named_children() if adapters and key != inner]
+            if any(held.setdefault(id(p), module) is not module for part in parts for p in part.parameters()):
+                raise _unable(module, name, "it shares parameters with others")
+        for adapter, config in self._configs.items():
+            if _begins_as_embeddings(config):
+                raise PlanError(
+                    f"the prompts of the adapter {adapter!r} begin as embeddings of the base model, which has none "
+                    "until `shard` streams them in. Build the model with real parameters."
+                )
 
     def fill(self, root: nn.Module) -> None:
         """Gives what was added to this graft its first values; its modules hold values that can be written to."""
@@ -98,9 +110,13 @@ class Grafts:
 
     def _make_again(self, layer: Any, adapter: str) -> None:
         twin = _bare(layer, self._kinds.inner(layer))
-        # peft makes adapters in ordinary memory, wherever the base model is.
-        with torch.no_grad(), torch.device("cpu"):
-            twin.update_layer(adapter, **self._arguments(layer, adapter, type(layer).__name__))
+        name = type(layer).__name__
+        try:
+            # peft makes adapters in ordinary memory, wherever the base model is.
+            with torch.no_grad(), torch.device("cpu"):
+                twin.update_layer(adapter, **self._arguments(layer, adapter, name))
+        except (TypeError, ValueError) as error:
+            raise _unable(layer, name, str(error)) from error
         made = dict(twin.named_modules())
         for path, module in layer.named_modules():
             if self.is_added(module) and path in made:
@@ -126,16 +142,27 @@ class Grafts:
             is_kept = type(kept) is dict and adapter in kept
             if key == "config":
                 given[key] = config
+            elif key == "r" and hasattr(config, "init_r"):  # of AdaLoRA, whose `r` has no meaning
+                given[key] = config.init_r
             elif hasattr(config, key) and not (by_layer and is_kept):
                 given[key] = getattr(config, key)
             elif is_kept:
                 given[key] = kept[adapter]  # type: ignore[index]
             elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
-                raise PlanError(
-                    f"the layer {name!r} ({type(layer).__module__}.{type(layer).__name__}) is on the meta device and "
-                    f"cannot be initialised by itself: it needs {key!r}. Build the model with real parameters."
-                )
+                raise _unable(layer, name, f"it needs {key!r}")
         return given
+
+
+def _unable(layer: nn.Module, name: str, why: str) -> PlanError:
+    return PlanError(
+        f"the layer {name!r} ({type(layer).__module__}.{type(layer).__name__}) is on the meta device and cannot be "
+        f"initialised by itself: {why.strip().rstrip('.')}. Build the model with real parameters."
+    )
+
+
+def _begins_as_embeddings(config: Any) -> bool:
+    """Whether peft copies rows of the base model's embedding as it makes the prompts."""
+    return hasattr(config, "cpt_token_ids") or getattr(config, "prompt_tuning_init", None) in ("TEXT", "SAMPLE_VOCAB")
 
 
 class _Kinds:

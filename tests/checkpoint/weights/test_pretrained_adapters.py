@@ -188,6 +188,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "LoHaConfig": {"target_modules": ATTENTION},
     "LoKrConfig": {"target_modules": ATTENTION},
     "OFTConfig": {"target_modules": ATTENTION},
+    "AdaLoraConfig": {"target_modules": ATTENTION, "init_r": 4, "total_step": 10},
     "PromptTuningConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3},
     "PromptEncoderConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "encoder_hidden_size": 16},
 }
@@ -238,15 +239,32 @@ def test_a_plain_model_with_a_convolution_streams_in_too(tmp_path: Path, use_dor
     assert_same(dict(model.state_dict()), dict(expected))
 
 
-def test_a_method_that_cannot_be_made_layer_by_layer_is_refused(tmp_path: Path) -> None:
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("VeraConfig", {"r": 2, "target_modules": ["q_proj"]}, "it needs 'vera_A'"),
+    ("LilyConfig", {"r": 2, "stride_A": 2, "target_modules": ["q_proj"]}, "it shares parameters with others"),
+    ("OSFConfig", {"target_modules": ["q_proj"]}, "'<=' not supported"),  # peft says what its code lacks
+    (
+        "PromptTuningConfig",
+        {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "prompt_tuning_init": "SAMPLE_VOCAB"},
+        "begin as embeddings of the base model, which has none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "why"), REFUSED, ids=[kind for kind, *_ in REFUSED])
+def test_a_method_that_cannot_be_made_layer_by_layer_is_refused(
+    tmp_path: Path, kind: str, settings: dict[str, Any], why: str
+) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
+    if not hasattr(peft, kind):
+        pytest.skip(f"this peft has no {kind}")
     folder = save_base(tmp_path, "llama")
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config_of("llama"))
-    model = peft.get_peft_model(base, peft.VeraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(unbounded.PlanError, match=r"it needs 'vera_A'. Build the model with real parameters"):
+    model = peft.get_peft_model(base, getattr(peft, kind)(**settings))
+    with pytest.raises(unbounded.PlanError, match=rf"{why}.*Build the model with real parameters"):
         unbounded.shard(model, optimizer_of(model), weights=folder)
 
 
