@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import unbounded
 from tests.semantics.programs import PLANS, WORLDS, adamw, compare, data, make, step, weights
+from unbounded.checkpoint import saving
 from unbounded.held_interrupts import HeldBack, deliver, wait
 from unbounded.zero.gradients.gradient_array import GradientArray
 from unbounded.zero.parameters.writes import Writes
@@ -188,3 +190,39 @@ def test_ctrl_c_ends_a_wait_and_reaches_the_users_handler() -> None:
     with pytest.raises(KeyboardInterrupt), HeldBack():
         list(map(signal.raise_signal, NUMBERS))
     assert seen == [signal.SIGINT] * 3  # what one handler raises keeps no other from being called
+
+
+@pytest.mark.usefixtures("interrupts")
+@pytest.mark.parametrize("wait_for_it", [True, False])
+def test_ctrl_c_between_two_parts_of_a_save_leaves_nothing_half_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_for_it: bool
+) -> None:
+    model = make()
+    model, optimizer = unbounded.shard(model, adamw(model), PLANS["host"])
+    plain = saving.Save.__init__
+
+    def strike(handle: saving.Save) -> None:
+        monkeypatch.setattr(saving.Save, "__init__", plain)
+        signal.raise_signal(signal.SIGINT)
+        plain(handle)
+
+    monkeypatch.setattr(saving.Save, "__init__", strike)
+    with pytest.raises(KeyboardInterrupt):
+        unbounded.save(tmp_path / "last", model, optimizer, wait=wait_for_it)
+    unbounded.save(tmp_path / "last", model, optimizer)  # its lock is free
+    step(model, optimizer)  # and no update waits for it
+
+
+def finish_with_ctrl_c(model: nn.Module) -> None:
+    with HeldBack():
+        signal.raise_signal(signal.SIGINT)
+        saving.finish_pending(model)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_a_save_whose_wait_was_interrupted_is_still_waited_for() -> None:
+    model = make()
+    saving._pending[model] = saving.Save()
+    with pytest.raises(KeyboardInterrupt):
+        finish_with_ctrl_c(model)
+    assert model in saving._pending

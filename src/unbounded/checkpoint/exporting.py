@@ -22,6 +22,7 @@ from unbounded.checkpoint.format.folder import told
 from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.safetensors_writer import Planned, ShardWriter, plan_file, plan_shards
 from unbounded.checkpoint.saving import refuse_strangers, settle
+from unbounded.held_interrupts import HeldBack, deliver
 from unbounded.paths import expand_home
 from unbounded.planner.sizes import parse_bytes
 from unbounded.sharding.running import sharded
@@ -48,16 +49,21 @@ def export(
     `peft` model, only the adapters are written, for `PeftModel.from_pretrained`.
     """
     state = sharded(model)
+    max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
+    with HeldBack():
+        _export(state, model, expand_home(folder), tokenizer, max_bytes)
+
+
+def _export(state: Sharded, model: nn.Module, target: Path, tokenizer: Any, max_bytes: int) -> None:
     refuse_strangers(model)
     state.engine.confirm("unbounded.export()")
     settle(state)
     peers = peers_of(model, state.engine.axes.world, "unbounded.export()")
-    target = expand_home(folder)
     adapters = describe_adapters(model)
     if adapters:
         _export_adapters(state, model, target, peers, adapters)
     else:
-        _export_weights(state, model, target, peers, parse_bytes(max_shard_bytes, "max_shard_bytes"))
+        _export_weights(state, model, target, peers, max_bytes)
     peers.agree(lambda: _save_beside(target, model, tokenizer) if peers.rank == 0 else None)
 
 
@@ -140,6 +146,7 @@ def _write_units(state: Sharded, writer: ShardWriter | None, names: Names) -> Ex
     error, written = None, set()
     units = [unit for unit in state.engine.units if any(slot.name in names for slot in unit.layout.slots)]
     for values in stream_values(state.engine, units):
+        deliver()
         for name, first, value in values:
             if writer is None or error is not None or (name, first) in written:
                 continue

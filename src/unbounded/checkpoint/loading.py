@@ -33,6 +33,7 @@ from unbounded.checkpoint.peers import Peers, peers_of
 from unbounded.checkpoint.random_states import restore_random_states
 from unbounded.checkpoint.saving import check_optimizer, finish_pending
 from unbounded.errors import CheckpointError, MissingCheckpointError, StateError
+from unbounded.held_interrupts import HeldBack
 from unbounded.native.bulk import fill
 from unbounded.sharding.running import sharded
 from unbounded.tiers.current_device import on_device
@@ -59,7 +60,7 @@ def load(
     check_optimizer(state, optimizer)
     if optimizer is None:  # which alone would take back what a backward has done to its states
         state.engine.refuse_pending("unbounded.load() without the optimizer")
-    with on_device(state.engine.device):
+    with HeldBack(), on_device(state.engine.device):
         return _load(folder, model, state, with_optimizer=optimizer is not None)
 
 
@@ -173,7 +174,7 @@ class _Loading:
             self._finish(opened)
         except BaseException as error:
             if has_begun:
-                self._mark(str(error))
+                self._mark(str(error) or type(error).__name__)
             raise
 
     def _transfer(self, opened: OpenedCheckpoint, transfer: Transfer) -> None:

@@ -26,6 +26,8 @@ from torch import nn
 
 from unbounded.checkpoint.save.save_job import SaveJob
 from unbounded.errors import StateError
+from unbounded.held_interrupts import HeldBack
+from unbounded.held_interrupts import wait as wait_for
 from unbounded.optim.recognition import unwrap
 from unbounded.process import OwningProcess
 from unbounded.sharding.running import sharded
@@ -44,7 +46,7 @@ class Save:
 
     def wait(self) -> None:
         self._owner.check("this save in the background")
-        self._over.wait()
+        wait_for(self._over)
         _unasked.discard(self)
         error, self._error = self._error, None
         if error is not None:
@@ -86,7 +88,7 @@ def save(
     by the handle's `wait`, or by the next save or load.
     """
     state = sharded(model)
-    with state.engine.turn():  # another thread may train
+    with HeldBack(), state.engine.turn():  # another thread may train
         return _save(state, folder, model, optimizer, extra, wait=wait)
 
 
@@ -128,9 +130,14 @@ def _save(
 
 def finish_pending(model: nn.Module) -> None:
     """Waits for the model's save in the background, if there is one; raises what went wrong in it."""
-    handle = _pending.pop(model, None)
-    if handle is not None:
+    handle = _pending.get(model)
+    if handle is None:
+        return
+    try:
         handle.wait()
+    finally:
+        if handle.done():  # otherwise Ctrl-C has ended the wait alone
+            _pending.pop(model, None)
 
 
 def settle(state: Sharded) -> None:

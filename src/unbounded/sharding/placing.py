@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import PlanError, StateError
+from unbounded.held_interrupts import HeldBack
 from unbounded.optim.book import RuleBook
 from unbounded.optim.formats import DTYPES
 from unbounded.optim.joined import JoinedOptimizer
@@ -214,6 +215,12 @@ def unshard(model: nn.Module) -> nn.Module:
     gone, so save them first, and so are gradients that were not cleared.
     """
     state = sharded(model)
+    with HeldBack():
+        _unshard(model, state)
+    return model
+
+
+def _unshard(model: nn.Module, state: Sharded) -> None:
     engine = state.engine
     engine.refuse_inside_full_params("unbounded.unshard")
     engine.refuse_pending("unbounded.unshard()")
@@ -242,4 +249,3 @@ def unshard(model: nn.Module) -> nn.Module:
     device_room.strike_off(model)
     if state.optimizer is not None:
         state.optimizer.retire()
-    return model

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from unbounded.held_interrupts import HeldBack
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import join_cut
 from unbounded.zero.engine import Engine
@@ -30,17 +31,18 @@ def shown_values(engine: Engine) -> Iterator[None]:
 
     Each rank keeps its part of what it wrote, so at the end all ranks compare that.
     """
-    with engine.turn():
-        engine.refuse_pending("unbounded.full_params()")
-        was_shown, before = engine.is_shown, {} if engine.is_shown else _show(engine)
+    before: dict[Unit, _Shown] | None = None
     written: dict[Unit, torch.Tensor] = {}
     try:
+        with HeldBack(), engine.turn():
+            engine.refuse_pending("unbounded.full_params()")
+            before = None if engine.is_shown else _show(engine)
         yield
     finally:
-        if not was_shown:
-            with engine.turn():
+        if before is not None:
+            with HeldBack(), engine.turn():
                 written = _hide(engine, before)
-    if not was_shown:
+    if before is not None:
         engine.raise_failures()
         _compare(engine, written)
 

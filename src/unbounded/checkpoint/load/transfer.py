@@ -30,6 +30,7 @@ from unbounded.checkpoint.load.load_plan import (
     direct_target,
     stored_ranges,
 )
+from unbounded.held_interrupts import deliver
 from unbounded.native.host_memory import host_buffer
 from unbounded.observe import trace
 from unbounded.optim import formats
@@ -111,6 +112,7 @@ class Transfer:
 
     def work(self, chunk: ReadChunk) -> None:
         """Waits for a chunk and puts it where it belongs."""
+        deliver()
         for blocks, read in zip(chunk.blocks, chunk.reads, strict=True):
             read.wait()
             begun, ended = read.span_ns()
@@ -159,6 +161,7 @@ class Transfer:
     def convert(self, conversions: Sequence[Conversion]) -> None:
         """Runs conversions one after another, because their cost is the conversion itself."""
         for conversion in conversions:
+            deliver()
             arrays = self._encode(conversion)
             self._keep(conversion, arrays)
             waits: list[Waitable] = []

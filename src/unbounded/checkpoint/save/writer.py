@@ -18,6 +18,7 @@ from unbounded.checkpoint.format.data_files import CHUNK_BYTES
 from unbounded.checkpoint.format.manifest import BLOCK_BYTES, FileEntry
 from unbounded.checkpoint.save.readers import Readers
 from unbounded.checkpoint.save.segments import FileSegment, WriteChunk, cut_chunks, lay_out
+from unbounded.held_interrupts import deliver
 from unbounded.native.disk import Checksums, DiskFile
 from unbounded.observe import trace
 from unbounded.tiers.item_pipeline import ItemPipeline
@@ -63,6 +64,7 @@ class Writer:
         chunk.bytes[position:].zero_()
 
     def work(self, chunk: WriteChunk) -> None:
+        deliver()
         if chunk.lease is None:
             self.readers.begin(chunk)
             chunk.bytes = chunk.direct_bytes()
