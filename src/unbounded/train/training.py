@@ -89,7 +89,7 @@ class TrainingJob:
             self.folder.release()
 
     def _run(self, anew: bool) -> Summary:
-        self.model, self.optimizer, self.scheduler = shard_subject(self.subject, self.settings)
+        self.model, self.optimizer, self.scheduler = shard_subject(self.subject, self.settings, self.world)
         self.trainer = Trainer(self.model, self.optimizer, self.scheduler, self.settings, self.world)
         if self.settings.packing == "separated":
             check_separation(self.model, self.world.device)
@@ -161,6 +161,8 @@ class TrainingJob:
         for line in describe_replaced(files) if self.world.is_first else []:
             say(line)
         say(repr(self.optimizer.plan))
+        if self.optimizer.plan.compile and step < settings.steps:
+            say("blocks are compiled in the first step, which takes longer (--plan compile=false trains without)")
         if step >= settings.steps:
             say(
                 f'this run is finished: "{self.folder.last}" has all {settings.steps} steps. Nothing is trained. Raise '

@@ -18,6 +18,7 @@ from unbounded.train.data.document import Split, open_reader
 from unbounded.train.data.sample import Masking
 from unbounded.train.data.source import open_source
 from unbounded.train.data.tokenizer import Tokenizer
+from unbounded.train.job.compiling import compiles_by_default
 from unbounded.train.model import Subject
 from unbounded.train.options.settings import Settings
 from unbounded.train.step.learning_rate import lr_factor, make_scheduler
@@ -84,11 +85,14 @@ def count_epoch(corpus: Corpus, world: World) -> int:
     return total
 
 
-def shard_subject(subject: Subject, settings: Settings) -> tuple[nn.Module, Any, Any]:
+def shard_subject(subject: Subject, settings: Settings, world: World) -> tuple[nn.Module, Any, Any]:
     """All ranks must call this. Returns the model on its tiers, its optimizer and its scheduler."""
     optimizer = make_optimizer(subject.model, settings)
+    plan = plan_of(subject, settings)
+    if compiles_by_default(subject, settings, world):
+        plan |= {"compile": True}
     torch.manual_seed(settings.seed)  # every rank draws the same first weights, however many there are
-    model, sharded = unbounded.shard(subject.model, optimizer, plan_of(subject, settings), weights=subject.weights)
+    model, sharded = unbounded.shard(subject.model, optimizer, plan, weights=subject.weights)
     factor = lr_factor(
         steps=settings.steps, warmup=settings.warmup, decay=settings.decay, final=settings.final_lr / settings.lr
     )
@@ -98,7 +102,7 @@ def shard_subject(subject: Subject, settings: Settings) -> tuple[nn.Module, Any,
 def plan_of(subject: Subject, settings: Settings) -> dict[str, Any]:
     """The plan to ask for. Without budgets, the built-in model gets some that are too small for its states."""
     plan = settings.shard_plan
-    if settings.model is None and settings.from_config is None and set(plan) <= {"precision", "activations"}:
+    if settings.model is None and settings.from_config is None and set(plan) <= {"precision", "activations", "compile"}:
         states = subject.num_parameters * (16 if settings.precision == "fp32" else 14)
         if states > available_bytes() // 2:
             return plan  # no demonstration, because this machine could not keep the budgets

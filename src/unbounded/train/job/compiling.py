@@ -1,0 +1,49 @@
+"""Whether blocks are compiled where the plan leaves it open: on GPUs, in runs long enough to get the time back.
+
+Compiling takes 15 to 40 seconds at the first step, and saves about a fifth of the computing after it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+from torch import nn
+from torch.utils._triton import has_triton
+
+from unbounded.sharding.block_policies import find_blocks
+from unbounded.train.gpt import GPT
+from unbounded.train.model import Subject
+from unbounded.train.options.settings import Settings
+from unbounded.train.world import World
+
+# Of a device's computing in the whole run: three to ten minutes on GPUs of today.
+LEAST_FLOPS = 1e17
+# Models of transformers that compile, though they are not marked so.
+_TRIED = ("bert",)
+
+
+def compiles_by_default(subject: Subject, settings: Settings, world: World) -> bool:
+    """All ranks must call this. Whether to compile the blocks of a run whose plan says nothing about it."""
+    if settings.shard_plan.get("compile", "auto") != "auto" or world.device.type != "cuda":
+        return False
+    per_token = subject.flops_per_token(settings.sequence_length)
+    enough = per_token * settings.batch_tokens * settings.steps / world.size >= LEAST_FLOPS
+    if not enough or not _is_known_to_compile(subject.model) or not find_blocks(subject.model):
+        return False
+    return all(world.collect(_has_compilers()))
+
+
+def _is_known_to_compile(model: nn.Module) -> bool:
+    """Whether the forward is free of what compilers stumble over, according to those who wrote it."""
+    adapted: Any = getattr(model, "get_base_model", None)  # of peft
+    inner = adapted() if callable(adapted) else model
+    kind = getattr(getattr(inner, "config", None), "model_type", None)
+    return isinstance(inner, GPT) or kind in _TRIED or bool(getattr(inner, "_can_compile_fullgraph", False))
+
+
+def _has_compilers() -> bool:
+    """Whether inductor can make kernels here: it needs triton for them, and triton needs a C compiler."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and bool(has_triton())
