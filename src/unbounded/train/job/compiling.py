@@ -1,7 +1,7 @@
 """Whether blocks are compiled where the plan leaves it open: on GPUs, in runs long enough to get the time back.
 
-On an H200 machine compiling makes the first step 4 to 6 seconds longer. The others are shorter by 4 % (the built-in GPT)
-to 30 % (a Llama of 1.3B parameters).
+On an H200 machine compiling makes the first step 4 to 6 seconds longer. The others are shorter by 4 % (the built-in
+GPT) to 30 % (a Llama of 1.3B parameters).
 """
 
 from __future__ import annotations
