@@ -11,6 +11,7 @@ import torch
 
 from tests.train.corpora import save_model
 from tests.train.jobs import tiny
+from tests.zoo.architectures import ARCHITECTURES
 from unbounded.train.job import compiling
 from unbounded.train.model import build
 from unbounded.train.options.config import Config
@@ -64,3 +65,10 @@ def test_models_of_transformers_compile_if_they_say_that_they_can(
     assert decide(config, Machine())
     monkeypatch.setattr(LlamaForCausalLM, "_can_compile_fullgraph", False)
     assert not decide(config, Machine())
+
+
+@pytest.mark.parametrize(
+    ("name", "compiles"), [("bert", True), ("gpt2", True), ("mixtral", False), ("wav2vec2", False)]
+)
+def test_experts_and_models_that_say_nothing_stay_plain(name: str, compiles: bool) -> None:
+    assert compiling._is_known_to_compile(ARCHITECTURES[name].build()) is compiles

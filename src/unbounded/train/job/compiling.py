@@ -37,7 +37,12 @@ def compiles_by_default(subject: Subject, settings: Settings, world: World) -> b
 
 
 def _is_known_to_compile(model: nn.Module) -> bool:
-    """Whether the forward is free of what compilers stumble over, according to those who wrote it."""
+    """Whether the forward is free of what compilers stumble over, according to those who wrote it.
+
+    They say so of mixtures of experts too, whose shapes follow from values: each of those ends a graph, with a warning.
+    """
+    if any(word in type(module).__name__.lower() for module in model.modules() for word in ("moe", "expert")):
+        return False
     adapted: Any = getattr(model, "get_base_model", None)  # of peft
     inner = adapted() if callable(adapted) else model
     kind = getattr(getattr(inner, "config", None), "model_type", None)
