@@ -91,9 +91,12 @@ def test_a_state_that_is_updated_in_place_trains_off_the_device(ranks: Any, tier
     check(ranks(1, functools.partial(compare, weights=tier, gradients=tier, optimizer=tier), "rwkv"))
 
 
-@pytest.mark.parametrize("name", ["bart", "distilbert", "gptj", "stablelm", "whisper", "vit"])
-def test_an_architecture_is_cut_by_the_plan_that_comes_with_the_library(ranks: Any, name: str) -> None:
-    plan = {"tensor": 2, "sequence": name != "vit"}  # which has an odd number of tokens
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in ("bart", "distilbert", "gptj", "stablelm", "whisper", "vit")), ("llama", "aot_eager")],
+)
+def test_an_architecture_is_cut_by_the_plan_that_comes_with_the_library(ranks: Any, name: str, compiled: Any) -> None:
+    plan = {"tensor": 2, "sequence": name != "vit", "compile": compiled}  # ViT has an odd number of tokens
     losses, weights = ranks(2, compare_over, name, plan)[0]
     assert losses < 1e-5
     assert weights < 1e-4
