@@ -16,7 +16,7 @@ from tests.faults.scenarios import SCENARIOS
 from tests.faults.shim import build
 
 FAULTS = ["kill", "EIO", "ENOSPC"]
-MOST = 2
+MOST = 3
 
 
 @pytest.fixture(scope="module")
