@@ -25,8 +25,9 @@ def test_the_default_job_trains_over_three_tiers_within_its_budgets(tmp_path: Pa
         assert re.search(rf"^(memory)?\s+{tier}\s+[1-9]", ended.stdout, re.MULTILINE), ended.stdout
 
 
+@pytest.mark.parametrize("lora_rank", [None, 2])
 def test_a_long_run_compiles_its_blocks_and_resumes_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lora_rank: int | None
 ) -> None:
     from unbounded.train.job import compiling
     from unbounded.train.options.config import Config
@@ -41,7 +42,8 @@ def test_a_long_run_compiles_its_blocks_and_resumes_with_the_same_bits(
         run(
             Config(
                 model=str(folder), data=(str(texts),), output=str(output), sequence_length=32, batch_tokens=256,
-                steps=steps, warmup=1, lr=1e-3, final_lr=1e-3, precision="fp32", eval_fraction=0.0, **more,
+                steps=steps, warmup=1, lr=1e-3, final_lr=1e-3, precision="fp32", eval_fraction=0.0,
+                lora_rank=lora_rank, **more,
             )
         )  # fmt: skip
         return losses(output)
