@@ -28,10 +28,10 @@ class _HeldCopy:
     def is_held(self) -> bool:
         return self._copy() is not None
 
-    def written(self) -> torch.Tensor | None:
-        """What was written since the version that is known."""
+    def is_written(self) -> bool:
+        """Whether somebody has written to it since the version that is known."""
         alias = self.alias
-        return alias if alias is not None and alias._version != self.version else None
+        return alias is not None and alias._version != self.version
 
     def note(self) -> None:
         """What was written until now is known."""
@@ -41,7 +41,7 @@ class _HeldCopy:
 
 def _let_go(held: weakref.ref[_HeldCopy], _: weakref.ref[torch.Tensor]) -> None:
     own = held()
-    if own is not None and own.written() is None:
+    if own is not None and not own.is_written():
         own.alias = None
 
 
@@ -63,10 +63,14 @@ class StateDictCopies:
 
     def settle_unit(self, unit: Unit) -> None:
         """The same, for the weights of one unit."""
-        if unit not in self._taken:
+        taken = self._taken.get(unit)
+        if taken is None:
+            return
+        # A state dict comes here for each parameter, with the copies of all before it: no more is done for those.
+        if len(taken) <= 2 * len(unit.layout.slots) and not any(held.is_written() for held in taken):
             return
         alive = [held for held in self._taken.pop(unit) if held.alias is not None]
-        written = {held.index: held for held in alive if held.written() is not None}
+        written = {held.index: held for held in alive if held.is_written()}
         for held in written.values():
             self._refuse_lost(unit, held)
         before = unit.generation
