@@ -234,6 +234,60 @@ def test_statistics_of_batch_norms_follow_the_precision_as_model_to_has_it(
         assert dtypes == {name: buffer.dtype for name, buffer in plain.named_buffers()}
 
 
+class Linked(nn.Module):
+    """Rows that follow links, as in a graph: their weights are a sparse buffer."""
+
+    def __init__(self, layout: torch.layout = torch.sparse_coo, *, scale: float = 0.5, kept: bool = False) -> None:
+        super().__init__()
+        self.net = Net()
+        links = scale * torch.eye(4) + scale * torch.eye(4).roll(1, 0)
+        self.register_buffer("links", links.to_sparse(layout=layout), persistent=kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.links, self.net(x.to(self.links.dtype)))
+
+
+LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+
+
+def train_linked(layout: torch.layout, scale: float, plan: dict[str, Any] | None) -> Any:
+    model: Any = make(lambda: Linked(layout, scale=scale))
+    optimizer: Any = adamw(model)
+    if plan is not None:
+        model, optimizer = unbounded.shard(model, optimizer, plan)
+    return [step(model, optimizer, number) for number in range(2)], model.links.to_dense()
+
+
+def linked(rank: int, world_size: int, plan: dict[str, Any]) -> Any:
+    return [train_linked(layout, 0.5 + rank, plan) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("world", [(1, "host", 3), (2, "device", 1), (2, "disk", 3)], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state")
+def test_sparse_buffers_are_those_of_the_first_rank(ranks: Any, world: tuple[int, str, int]) -> None:
+    expected = [train_linked(layout, 0.5, None) for layout in LAYOUTS]
+    for found in ranks(world[0], linked, {**PLANS[world[1]], "stage": world[2]}):
+        assert_same(found, expected)
+
+
+def other_links(rank: int, world_size: int) -> str:
+    model = Linked(scale=0.5) if rank == 0 else Linked(scale=0)
+    with pytest.raises(PlanError) as caught:
+        unbounded.shard(model)
+    return str(caught.value)
+
+
+def test_a_sparse_buffer_follows_the_precision_and_is_refused_where_it_cannot_be(ranks: Any, tmp_path: Path) -> None:
+    plain = make(Linked).to(torch.bfloat16)
+    model, _ = unbounded.shard(make(Linked), None, {"precision": "bf16"})
+    torch.testing.assert_close(model(data()), plain(data()))
+    for message in ranks(2, other_links):
+        assert "buffer links (4, 4) torch.float32 torch.sparse_coo of 0 values instead of" in message
+    model, _ = unbounded.shard(Linked(kept=True), None)
+    with pytest.raises(unbounded.UnboundedError, match=r"'links' is a tensor of layout torch.sparse_coo"):
+        unbounded.save(tmp_path / "c", model)
+
+
 class Tabled(nn.Module):
     """A buffer that is meant to be fp32, as in rotary embeddings, and one that is mixed with activations."""
 

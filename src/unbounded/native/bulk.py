@@ -33,6 +33,13 @@ KEPT_BLOCKS = 16
 # Sizes and addresses. Tensors die at any moment, also inside this module, so there is no lock, only atomic operations.
 _kept: deque[tuple[int, int]] = deque()
 
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], _BY_ROWS),
+    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], _BY_COLUMNS),
+}
+
 
 def new_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat tensor whose values are undefined. Lanes write to it, also if it is made in inference mode."""
@@ -61,6 +68,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return values.as_strided((values.numel(),), (1,))
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that hold a sparse tensor's indices and values; of a dense one, itself."""
+    return [getattr(tensor, part)() for part in _PARTS[tensor.layout]] if tensor.layout in _PARTS else [tensor]
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:

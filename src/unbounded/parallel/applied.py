@@ -8,6 +8,7 @@ Whatever cannot work is found by every rank from the same values, or reported to
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from unbounded.errors import PlanError, StateError
-from unbounded.native.bulk import fill, flat
+from unbounded.native.bulk import dense_parts, fill, flat
 from unbounded.optim.formats import DTYPES
 from unbounded.parallel.context import ContextParallel
 from unbounded.parallel.pipeline.hollow import HollowModel
@@ -206,11 +207,11 @@ def _match_ranks(model: nn.Module, axis: Axis, device: torch.device) -> None:
             value = axis.broadcast(parameter.detach().to(device).contiguous())
             with torch.no_grad():
                 parameter.data.copy_(value)
-    for buffer in model.buffers():
-        if not buffer.is_meta and buffer.numel():
-            whole = flat(buffer.to(device))
+    for part in itertools.chain.from_iterable(map(dense_parts, model.buffers())):
+        if not part.is_meta and part.numel():
+            whole = flat(part.to(device))
             axis.broadcast(whole.view(torch.uint8), "the broadcast of buffers")
-            fill(buffer, whole)
+            fill(part, whole)
 
 
 def _refuse_copies(model: nn.Module) -> Callable[[], None]:

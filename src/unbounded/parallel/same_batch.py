@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
-from unbounded.native.bulk import flat
+from unbounded.native.bulk import dense_parts, flat
 from unbounded.parallel.tensor.dropout import drops_anything
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.phases import CopyPhases
@@ -90,6 +90,7 @@ def _mark(batch: Any) -> int:
     mark = 0
     for leaf in pytree.tree_leaves(batch):
         if type(leaf) is torch.Tensor and not leaf.is_meta:
-            data = flat(leaf.cpu()).view(torch.uint8)
-            mark = zlib.crc32(data.numpy().data, zlib.crc32(str(tuple(leaf.shape)).encode(), mark))
+            mark = zlib.crc32(str(tuple(leaf.shape)).encode(), mark)
+            for part in dense_parts(leaf.cpu()):
+                mark = zlib.crc32(flat(part).view(torch.uint8).numpy().data, mark)
     return mark

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from unbounded.errors import UnsavableError
+
 
 @dataclass(eq=False)
 class Member:
@@ -34,10 +36,19 @@ def find_members(model: nn.Module) -> list[Member]:
 
 
 def persistent_buffers(model: nn.Module, *, every_name: bool = False) -> dict[str, torch.Tensor]:
-    """The buffers that `state_dict` has; those of a module in several places under its first name, or under each."""
+    """The buffers that `state_dict` has; those of a module in several places under its first name, or under each.
+
+    Raises if one is sparse: files hold dense tensors.
+    """
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=not every_name):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
+    for name, buffer in found.items():
+        if buffer.layout is not torch.strided:
+            raise UnsavableError(
+                f"the buffer {name!r} is a tensor of layout {buffer.layout}, which checkpoints and exports cannot "
+                "hold. Register it with persistent=False, and make it where its module is made."
+            )
     return found

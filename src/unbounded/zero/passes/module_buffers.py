@@ -8,7 +8,8 @@ are in fp32. A buffer that a forward replaces comes back in the dtype that it ha
 Code that was compiled before `shard` was made for plain tensors and gets them: there buffers are fp32 and weights 16
 bits, as in a model that was loaded in that dtype, and torch promotes or refuses what mixes them.
 
-The statistics of torch's own norms are not among them: their kernels want the dtype of the weights.
+The statistics of torch's own norms are not among them: their kernels want the dtype of the weights. Neither are sparse
+buffers, of which torch makes no subclass: they have the dtype of the weights, too.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class ModuleBuffers:
         self._depths[site] += 1
         for index, (held, key) in enumerate(self._places[site]):
             buffer = held.get(key)
-            if type(buffer) is torch.Tensor and buffer.dtype == torch.float32:
+            if type(buffer) is torch.Tensor and buffer.dtype == torch.float32 and buffer.layout is torch.strided:
                 held[key] = buffer.as_subclass(ComputingBuffer)
                 self._swapped[site].add(index)
 

@@ -119,7 +119,12 @@ def _describe_model(model: nn.Module, members: list[Member]) -> list[str]:
         f"{'trained' if m.parameter.requires_grad else 'frozen'}"
         for m in members
     ]
-    return parameters + [f"buffer {name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_buffers()]
+    return parameters + [f"buffer {name} {_describe_buffer(buffer)}" for name, buffer in model.named_buffers()]
+
+
+def _describe_buffer(buffer: torch.Tensor) -> str:
+    held = "" if buffer.layout is torch.strided else f" {buffer.layout} of {buffer._nnz()} values"
+    return f"{tuple(buffer.shape)} {buffer.dtype}{held}"
 
 
 def _mark_groups(groups: dict[int, int], members: list[Member]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from unbounded.native.bulk import fill, flat
+from unbounded.native.bulk import dense_parts, fill, flat
 from unbounded.optim.rules import NativeRule
 from unbounded.planner.plan import Plan
 from unbounded.ranks.failures import Failures
@@ -145,21 +146,25 @@ class Assembly:
         return entries
 
     def _move_buffers(self, lowered: torch.dtype | None) -> None:
-        """Moves buffers to the device in their own dtype (`module_buffers`); norms' statistics get that of weights."""
+        """Moves buffers to the device in their own dtype (`module_buffers`).
+
+        Norms' statistics get that of weights, and so do sparse buffers, which take no class of tensors of ours.
+        """
         for module in self.model.modules():
-            follows = lowered is not None and isinstance(module, nn.modules.batchnorm._NormBase)
+            is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
+                    follows = lowered is not None and (is_norm or buffer.layout is not torch.strided)
                     casts = follows and buffer.dtype == torch.float32
                     module._buffers[name] = buffer.to(self.device, lowered if casts else buffer.dtype)
 
     def _share_buffers(self) -> None:
         """Every rank begins with the first rank's buffers, as with its parameters. Later, each keeps its own."""
-        for buffer in self.model.buffers():
-            whole = flat(buffer)
+        for part in itertools.chain.from_iterable(map(dense_parts, self.model.buffers())):
+            whole = flat(part)
             self.ranks.broadcast(whole.view(torch.uint8), "the broadcast of buffers")
-            if whole.data_ptr() != buffer.data_ptr():
-                fill(buffer, whole)
+            if whole.data_ptr() != part.data_ptr():
+                fill(part, whole)
 
     def _engine(self, units: Sequence[Unit], thawing: Thawing, cast_inputs: torch.dtype | None) -> Engine:
         ranks, phases = self.ranks, Phases(self.ranks)
