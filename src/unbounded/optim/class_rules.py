@@ -51,14 +51,16 @@ class ClassRule:
         is_half = dtype in (torch.bfloat16, torch.float16)
         self._dtype = torch.float32 if is_half else dtype
         self.format = "exact" if dtype == torch.bfloat16 else "fp32"
-        self._kept = {num: _look(self._replica, groups, num, self._dtype) for num in sorted(dims)}
+        is_whole = granularity is Granularity.TENSOR
+        having = {num: _having(groups, num) if is_whole else groups for num in sorted(dims)}
+        self._kept = {num: _look(self._replica, having[num], num, self._dtype) for num in having}
         common = set.intersection(*(set(kept.arrays) for kept in self._kept.values()))
         completing = [StateSpec("remainder", torch.int16)] if dtype == torch.bfloat16 else []
         completing += [StateSpec("master", torch.float32)] if dtype == torch.float16 else []
         first = self._kept[min(dims)]
         self.specs = (*completing, *(StateSpec(name, self._dtype) for name in first.arrays if name in common))
         self._arrays = tuple(spec.name for spec in self.specs[len(completing) :])
-        if granularity is not Granularity.TENSOR and first.factors:
+        if not is_whole and first.factors:
             raise PlanError(
                 f"{type(optimizer).__name__} keeps {', '.join(first.factors)} in a shape other than the parameter's, "
                 'so it is not elementwise. Declare unbounded_rule = "tensor" if it treats every tensor by itself.'
@@ -129,6 +131,11 @@ class ClassRule:
             weight.copy_(values)
 
 
+def _having(groups: Groups, num_dims: int) -> Groups:
+    """The groups with parameters of `num_dims`: a class may refuse them in others. All of them if none has any yet."""
+    return [group for group in groups if any(max(1, own.dim()) == num_dims for own in group["params"])] or groups
+
+
 def _look(replica: Replica, groups: Groups, num_dims: int, dtype: torch.dtype) -> Kept:
     """What the class keeps for a parameter of `num_dims` in any of the groups, which may differ."""
     shape = _PRIMES[:num_dims]
@@ -140,9 +147,10 @@ def _look(replica: Replica, groups: Groups, num_dims: int, dtype: torch.dtype) -
             probe.grad = torch.ones(shape, dtype=dtype, device="cpu")
             try:
                 state = dict(replica.step([probe], Replica.options(group), {probe: state}).get(probe, {}))
-            except (ValueError, RuntimeError, AssertionError) as error:
+            except (ValueError, RuntimeError, AssertionError, IndexError) as error:
+                why = str(error) or repr(error)
                 raise PlanError(
-                    f"{replica.name} cannot update a parameter with {num_dims} dims ({error}). Give such parameters to "
+                    f"{replica.name} cannot update a parameter with {num_dims} dims ({why}). Give such parameters to "
                     "another optimizer: shard(model, [one, other])."
                 ) from error
         held |= {name: value for name, value in state.items() if value is not None}

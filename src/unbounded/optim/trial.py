@@ -1,8 +1,8 @@
 """Tries what a class declares about its update on small tensors, before it is trusted.
 
-The class updates a matrix and a vector (two matrices, if it was given matrices only) together, as in plain PyTorch, and
-once more as the engine would: each tensor by itself and, if it is declared elementwise, each in two flat parts with
-their own states; or, if it is declared to be a fused rule, by that. Both must agree.
+For each param group, the class updates a matrix and a vector (two matrices, if it was given no vector) together, as in
+plain PyTorch, and once more as the engine would: each tensor by itself and, if it is declared elementwise, each in two
+flat parts with their own states; or, if it is declared to be a fused rule, by that. Both must agree.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ def try_declared(optimizer: torch.optim.Optimizer, known: Recognised) -> None:
     """Raises if the class does not update as it declares."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        only_matrices = known.granularity is Granularity.TENSOR and all(parameter.dim() == 2 for parameter in own)
-        shapes = _MATRICES if only_matrices else _SHAPES
-        values = [_draw(shape) for shape in shapes]
-        # Of very different sizes, so that a norm over too much shows.
-        grads = [[_draw(shape) * 3**index for index, shape in enumerate(shapes)] for _ in range(_STEPS)]
         is_fused = not known.has_own_step and not any(group.get("amsgrad") for group in optimizer.param_groups)
         for group in map(_at_some_rate, optimizer.param_groups):
+            no_vectors = known.granularity is Granularity.TENSOR and all(own.dim() > 1 for own in group["params"])
+            shapes = _MATRICES if no_vectors else _SHAPES
+            values = [_draw(shape) for shape in shapes]
+            # Of very different sizes, so that a norm over too much shows.
+            grads = [[_draw(shape) * 3**index for index, shape in enumerate(shapes)] for _ in range(_STEPS)]
             if is_fused:
                 _try_fused(optimizer, known, group, values, grads)
             else:
@@ -80,6 +79,10 @@ def _try_fused(
 def _try_apart(
     optimizer: torch.optim.Optimizer, known: Recognised, group: Any, values: Sequence[torch.Tensor], grads: Rows
 ) -> None:
+    is_whole, rules = known.granularity is Granularity.TENSOR, []
+    for value in values:  # raises if the class takes no such tensor
+        dims = frozenset({value.dim() if is_whole else 1})
+        rules.append(ClassRule(optimizer, [group], torch.float32, granularity=known.granularity, dims=dims))
     together, changed = _train_together(optimizer, group, values, grads)
     if changed:
         _refuse(
@@ -88,13 +91,11 @@ def _try_apart(
             "Keep what changes in the state of each parameter",
         )
     apart = []
-    for index, value in enumerate(values):
-        rows, dims = [row[index] for row in grads], value.dim()
-        if known.granularity is Granularity.TENSOR:
-            rule = ClassRule(optimizer, [group], torch.float32, granularity=Granularity.TENSOR, dims=frozenset({dims}))
+    for index, (rule, value) in enumerate(zip(rules, values, strict=True)):
+        rows = [row[index] for row in grads]
+        if is_whole:
             apart.append(_train(rule, group, value, rows))
         else:
-            rule = ClassRule(optimizer, [group], torch.float32, granularity=Granularity.ELEMENT)
             at = value.numel() // 3
             parts = [part.flatten().tensor_split([at]) for part in (value, *rows)]
             apart.append(torch.cat([_train(rule, group, part, row) for part, *row in zip(*parts, strict=True)]))

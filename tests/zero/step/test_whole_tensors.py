@@ -288,19 +288,44 @@ def masters(kind: str) -> dict[str, torch.Tensor]:
 
 
 class Matrices(torch.optim.Optimizer):
-    """A user's own optimizer that refuses all other shapes."""
+    """A user's own optimizer that refuses all other shapes, but for groups of others."""
 
     unbounded_rule = "tensor"
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.02})
+        super().__init__(params, {"lr": 0.02, "others": False})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if p.ndim != 2:
-                raise ValueError("not a matrix")
-            p.sub_(p.grad / (p.grad.norm() + 0.1), alpha=0.02)
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                if p.ndim != 2 and not group["others"]:
+                    raise ValueError("not a matrix")
+                kept = self.state[p].setdefault("speed" if group["others"] else "momentum", torch.zeros_like(p))
+                kept.lerp_(p.grad, 0.3)
+                p.sub_(kept if group["others"] else kept / (kept.norm() + 0.1), alpha=0.02)
+
+
+def test_groups_of_a_class_that_take_other_shapes_are_tried_with_those_that_they_have() -> None:
+    found = []
+    for plan in (None, {}, {"weights": "disk", "optimizer": "disk", "gradients": "disk"}):
+        torch.manual_seed(3)
+        model = Task().model()
+        inner, rest = matrices(model)
+        optimizer: Any = Matrices([{"params": inner}, {"params": rest, "others": True}])
+        if plan is not None:
+            model, optimizer = shard(model, optimizer, plan)
+        for step in range(3):
+            model.loss(Batch(step, 0, 0).tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    for ours in found[1:]:
+        for name, value in found[0].items():
+            torch.testing.assert_close(ours[name], value, rtol=2e-5, atol=2e-6)
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(unbounded.PlanError, match=r"Matrices cannot update .* 1 dims \(not a matrix\)"):
+        shard(pair, Matrices([{"params": pair[0].parameters(), "others": True}, {"params": pair[1].parameters()}]), {})
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, Matrices])
