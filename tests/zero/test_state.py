@@ -363,23 +363,39 @@ def test_frozen_complex_parameters_are_shown_and_kept() -> None:
 
 
 class Gained(nn.Linear):
-    """Reads what its user keeps on its weight."""
+    """Reads what its user keeps on its weight, and keeps more there."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.calls += 1
+        self.weight.seen = float(x.detach().sum())
         return super().forward(x) * self.weight.gain
 
 
 @pytest.mark.parametrize("weights", ["device", "host"])
-def test_what_is_kept_on_a_parameter_is_there_in_forwards(weights: str) -> None:
-    model = nn.Sequential(Gained(4, 4), Gained(4, 4))
-    for number, layer in enumerate(model):
-        layer.weight.gain = number + 2
-    x = torch.randn(2, 4)
-    expected = model(x)
-    model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"weights": weights})
-    assert torch.equal(model(x), expected)
-    with torch.no_grad():
-        assert torch.equal(model(x), expected)
+def test_what_is_kept_on_a_parameter_is_there_in_forwards_and_what_they_keep_stays(weights: str) -> None:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(3)
+        model: Any = nn.Sequential(Gained(4, 4), Gained(4, 4))
+        model[0].weight.calls = 5
+        if is_sharded:
+            model, _ = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), {"weights": weights})
+        model[1].weight.calls = 0
+        for number, layer in enumerate(model):
+            layer.weight.gain = number + 2
+        x = torch.randn(2, 4)
+        seen = [model(x).detach()]
+        for layer in model:
+            layer.weight.gain += 1
+        with torch.no_grad():
+            seen.append(model(x))
+        del model[0].weight.gain
+        with torch.no_grad(), pytest.raises(AttributeError, match="gain"):
+            model(x)
+        found.append(
+            (seen, [(layer.weight.calls, layer.weight.seen, vars(layer.weight).get("gain")) for layer in model])
+        )
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_the_data_of_a_parameter_is_read_and_copied_like_any_tensor(tmp_path: Path) -> None:

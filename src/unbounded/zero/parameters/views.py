@@ -42,7 +42,7 @@ from unbounded.zero.passes.hooks import in_backward, in_recomputation
 from unbounded.zero.placeholder import stand_in
 from unbounded.zero.unit import Unit
 
-_OWN = {"_unit_ref", "_index", "_held"}
+_OWN = {"_unit_ref", "_index", "_held", "_is_param"}
 _version = operator.attrgetter("_version")
 _will_execute = torch._C._will_engine_execute_node
 _first = operator.itemgetter(0)
@@ -67,8 +67,8 @@ class ModuleViews:
         self._attributes = [place[1] for place in places]
         self._pick = [unit.picks[place[2]] for place in places]
         self._placeholders = [self.parameters[place[2]] for place in places]
-        # What users keep on their parameters is there inside forwards too.
-        self._kept_on = [(unit.picks[i], vars(p)) for i, p in enumerate(self.parameters) if vars(p).keys() - _OWN]
+        self._kept = [*map(vars, self.parameters)]  # with what users keep on them
+        self._lent: list[dict[str, Any]] = []  # what of that is on the views that the modules hold
         found = {index: take_hooks(parameter) for index, parameter in enumerate(self.parameters)}
         self.hooks = {index: hooks for index, hooks in found.items() if hooks}  # what users have registered
         self.frozen: set[int] = set()  # parameters that were frozen after `shard`: their gradients are left out
@@ -142,8 +142,7 @@ class ModuleViews:
         self._note_writes()
         self.is_swapped, self._num_changes, self._serves_graphs = True, 0, torch.is_grad_enabled()
         views = self._held = self.make()
-        for index, kept in self._kept_on:
-            vars(views[index]).update({name: value for name, value in kept.items() if name not in _OWN})
+        self._lend_attributes(views)
         _put(self._dicts, self._attributes, map(views.__getitem__, self._pick))
 
     def stay(self) -> None:
@@ -175,12 +174,33 @@ class ModuleViews:
     def _note_writes(self) -> list[int]:
         """The modules hold what they have no longer; returns the parameters that were written to in place."""
         views, self._held = self._held, ()
+        self._take_attributes(views)
         if torch.is_inference_mode_enabled() or all(map(self._num_changes.__eq__, map(_version, views))):
             return []
         versions = [views[place]._version - self._num_changes for place in self.unit.picks]
         written = {index: number for index, number in enumerate(versions) if number}
         self._num_writes.update(written)
         return [*written]
+
+    def _lend_attributes(self, views: Sequence[torch.Tensor]) -> None:
+        """What users keep on their parameters is there inside forwards too."""
+        is_any = max(map(len, self._kept)) > 2  # more than the unit and the index
+        self._lent = [{name: kept[name] for name in _users(kept)} for kept in self._kept] if is_any else []
+        for place, lent in zip(self.unit.picks, self._lent, strict=True) if is_any else ():
+            held = vars(views[place])
+            for name in _users(held) - lent.keys():  # from a forward before, on a view that lasts
+                del held[name]
+            held.update(lent)
+
+    def _take_attributes(self, views: Sequence[torch.Tensor]) -> None:
+        """What forwards have changed of that, or added to it, stays on the parameters.
+
+        Views on which nothing was lent are not looked at: that would cost each of them a dict.
+        """
+        all_lent, self._lent = self._lent, []
+        for place, kept, lent in zip(self.unit.picks, self._kept, all_lent, strict=True) if views and all_lent else ():
+            held = vars(views[place])
+            kept.update({name: held[name] for name in _users(held) if held[name] is not lent.get(name, kept)})
 
     def take_rebound(self) -> list[int]:
         """The parameters whose view has other data now; the buffer takes that data."""
@@ -272,6 +292,11 @@ class ModuleViews:
         if not all(map(operator.is_, self._standing(), expected)):
             found = zip(self._standing(), expected, self._placeholders, strict=True)
             refuse_replaced(next(parameter.name for held, own, parameter in found if held is not own))
+
+
+def _users(attributes: dict[str, Any]) -> set[str]:
+    """Without the library's own, and without what torch.compile notes on tensors that it sees."""
+    return {name for name in attributes.keys() - _OWN if "_dynamo" not in name}
 
 
 def takes_gradients(units: Iterable[Unit]) -> bool:
