@@ -122,6 +122,14 @@ def lonely_clearing(job: Job, rank: int, folder: str) -> None:
     job.step()
 
 
+def crossed_clearing(job: Job, rank: int, folder: str) -> None:
+    job.backward()
+    for block in job.model.blocks:
+        block[0].bias.grad = None
+    job.model.head.get_parameter("bias" if rank else "weight").grad = None
+    job.step()
+
+
 def another_rate(job: Job, rank: int, folder: str) -> None:
     job.train()
     job.optimizer.param_groups[0]["lr"] *= 1 + rank
@@ -222,8 +230,8 @@ CASES = [
     (lonely_clipping, 1, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),
     (lonely_clipping, 2, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),
     (lonely_clipping, 3, r"rank 0 is in optimizer.clip_grad_norm_\(1\.0\); rank 1 is in optimizer.step\(\)"),
-    (lonely_clearing, 0, r"step\(\) from rank 0: gradients of 8 parameters instead of gradients of 7 parameters"),
-    (lonely_clearing, 3, r"step\(\) from rank 0: gradients of 8 parameters instead of gradients of 7 parameters"),
+    (lonely_clearing, 0, r"gradients of 8 parameters instead of gradients of 7 parameters \(all but head.weight\)"),
+    (crossed_clearing, 3, r"(?s)( gradients of 4 parameters .*bias and 1 more, whose checksum is \w+\).*){2}"),
     (longer_generation, 3, r"rank 0 is in model.state_dict\(\); rank 1 is in a forward without gradients"),
     (once_more, 3, "rank 0 is in a backward; rank 1 is in the gather of unit 'blocks.1'"),
     (another_rate, 1, r"rank 1 has different settings in optimizer.step\(\) from rank 0: lr=0.002 instead of lr=0.001"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,9 @@ from unbounded.zero.gradients.use import Vote
 from unbounded.zero.passes.order import Order
 from unbounded.zero.reduction.reduction import Reduction
 from unbounded.zero.unit import Unit
+
+# How many parameters without a gradient an error names.
+NUM_NAMED = 3
 
 
 class GradientAgreement:
@@ -51,19 +55,25 @@ class GradientAgreement:
         """Ranks have gradients on which they have not voted yet, so each knows only its own."""
         self._is_voted = False
 
-    def _num_held(self) -> int:
-        return sum(sum(map(bool, unit.gradient.used)) for unit in self._units if unit.trainable)
-
     def describe(self) -> str:
         """Which gradients the next step will use, in words."""
-        return f"gradients of {self._num_held()} parameters"
+        num_held, missing = 0, dict[str, None]()
+        for unit in self._units:
+            if unit.trainable:
+                used = unit.gradient.used
+                num_held += sum(map(bool, used))
+                if not all(used):
+                    names = (slot.name for slot, flag in zip(unit.layout.slots, used, strict=True) if not flag)
+                    missing.update(dict.fromkeys(names))
+        return f"gradients of {num_held} parameters{describe_missing([*missing]) if num_held else ''}"
 
     def describe_voted(self) -> str:
         """The same on all ranks, unless one of them has cleared or made gradients since the vote.
 
         A rank without any does not know whether others have some from `no_sync`.
         """
-        return self.describe() if self._is_voted and self._num_held() else "gradients without a vote"
+        has_any = any(any(unit.gradient.used) for unit in self._units if unit.trainable)
+        return self.describe() if self._is_voted and has_any else "gradients without a vote"
 
     def vote(self) -> None:
         """All ranks of the axis must call this at the end of a backward outside `no_sync`. Waits for nobody.
@@ -173,3 +183,12 @@ class GradientAgreement:
         slots, is_first = unit.layout.slots, self._axes.tensor.rank == 0
         counts = [is_first if slot.cut is None else slot.cut.is_first for slot in slots]
         return self._axes.tensor.sum(squares * torch.tensor(counts, dtype=torch.bool, device=squares.device))
+
+
+def describe_missing(names: Sequence[str]) -> str:
+    """The parameters without a gradient, in words that differ wherever the names do."""
+    if not names:
+        return ""
+    shown, rest = ", ".join(names[:NUM_NAMED]), len(names) - NUM_NAMED
+    mark = f"{zlib.crc32(' '.join(names).encode()):08x}"
+    return f" (all but {shown}{f' and {rest} more, whose checksum is {mark}' if rest > 0 else ''})"
