@@ -177,6 +177,10 @@ def change_gradients(model: nn.Module, *, holds: bool = False) -> list[float]:
     return seen
 
 
+def double(module: nn.Module, _: Any) -> None:
+    module.weight.data.mul_(2)
+
+
 def train_with_changes(rank: int, size: int, plans: list[dict[str, Any]]) -> list[Any]:
     found = []
     for plan in plans:
@@ -207,6 +211,11 @@ def train_with_changes(rank: int, size: int, plans: list[dict[str, Any]]) -> lis
                 for parameter in one.parameters():
                     parameter.mul_(3)
             found.append(([float(model(**batch).loss)], [float(plain(**batch).loss)]))
+            layer = model.model.layers[0].mlp.up_proj
+            hook = layer.register_forward_pre_hook(double)
+            with pytest.raises(unbounded.StateError, match=r"has changed the parameter '.*up_proj.weight', of which"):
+                model(**batch)
+            hook.remove()
         assert worst_error(model.state_dict(), plain.state_dict())[0] < 1e-4
     return found
 

@@ -82,7 +82,8 @@ class Writes:
     def keep_from_forward(self, unit: Unit, slots: list[int]) -> None:
         """Keeps what a forward has written to the gathered buffer of `unit`."""
         now, before = unit.owned_part(), self._before.pop(unit, None)
-        if unit.engine.is_shown and all(slot.cut is None for slot in unit.layout.slots):
+        if unit.engine.is_shown:
+            _refuse_changed_parts(unit, slots)
             return  # full_params keeps what the buffer has at its end
         if before is None or before.numel() != now.numel():
             spans = [(slot.start, slot.stop) for slot in map(unit.layout.slots.__getitem__, slots)]
@@ -92,8 +93,8 @@ class Writes:
         if not unit.is_whole:
             raise StateError(
                 f"the forward has changed the parameter {unit.layout.slots[slots[0]].name!r} in place, which cannot be "
-                f"kept: it is partitioned over ranks and gathered again for every pass. Change it between steps, "
-                "inside `with unbounded.full_params(model):`."
+                f"kept: it is partitioned over ranks and gathered again for every pass. Change it inside `with "
+                "unbounded.full_params(model):`, between steps or in a forward there, in the same way on every rank."
             )
         self.store(unit, now, before)
         if unit in self._late and (not unit.resident or unit.has_master):
@@ -149,6 +150,19 @@ class Writes:
                 array.fetch(held, start).wait()
                 held = torch.where(changed.cpu(), fresh[name].cpu(), held)
                 array.evict(held, start).wait()
+
+
+def _refuse_changed_parts(unit: Unit, slots: Sequence[int]) -> None:
+    """Raises if the buffer has other values than a shown parameter that the tensor axis cuts, which is kept instead."""
+    parts = unit.slot_views(unit.buffer)
+    for index in slots:
+        cut, shown = unit.layout.slots[index].cut, unit.views.parameters[index].detach()
+        if cut is not None and not torch.equal(_bits(cut.take(shown)), _bits(parts[index])):
+            raise StateError(
+                f"a forward inside full_params has changed the parameter {unit.layout.slots[index].name!r}, of which "
+                "this rank computes with a part and does not know what others have changed. Change it inside "
+                "full_params between forwards, where it is whole."
+            )
 
 
 def fetch_owned(unit: Unit, start: int = 0, stop: int | None = None) -> torch.Tensor:
