@@ -232,22 +232,25 @@ def own_tiers(tmp_path: Path) -> Iterator[tiers.Tiers]:
     made.close()
 
 
-def test_what_is_refused_is_not_counted(own_tiers: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_or_freed_is_not_counted(own_tiers: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise refusal
 
     bounce, (store,) = own_tiers.pool(1, MIB), own_tiers._stores
     own_tiers.free(own_tiers.allocate("disk", torch.uint8, 2 * MIB, bounce))  # the next ones there are written
+    before = own_tiers.use(), own_tiers.planned_host_bytes
+    own_tiers.allocate("host", torch.float32, MIB, bounce, unplanned_bytes=2 * MIB).free()  # a sum, which moves away
+    assert (own_tiers.use(), own_tiers.planned_host_bytes) == before
     for tier, owner, name, refusal in (
         ("host", arena.host_memory, "host_buffer", BudgetError("no memory")),
         ("disk", ExtentStore, "write", DiskError("no disk")),
     ):
-        before = own_tiers.use(), own_tiers.planned_host_bytes, store.free_bytes
+        taken = own_tiers.use(), own_tiers.planned_host_bytes, store.free_bytes
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, refuse)
             with pytest.raises(type(refusal)):
                 own_tiers.allocate(tier, torch.bfloat16, MIB, bounce, unplanned_bytes=MIB)
-        assert (own_tiers.use(), own_tiers.planned_host_bytes, store.free_bytes) == before
+        assert (own_tiers.use(), own_tiers.planned_host_bytes, store.free_bytes) == taken
 
 
 def test_what_a_lane_takes_while_checksums_are_counted_is_counted(

@@ -132,9 +132,14 @@ class Tiers:
         return self._take_host(torch.bfloat16, numel, pin=False, planned_bytes=num_bytes)
 
     def _take_host(self, dtype: torch.dtype, numel: int, *, pin: bool | None, planned_bytes: int) -> MemoryArray:
-        """Memory of the arena. If the system refuses it, `planned_bytes` are not planned for it any more."""
+        """Memory of the arena. If the system refuses it, or once it is freed, `planned_bytes` are planned no more."""
+
+        def release(tensor: torch.Tensor) -> None:
+            self.arena.release(tensor)
+            self.return_host(planned_bytes)
+
         try:
-            return MemoryArray(self.arena.allocate(dtype, numel, pin=pin), "host", self.arena.release)
+            return MemoryArray(self.arena.allocate(dtype, numel, pin=pin), "host", release)
         except BaseException:
             self.return_host(planned_bytes)
             raise
