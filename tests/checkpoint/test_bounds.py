@@ -21,6 +21,7 @@ from unbounded.checkpoint.format.parsing import read_manifest
 from unbounded.checkpoint.load.load_plan import Copy, direct_target
 from unbounded.checkpoint.load.transfer import Transfer
 from unbounded.checkpoint.save import save_job, writer
+from unbounded.errors import CheckpointError
 from unbounded.native.disk import DiskFile
 from unbounded.sharding.running import sharded
 from unbounded.tiers.arena import HostArena
@@ -28,6 +29,7 @@ from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.budget import size_buffers
 from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.staging import size_staging
+from unbounded.zero.parameters.writes import CHECKED_FORWARDS
 
 MIB = 1 << 20
 
@@ -196,6 +198,59 @@ def test_states_are_copied_aside_before_the_step_comes_to_them(
     handle.wait()
     assert_same(whole(tmp_path / "background"), whole(tmp_path / "now"))
     assert arena.used_bytes == before
+
+
+def add_one(module: nn.Module, arguments: Any) -> None:
+    with torch.no_grad():
+        module.weight.add_(1)
+
+
+def write(how: str, model: nn.Module, held: torch.Tensor) -> None:
+    weight = model[0].weight
+    if how == "by name":
+        weight.data[0].add_(1)
+    elif how == "held":
+        held.mul_(2)
+    elif how == "whole":
+        weight.copy_(torch.ones(8, 8))
+    elif how == "loaded":
+        model.load_state_dict({"0.weight": torch.ones(8, 8) * 3})
+    elif how == "full_params":
+        with unbounded.full_params(model):
+            weight.sub_(1)
+    else:
+        model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_written_to_weights_beside_a_save_is_not_in_it(
+    tmp_path: Path, gate: threading.Event, precision: str
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model, optimizer = unbounded.shard(model, torch.optim.AdamW(model.parameters()), {"precision": precision})
+    weight, held = model[0].weight, model[0].weight.data
+
+    def is_kept(how: str) -> bool:
+        before = weight.detach().clone()
+        gate.clear()
+        handle = unbounded.save(tmp_path / "c", model, optimizer, wait=False)
+        with torch.no_grad():
+            write(how, model, held)
+        assert not torch.equal(weight, before), how
+        gate.set()
+        handle.wait()
+        unbounded.load(tmp_path / "c", model, optimizer)
+        return torch.equal(weight, before)
+
+    hows = ["by name", "held", "whole", "loaded", "full_params"]
+    assert [how for how in hows if not is_kept(how)] == []
+    with torch.no_grad():
+        for _ in range(CHECKED_FORWARDS):
+            model(torch.ones(2, 8))
+    model[0].register_forward_pre_hook(add_one)
+    with pytest.raises(CheckpointError, match="a forward has written to the weights of unit 'root' while a save"):
+        is_kept("by a forward that has not written before")
+    assert is_kept("by a forward")
 
 
 def test_a_step_waits_for_a_save_where_the_budget_has_no_room_for_copies(

@@ -98,6 +98,8 @@ def _compare(engine: Engine, written: Mapping[Unit, torch.Tensor]) -> None:
 
 def _open(unit: Unit, tensor: Axis, before: dict[Unit, _Shown]) -> None:
     """Shows a gathered unit's whole values in its parameters; `before` gets a copy of the owned ones."""
+    if unit.resident:
+        unit.make_way()
     # First, so that nothing is shown if there is no memory for it.
     shown = _Shown(unit.owned_part().clone(), line_sums(unit.buffer))
     unit.views.show()

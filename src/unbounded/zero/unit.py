@@ -262,7 +262,10 @@ class Unit:
     # -- a save that reads it ------------------------------------------------------------------------------------
 
     def be_read_by(self, reader: Reader) -> None:
-        """A save reads the owned weights and states from now on: whoever changes them calls `make_way` first."""
+        """A save reads the owned weights and states from now on: whoever changes them calls `make_way` first.
+
+        So does whoever lends the memory of weights to those who may change them.
+        """
         self._reader = reader
 
     def make_way(self, pool: Pool | None = None) -> None:
@@ -270,6 +273,11 @@ class Unit:
         if self._reader is not None:
             self._reader.make_way(pool)
             self._reader = None
+
+    def spoil_save(self, what: str) -> None:
+        """The owned weights were changed by `what`, which nobody had expected: a save that reads them fails."""
+        if self._reader is not None:
+            self._reader.spoil(what)
 
     def hand_over_reader(self, *, keeps_states: bool) -> Reader | None:
         """Passes the save that reads the arrays, if there is one, to whoever has them from now on.

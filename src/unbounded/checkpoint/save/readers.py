@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unbounded.checkpoint.save.segments import FileSegment, WriteChunk
-from unbounded.errors import BudgetError, UnboundedError
+from unbounded.errors import BudgetError, CheckpointError, UnboundedError
 from unbounded.native import kernels
 from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.reader import Reader
@@ -97,6 +97,15 @@ class Readers:
             for watched in reversed(self._watched.values()):
                 if watched.may_copy and not watched.reader.launched():
                     self._set_aside(watched.reader, pool)
+
+    def refuse_spoiled(self) -> None:
+        """Raises if something has changed while it was read."""
+        for watched in self._watched.values():
+            if watched.reader.spoiled:
+                raise CheckpointError(
+                    f"{watched.reader.spoiled} while a save in the background was reading them, so the checkpoint "
+                    "would be half old and half new. Save again; from now on such writes wait for the save."
+                )
 
     def close(self) -> None:
         for watched in self._watched.values():

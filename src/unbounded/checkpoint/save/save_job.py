@@ -142,7 +142,7 @@ class SaveJob:
         for unit in self.state.engine.units if writes else ():
             if unit.name in backwards:
                 self.snapshot.add_gradient(unit, numbers[id(unit)], self.gradients)
-        copy = self.copy and self._has_room_to_copy()
+        self.is_copied = copy = self.copy and self._has_room_to_copy()
         for unit in self.state.engine.forward_order() if writes else ():
             kinds = [kind for kind in unit.states if self.with_optimizer or kind in MASTER_STATES]
             reader = self.readers.new(may_copy=self.copy)
@@ -213,6 +213,8 @@ class SaveJob:
                 file = self._write_file()
         else:
             file = self._write_file()
+        if not self.is_copied:
+            self.readers.refuse_spoiled()
         optimizer = self.described["optimizer"]
         groups = [] if optimizer is None else [group["names"] for group in optimizer["groups"]]
         parameters = self.described["parameters"]

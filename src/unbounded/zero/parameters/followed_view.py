@@ -34,6 +34,9 @@ class Source(Protocol):
     def changes(self) -> Any:
         """A mark of the present value, which differs after a change; None if it can no longer change."""
 
+    def make_way(self) -> None:
+        """The memory may be written to next: returns when nobody reads it in the background."""
+
     def turn(self) -> AbstractContextManager[None]:
         """Inside, no other thread uses the model, so whatever is written to the memory is written by this one."""
 
@@ -87,6 +90,7 @@ def _compute(func: Callable[..., Any], views: list[FollowedView], args: Any, kwa
     """Runs `func`, and keeps what it has written to the memory of `views`."""
     for view in views:
         view._renew()
+        view._source.make_way()
     versions = [version_of(view) for view in views]
     name = getattr(func, "__name__", "this")
     try:

@@ -71,6 +71,8 @@ class Lending:
             if wants_graph:
                 return _refusing_writes(value if in_pass or unit.resident else value.clone())
             is_lasting = unit.resident and not unit.has_master
+            if is_lasting:
+                unit.make_way()
             return value.data if is_lasting or (in_pass and not unit.resident) else value.clone()
 
     @in_turn

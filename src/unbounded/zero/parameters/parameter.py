@@ -143,6 +143,12 @@ class ManagedParameter(Placeholder, nn.Parameter):
         """The value, for a computation outside the module's forward."""
         return self._unit.engine.lending.borrow(self._unit, self._index)
 
+    def make_way(self) -> None:
+        """Views of a value that stays on the device are of its own memory, which a save may be reading."""
+        unit = self._unit_ref()
+        if unit is not None and unit.resident:
+            unit.make_way()
+
     def keep(self, value: torch.Tensor, name: str) -> None:
         """Brings a value, to which the operation `name` has written, to where the parameter is kept."""
         self._unit.engine.lending.keep(self._unit, self._index, value)
@@ -239,6 +245,9 @@ class ShownParameter(nn.Parameter):
 
     def current(self) -> torch.Tensor:
         return self.detach()
+
+    def make_way(self) -> None:
+        """Whoever shows values has waited."""
 
     def keep(self, value: torch.Tensor, name: str) -> None:
         self.detach().copy_(value)

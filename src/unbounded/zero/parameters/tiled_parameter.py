@@ -114,6 +114,9 @@ class TiledParameter(Placeholder, nn.Parameter):
         units = [(part._unit_ref(), part) for part in self._parts()]  # type: ignore[attr-defined]
         return [(unit.generation, unit.num_writes, version_of(part)) for unit, part in units]
 
+    def make_way(self) -> None:
+        """Views of it are of a copy."""
+
     def keep(self, whole: torch.Tensor, name: str) -> None:
         """Gives every tile its rows of what was written."""
         if torch.is_grad_enabled() and self.requires_grad:
@@ -274,6 +277,9 @@ class TiledGrad(ManagedGrad):
         """A copy: what is written to it would be lost."""
         with torch.inference_mode(False), torch.no_grad():  # writes to it must be counted
             return torch.cat([part.detach() for part in self._parts])
+
+    def make_way(self) -> None:
+        """Views of it are of a copy."""
 
     def keep(self, whole: torch.Tensor, name: str) -> None:
         raise StateError(

@@ -46,6 +46,8 @@ class Writes:
         """A forward of `unit` begins."""
         left = self._checks().setdefault(unit, CHECKED_FORWARDS)
         self._late.discard(unit)
+        if left and unit.resident:
+            unit.make_way()  # for what is written in place
         if left or (torch.is_grad_enabled() and self._has_its_turn(unit)):
             is_copied = unit.resident and unit.has_master and unit not in self._late  # what is found late is an error
             self._before[unit] = unit.owned_part().clone() if is_copied else _fingerprint(unit.buffer)
@@ -90,6 +92,8 @@ class Writes:
             before = _weights_before(unit, spans, now) if unit.resident else fetch_owned(unit)
         if not unit.resident and torch.equal(_bits(before), _bits(now)):
             return
+        if unit.resident:
+            unit.spoil_save(f"a forward has written to the weights of unit {unit.name!r}")
         if not unit.is_whole:
             raise StateError(
                 f"the forward has changed the parameter {unit.layout.slots[slots[0]].name!r} in place, which cannot be "
@@ -108,6 +112,7 @@ class Writes:
         """Keeps a new value of one parameter outside a forward: this rank's part goes to its tier."""
         if unit.weights_ready is not None:
             unit.weights_ready.wait()
+        unit.make_way()
         slot, (low, high) = unit.layout.slots[index], unit.owned
         start, stop = max(slot.start, low), min(slot.stop, high)
         if start < stop:
