@@ -42,7 +42,17 @@ LAYERS = {
 LEAVES = {"planner", "observe"}
 """Import nothing of the package but the ground; anyone may import them."""
 
-GROUND = {"errors", "paths", "process", "launcher", "version", "deferred_tensor", "own_hook", "held_interrupts"}
+GROUND = {
+    "errors",
+    "paths",
+    "process",
+    "launcher",
+    "version",
+    "deferred_tensor",
+    "own_hook",
+    "held_interrupts",
+    "calls",
+}
 TOGETHER = {("cli", "train"), ("checkpoint", "sharding"), ("planning", "sharding")}
 """Pairs of one layer of which the first may import the second."""
 

@@ -359,6 +359,10 @@ def written_by_collectives(rank: int, world_size: int, plan: dict[str, Any]) -> 
     assert torch.equal(received, held)
     with pytest.raises(StateError, match="Receive into a tensor of your own"):
         dist.irecv(held, 1 - rank)
+    model(data()).sum().backward()
+    with pytest.raises(StateError, match=r"all_to_all_single .* Receive into a tensor of your own"):
+        dist.all_to_all_single(model.blocks[0].up.weight.grad, torch.zeros(13, 7, dtype=held.dtype))
+    optimizer.zero_grad()
     step(model, optimizer)
     return [*found, model.state_dict()["first.bias"]]
 

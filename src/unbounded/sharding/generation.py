@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.calls import find_call
 from unbounded.errors import StateError
 from unbounded.own_hook import OwnHook
-from unbounded.zero.passes.hooks import find_call
 
 MARK = "_is_fsdp_managed_module"
 """What transformers looks for: `generate` then runs on each rank until all are done."""

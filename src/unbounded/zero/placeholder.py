@@ -7,10 +7,15 @@ answer first (`meets_placeholder`), which puts its values in and calls the funct
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from unbounded.calls import called_from
+from unbounded.errors import StateError
 
 _Tensor = torch.Tensor
 
@@ -25,10 +30,21 @@ def describe(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """What a placeholder answers without its values; NotImplemented if they are needed."""
     if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
+            if func is _Tensor.is_complex and not args[0].is_contiguous():
+                _refuse_output()
             return func(*args, **kwargs)
     if func in _LAYOUT and isinstance(args[0], Placeholder):  # values are lent row by row
         return func(torch.empty(args[0].shape, dtype=torch.uint8, device="meta"), *args[1:], **kwargs)  # type: ignore[attr-defined]
     return NotImplemented
+
+
+def _refuse_output() -> None:
+    """Raises where a stand-in is about to be filled by the one collective that asks neither it nor its strides."""
+    if called_from(inspect.unwrap(dist.all_to_all_single)):
+        raise StateError(
+            "all_to_all_single was given a sharded tensor as its output, whose memory is elsewhere, and would write "
+            "past what it has here. Receive into a tensor of your own and copy it: p.data.copy_(received)."
+        )
 
 
 def meets_placeholder(types: Iterable[type]) -> bool:

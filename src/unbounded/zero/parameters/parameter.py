@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from unbounded.calls import called_from
 from unbounded.errors import StateError
 from unbounded.zero.gradients.managed_grad import ManagedGrad, grad_of, keep_alive, shown_shape, turn_of
 from unbounded.zero.parameters.followed_view import (
@@ -36,7 +37,6 @@ from unbounded.zero.parameters.followed_view import (
     shares,
     version_of,
 )
-from unbounded.zero.passes.hooks import called_from
 from unbounded.zero.placeholder import Placeholder, as_set, describe, stand_in
 from unbounded.zero.saved import is_of_unit
 from unbounded.zero.unit import Unit

@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from unbounded.calls import called_from
 from unbounded.errors import StateError
 from unbounded.own_hook import OwnHook
 from unbounded.zero.passes.inputs import Inputs, ParameterValues
@@ -171,17 +172,3 @@ def in_recomputation() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def called_from(*functions: Any) -> bool:
-    """Whether this thread is inside a call of one of `functions`."""
-    return find_call(*functions) is not None
-
-
-def find_call(*functions: Any) -> FrameType | None:
-    """The innermost call of one of `functions` that this thread is inside of. Walks the stack: not for the hot path."""
-    frame: FrameType | None = sys._getframe()
-    codes = [function.__code__ for function in functions]
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame
