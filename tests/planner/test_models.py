@@ -50,8 +50,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(family: str) -> Any:
-    given = {**SIZES, **FAMILIES[family]}
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("qwen3", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}),
+    ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    ("opt", {"word_embed_proj_dim": 32, "enable_bias": False, "tie_word_embeddings": False}),
+    ("opt", {"layer_norm_elementwise_affine": False}),
+    ("gpt_neox", {"attention_bias": False}),
+    ("starcoder2", {"use_bias": False}),
+]
+"""Configs that change which layers there are, and which have biases."""
+
+
+def make_config(family: str, **other: Any) -> Any:
+    given = {**SIZES, **FAMILIES[family], **other}
     if family in ("opt", "gpt_neox"):
         del given["num_key_value_heads"]
     if family in ("gpt2", "bloom"):
@@ -60,9 +73,9 @@ def make_config(family: str) -> Any:
     return transformers.AutoConfig.for_model(family, **given)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_config_has_as_many_parameters_as_the_model_made_of_it(family: str) -> None:
-    config = make_config(family)
+@pytest.mark.parametrize(("family", "other"), [*((family, {}) for family in FAMILIES), *OTHERS], ids=str)
+def test_a_config_has_as_many_parameters_as_the_model_made_of_it(family: str, other: dict[str, Any]) -> None:
+    config = make_config(family, **other)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     shape = shape_of(config.to_dict(), "config")
@@ -233,6 +246,7 @@ TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vo
         ({"model_type": "llama", "num_hidden_layers": -1}, r"num_hidden_layers=-1"),
         ({"model_type": ["llama"]}, r"model_type \['llama'\], whose bytes are not known here"),
         ({"model_type": "llama", **TINY, "intermediate_size": "x"}, r"intermediate_size='x'"),
+        ({"model_type": "gpt2", **TINY, "add_cross_attention": True}, r"has cross-attention in its blocks"),
         ([1], r"is not the config of a model"),
     ],
 )

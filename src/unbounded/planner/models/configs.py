@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,28 @@ class Family:
     tied: bool = False  # unless the config says otherwise
     query_key_norm: bool = False
     embedding_norm: bool = False
+    attention_bias_key: str = ""  # what says that all layers of the attention have biases; "": they do if `biased`
+    ffn_bias_key: str = ""
 
 
 _GPT = Family(gated=False, biased=True, layer_norm=True, learned_positions=0, tied=True)
 FAMILIES = {
-    "llama": Family(),
+    "llama": Family(attention_bias_key="attention_bias", ffn_bias_key="mlp_bias"),
     "mistral": Family(),
     "mixtral": Family(),
     "qwen2": Family(qkv_biased=True),
-    "qwen3": Family(query_key_norm=True),
-    "qwen3_moe": Family(query_key_norm=True),
+    "qwen3": Family(query_key_norm=True, attention_bias_key="attention_bias"),
+    "qwen3_moe": Family(query_key_norm=True, attention_bias_key="attention_bias"),
     "phi3": Family(),
-    "gemma": Family(tied=True),
-    "gemma2": Family(tied=True, norms=4),
+    "gemma": Family(tied=True, attention_bias_key="attention_bias"),
+    "gemma2": Family(tied=True, norms=4, attention_bias_key="attention_bias"),
     "gpt2": _GPT,
-    "opt": Family(gated=False, biased=True, layer_norm=True, learned_positions=2, tied=True),
+    "opt": replace(_GPT, learned_positions=2, attention_bias_key="enable_bias", ffn_bias_key="enable_bias"),
     "bloom": Family(gated=False, biased=True, layer_norm=True, tied=True, embedding_norm=True),
-    "gpt_neox": Family(gated=False, biased=True, layer_norm=True),
-    "starcoder2": Family(gated=False, biased=True, layer_norm=True, tied=True),
+    "gpt_neox": Family(gated=False, biased=True, layer_norm=True, attention_bias_key="attention_bias"),
+    "starcoder2": Family(
+        gated=False, biased=True, layer_norm=True, tied=True, attention_bias_key="use_bias", ffn_bias_key="use_bias"
+    ),
 }
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -114,23 +118,27 @@ def _build(config: Mapping[str, Any], family: Family, what: str) -> Shape:
     experts = _read_optional(config, ("num_local_experts", "num_experts"), what, 1)
     if experts > 1 and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         raise PlanError(f"{what} has experts in some blocks only. Install transformers, which can count them.")
+    if config.get("add_cross_attention"):
+        raise PlanError(f"{what} has cross-attention in its blocks. Install transformers, which can count it.")
     ffn_keys = ("intermediate_size", "ffn_dim", "n_inner")
     ffn = _read_optional(config, ("moe_intermediate_size",) * (experts > 1) + ffn_keys, what, 4 * hidden)
+    token_width = _read_optional(config, ("word_embed_proj_dim",), what, hidden)
     positions = 0
     if family.learned_positions is not None:
         keys = ("max_position_embeddings", "n_positions")
         positions = family.learned_positions + _read_optional(config, keys, what, 0)
-    biased = bool(config.get("use_bias", config.get("attention_bias", family.biased) or family.biased))
-    return Shape(
+    attention_biased = bool(config.get(family.attention_bias_key, family.biased))
+    ffn_biased = bool(config.get(family.ffn_bias_key, family.biased))
+    shape = Shape(
         name=str(config.get("_name_or_path") or config.get("model_type")),
         **sizes,
         kv_heads=_read_optional(config, ("num_key_value_heads",), what, heads),
         ffn=ffn,
         gated=family.gated,
-        biased=biased and family.biased,
+        biased=attention_biased and ffn_biased,
         qkv_biased=family.qkv_biased,
         norms=family.norms,
-        norm_vectors=2 if family.layer_norm else 1,
+        norm_vectors=(2 if family.layer_norm else 1) if config.get("layer_norm_elementwise_affine", True) else 0,
         head_dim=head_dim,
         positions=positions,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
@@ -138,7 +146,11 @@ def _build(config: Mapping[str, Any], family: Family, what: str) -> Shape:
         active=_read_optional(config, ("num_experts_per_tok",), what, 1) if experts > 1 else 1,
         outside=2 * hidden if family.embedding_norm else 0,
         extra=2 * (head_dim or hidden // heads) if family.query_key_norm else 0,
+        token_width=0 if token_width == hidden else token_width,
+        last_norm=bool(config.get("do_layer_norm_before", True)) and not config.get("_remove_final_layer_norm"),
     )
+    only = attention_biased * shape.attention_bias_numel + ffn_biased * shape.ffn_bias_numel
+    return shape if shape.biased else replace(shape, extra=shape.extra + only)
 
 
 def _read(config: Mapping[str, Any], keys: tuple[str, ...], what: str) -> int:

@@ -220,7 +220,7 @@ def footprint_of(
         exchanged=2 * hidden,
         num_kernels=kernels.num_kernels,
     )
-    logits = shape.vocabulary * hidden
+    logits = shape.tokens_numel
     head = Cost(
         products=logits,
         trained=logits,

@@ -15,6 +15,7 @@ from unbounded.planner.spelling import find_closest
 # Sizes beyond those of any model, which would only keep the planner busy.
 MOST_LAYERS, MOST = 10_000, 10**9
 MOST_RANK = 1 << 16  # of adapters
+_MAY_BE_0 = {"positions", "head_dim", "extra", "outside", "token_width", "norm_vectors"}
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Shape:
     active: int = 1
     extra: int = 0  # other parameters of a block: norms of queries and keys
     outside: int = 0  # other parameters outside blocks: a norm after the embedding
+    token_width: int = 0  # of embedding and head, if it is not `hidden`; a layer without bias then leads in and out
+    last_norm: bool = True
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.type == "int" and (
-                value < 0 or (value == 0 and item.name not in ("positions", "head_dim", "extra", "outside"))
-            ):
+            if item.type == "int" and (value < 0 or (value == 0 and item.name not in _MAY_BE_0)):
                 raise PlanError(f"{item.name} is {value}. A model needs at least 1 of it.")
             most = MOST_LAYERS if item.name == "layers" else MOST
             if item.type == "int" and value > most:
@@ -70,14 +71,24 @@ class Shape:
     @property
     def expert_numel(self) -> int:
         matrices = (3 if self.gated else 2) * self.hidden * self.ffn
-        return matrices + (self.ffn * (2 if self.gated else 1) + self.hidden if self.biased else 0)
+        return matrices + (self.ffn_bias_numel if self.biased else 0)
+
+    @property
+    def ffn_bias_numel(self) -> int:
+        """Biases of a feed-forward part in which all layers have one."""
+        return self.ffn * (2 if self.gated else 1) + self.hidden
+
+    @property
+    def attention_bias_numel(self) -> int:
+        """Biases of an attention in which all layers have one."""
+        return self.attention_width + 2 * self.kv_width + self.hidden
 
     @property
     def attention_numel(self) -> int:
         wide, narrow = self.attention_width, self.kv_width
         numel = self.hidden * (wide + 2 * narrow) + wide * self.hidden
         if self.biased:
-            numel += wide + 2 * narrow + self.hidden
+            numel += self.attention_bias_numel
         elif self.qkv_biased:
             numel += wide + 2 * narrow
         return numel
@@ -100,11 +111,16 @@ class Shape:
 
     @property
     def embedding_numel(self) -> int:
-        return (self.vocabulary + self.positions) * self.hidden
+        return self.tokens_numel + self.positions * self.hidden
+
+    @property
+    def tokens_numel(self) -> int:
+        """The matrix of the embedding, and that of the head."""
+        return self.vocabulary * (self.token_width or self.hidden)
 
     @property
     def head_numel(self) -> int:
-        return 0 if self.tied else self.vocabulary * self.hidden
+        return 0 if self.tied else self.tokens_numel
 
     @property
     def numel(self) -> int:
@@ -113,7 +129,8 @@ class Shape:
     @property
     def root_numel(self) -> int:
         """The last norm, and other parameters outside blocks."""
-        return self.norm_vectors * self.hidden + self.outside
+        norm = self.norm_vectors * self.hidden if self.last_norm else 0
+        return norm + self.outside + 2 * self.token_width * self.hidden
 
     @property
     def block_products(self) -> int:
