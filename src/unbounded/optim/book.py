@@ -61,10 +61,7 @@ class RuleBook:
         self, optimizer: torch.optim.Optimizer, known: Recognised, dtype: torch.dtype, dims: frozenset[int]
     ) -> UpdateRule:
         groups = optimizer.param_groups
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise PlanError(
-                f"parameters of {dtype} cannot be trained. Freeze them, or convert them to a float dtype first."
-            )
+        check_trained(dtype)
         is_native = known.kind in NATIVE and not known.has_own_step
         if dtype != torch.float64 and is_native and not any(group.get("amsgrad") for group in groups):
             initial_sum = float(optimizer.defaults.get("initial_accumulator_value", 0.0))  # groups' own are not used
@@ -75,3 +72,11 @@ class RuleBook:
             raise PlanError(f'{known.kind} has no "compact" format. Use optimizer_format="exact", or AdamW.')
         kind = MuonRule if known.kind == "Muon" and not known.has_own_step else ClassRule
         return kind(optimizer, groups, dtype, granularity=known.granularity, dims=dims)
+
+
+def check_trained(dtype: torch.dtype) -> None:
+    """Raises if parameters of `dtype` cannot be trained."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise PlanError(
+            f"parameters of {dtype} cannot be trained. Freeze them, or convert them to a float dtype first."
+        )

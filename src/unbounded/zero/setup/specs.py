@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from unbounded.errors import PlanError
-from unbounded.optim.book import RuleBook
+from unbounded.optim.book import RuleBook, check_trained
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
 from unbounded.planner.models.packed_size import packed_bytes
@@ -167,6 +167,8 @@ def _spec(
     target = lowered if lowered is not None and dtype.is_floating_point else dtype
     cuts = {m.names[0]: held.cuts[id(m.parameter)] for m in members if id(m.parameter) in held.cuts}
     uncounted = frozenset(m.names[0] for m in members if id(m.parameter) in held.uncounted)
+    if trainable and (not target.is_complex or any(group >= 0 for _, _, group in entries)):
+        check_trained(target)  # complex ones may have gradients, if nobody updates them
     rule = None
     if book is not None:
         with contextlib.nullcontext() if trainable else contextlib.suppress(PlanError):
