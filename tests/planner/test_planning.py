@@ -26,6 +26,10 @@ from unbounded.cli import main
 from unbounded.cli.plan_page import COLUMNS
 from unbounded.errors import BudgetError, PlanError
 from unbounded.planner.machine import VERSION, saved_path
+from unbounded.planner.models.footprint import footprint_of
+from unbounded.planner.models.rank_parts import find_rank_parts
+from unbounded.planner.models.shapes import make_shape
+from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED, find_machine
 from unbounded.planning.running_step import predict_step
 from unbounded.sharding import block_policies
@@ -385,6 +389,9 @@ def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.Ca
     assert error.count("\n") == 1
 
 
+PHASES = nn.Linear(3, 3, dtype=torch.complex64)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -399,11 +406,19 @@ def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.Ca
         ({"weights": (("nothing*", "host"),)}, "'nothing*' in weights matches no unit"),
         ({"activations": (("nothing*", "host"),)}, "'nothing*' in activations matches no block. The blocks are"),
         ({"model": nn.LazyLinear(3)}, "'weight' of a lazy module has no shape yet"),
+        ({"model": PHASES, "optimizer": torch.optim.SGD(PHASES.parameters())}, "of torch.complex64 cannot be trained"),
     ],
 )
 def test_what_no_plan_can_have_is_refused_by_name(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         unbounded.plan(**{"model": "llama-7b", "machine": "h200:8", **asked})
+
+
+def test_blocks_that_no_pair_matches_keep_as_with_shard() -> None:
+    parts = footprint_of(make_shape(layers=3, hidden=256)).parts
+    for activations, expected in (((("blocks.1", "host"),), {"keep", "host"}), ("recompute", {"recompute"})):
+        kinds = find_rank_parts(parts, Plan(activations=activations), 1).kinds
+        assert {kind.policy for kind in kinds if kind.part.is_block} == expected
 
 
 @pytest.mark.parametrize(("asked", "may"), [({"precision": "bf16"}, True), ({"precision": "fp16"}, False)])

@@ -34,9 +34,10 @@ class RankParts:
 def find_rank_parts(parts: tuple[UnitFootprint, ...], plan: Plan, pipeline: int) -> RankParts:
     """Its share of the blocks, and everything outside blocks."""
     kept = _first_blocks(expand(parts), pipeline)
+    unsaid = "keep" if isinstance(plan.activations, tuple) else None  # of a block that none of the pairs matches
     alike: dict[tuple[UnitFootprint, tuple[tuple[str, str], ...], str | None], list[int]] = {}
     for position, part in enumerate(kept):
-        policy = read_placement(plan.activations, part.module_name) if part.is_block else None
+        policy = (read_placement(plan.activations, part.module_name) or unsaid) if part.is_block else None
         fixed = tuple(fixed_tiers(part.name, plan).items())
         nameless = replace(part, name="", module="")
         alike.setdefault((nameless, fixed, None if policy == "auto" else policy), []).append(position)
