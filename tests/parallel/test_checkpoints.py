@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 
 import unbounded
 from tests.checkpoint.jobs import whole
@@ -86,16 +87,24 @@ def pass_on_ones_own(rank: int, size: int, folder: str) -> list[Any]:
             torch.manual_seed(place)
         advance(model, optimizer, "gpt2", range(1))
         unbounded.save(f"{folder}/{number}", model, optimizer, position=10 * number + place)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))
+    model = models.build("gpt2", n_layer=1)
+    model, optimizer = unbounded.shard(model, optimizer_of(model), mesh=mesh)
+    got += [unbounded.load(f"{folder}/1", model, optimizer)["position"], int(torch.get_rng_state().sum())]
     return got
 
 
 def test_ranks_of_one_copy_go_on_with_the_same_random_state_and_place_in_the_data(ranks: Any, tmp_path: Path) -> None:
-    positions, states, later, states_later = zip(*ranks(4, pass_on_ones_own, str(tmp_path)), strict=True)
+    positions, states, later, states_later, turned, states_turned = zip(
+        *ranks(4, pass_on_ones_own, str(tmp_path)), strict=True
+    )
     assert positions == (0, 0, 1, 1)
     assert [state == states[0] for state in states] == [True, True, False, False]
     assert states[2] == states[3]
     assert later == (10, 11, 10, 10)  # two had nobody at their place
     assert states_later[0] != states_later[1]
+    assert turned == (10, 11, 10, 11)  # the same axes, the tensor axis outermost
+    assert [state == states_turned[0] for state in states_turned] == [True, False, True, False]
 
 
 MESHES: list[dict[str, Any]] = [

@@ -60,6 +60,17 @@ class Axes:
         return {name: getattr(self, name).size for name in ORDER}
 
     @property
+    def places(self) -> list[list[int]]:
+        """Where every rank of the job is on each axis, in `ORDER`."""
+        places = [[0, rank, 0, 0] for rank in range(self.world.size)]
+        if self.mesh is not None:
+            dims = {axis: dim for dim, axis in enumerate(read_mesh(self.mesh, self.world.size))}
+            for rank in range(self.world.size):
+                found = (self.mesh.mesh == rank).nonzero()[0].tolist()
+                places[rank] = [found[dims[axis]] if axis in dims else 0 for axis in ORDER]
+        return places
+
+    @property
     def model(self) -> tuple[Axis, ...]:
         """The axes over which one copy of the model is cut: a sum over the whole model goes over these too."""
         return self.tensor, self.pipeline

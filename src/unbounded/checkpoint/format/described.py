@@ -7,6 +7,7 @@ from typing import Any
 
 from unbounded.checkpoint.format.field_checks import boolean, integer, items, mapping, number, text, texts
 from unbounded.checkpoint.format.manifest import Manifest
+from unbounded.ranks.mesh import ORDER
 from unbounded.zero.step.loss_scale import LossScale
 
 MAX_STEPS = 2**53
@@ -24,6 +25,8 @@ def check_values(manifest: Manifest) -> None:
     world_size = integer(values.get("world_size"), "world_size", 1, 1 << 24)
     for axis, size in mapping(values.get("mesh", {}), "mesh").items():
         integer(size, f"the size of the axis {axis[:20]}", 1, world_size)
+    if "places" in values:
+        _check_places(values["places"], world_size)
     for name, entry in mapping(values.get("parameters"), "parameters").items():
         _check_parameter(mapping(entry, name[:100]), name[:100])
     extra = mapping(values.get("extra"), "extra")
@@ -37,6 +40,17 @@ def check_values(manifest: Manifest) -> None:
     _check_adapters(values.get("adapters", {}))
     if values.get("optimizer", False) is not None:
         _check_optimizer(mapping(values.get("optimizer"), "optimizer"))
+
+
+def _check_places(places: Any, world_size: int) -> None:
+    """Every rank has one on each axis."""
+    if len(items(places, "places")) != world_size:
+        raise ValueError(f"it has places of {len(places)} ranks, but the job had {world_size}")
+    for place in places:
+        if len(items(place, "a rank's place")) != len(ORDER):
+            raise ValueError(f"a rank has places on {len(place)} axes, but there are {len(ORDER)}")
+        for position in place:
+            integer(position, "a rank's place on an axis", 0, world_size - 1)
 
 
 def _check_parameter(entry: dict[str, Any], name: str) -> None:

@@ -12,25 +12,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unbounded.ranks.mesh import Axes
+from unbounded.ranks.mesh import ORDER, Axes
 
 
 class Counterpart(NamedTuple):
     """The rank of a checkpoint that a rank goes on from; None if nobody was at its place of the data axis."""
 
     rank: int | None
-    is_itself: bool  # the mesh is the one that saved it
+    is_itself: bool  # the mesh is the one that saved it, with every rank at its place
 
 
 def find_counterpart(saved: Mapping[str, Any], axes: Axes) -> Counterpart:
     """The counterpart of this rank in a checkpoint with the values `saved`."""
+    places, data = saved.get("places"), axes.data.rank
+    if places is not None:
+        if places == axes.places:
+            return Counterpart(axes.world.rank, is_itself=True)
+        there = (rank for rank, place in enumerate(places) if place[ORDER.index("data")] == data)
+        return Counterpart(next(there, None), is_itself=False)
+    # Checkpoints of before, which do not say in which order the axes were.
     has_as_many = saved["world_size"] == axes.world.size
     mesh = saved.get("mesh", axes.sizes if has_as_many else {"data": saved["world_size"]})
     if has_as_many and mesh == axes.sizes:
         return Counterpart(axes.world.rank, is_itself=True)
-    if axes.data.rank >= mesh.get("data", 1):
+    if data >= mesh.get("data", 1):
         return Counterpart(None, is_itself=False)
-    return Counterpart(axes.data.rank * mesh.get("context", 1) * mesh.get("tensor", 1), is_itself=False)
+    return Counterpart(data * mesh.get("context", 1) * mesh.get("tensor", 1), is_itself=False)
 
 
 def warn_of_other_ranks(saved: Mapping[str, Any], folder: Path, axes: Axes) -> None:

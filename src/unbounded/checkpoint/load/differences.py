@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unbounded.checkpoint.format.manifest import BUFFER, GRADIENT, LOOSE, UNREDUCED, WEIGHT, Manifest
+from unbounded.checkpoint.load.counterpart import find_counterpart
 from unbounded.checkpoint.load.load_plan import StoredTensors, wanted_groups
 from unbounded.errors import CheckpointError
 from unbounded.optim.formats import MASTER_STATES
@@ -95,12 +96,13 @@ def of_optimizer(model: nn.Module, state: Sharded, source: StoredTensors, size: 
     found += _of_states(state, source)
     if not state.plan.keeps_gradients and (manifest.of_kind(GRADIENT) or manifest.of_kind(UNREDUCED)):
         found.append('it was saved with gradients that no step had used, and the plan here says gradients="none"')
-    here_mesh = state.engine.axes.sizes
-    mesh = manifest.values.get("mesh", here_mesh)
-    if manifest.of_kind(UNREDUCED) and (manifest.values["world_size"] != size or mesh != here_mesh):
+    axes = state.engine.axes
+    if manifest.of_kind(UNREDUCED) and not find_counterpart(manifest.values, axes).is_itself:
+        mesh = manifest.values.get("mesh", axes.sizes)
+        order = ", with other ranks at its places" if mesh == axes.sizes else ""
         found.append(
             f"it was saved by {manifest.values['world_size']} ranks between backwards, with gradients that were not "
-            f"reduced yet, but here there are {size} (the mesh was {mesh} and is {here_mesh} here)"
+            f"reduced yet, but here there are {size} (the mesh was {mesh} and is {axes.sizes} here{order})"
         )
     return found
 

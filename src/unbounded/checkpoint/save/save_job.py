@@ -174,6 +174,7 @@ class SaveJob:
             "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "world_size": self.peers.size,
             "mesh": state.engine.axes.sizes,
+            "places": state.engine.axes.places,
             "plan": repr(state.plan),
             "precision": state.plan.precision,
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
