@@ -424,7 +424,7 @@ def test_a_number_that_json_lacks_is_read_as_transformers_writes_it(tmp_path: Pa
         ({"model_type": "llama", "hidden_size": "x"}, "describes no model that can be built: .*hidden_size"),
         ({"model_type": "mamba", "hidden_size": {"a": 1}}, "describes no model that can be built"),
         ({"model_type": "llama", "num_key_value_heads": 0}, r"by zero \(at `.*num_key_value_heads`\)"),
-        ({"model_type": "blip_text_model"}, 'no model for a BlipTextConfig alone. Name its class in "architectures"'),
+        ({"model_type": "blip_text_model"}, 'or name its class in "architectures"'),
         ([1], "is not the config of a model"),
     ],
 )
@@ -438,6 +438,12 @@ def test_a_config_that_cannot_be_built_is_one_clear_line(values: Any, message: s
 def test_a_name_in_a_config_calls_nothing_but_a_model() -> None:
     model = build_model({"model_type": "llama", "architectures": ["pipeline"], **TEXT}, "it", torch.bfloat16)
     assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_a_config_of_one_purpose_that_is_not_listed_is_the_model_for_it() -> None:
+    sizes = {"neck_hidden_sizes": [8, 8, 8, 8], "backbone_config": {"model_type": "dinov2", **VISION}}
+    model = build_model({"model_type": "depth_anything", **sizes}, "it", torch.bfloat16)
+    assert type(model).__name__ == "DepthAnythingForDepthEstimation"
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen3_moe", "t5"])

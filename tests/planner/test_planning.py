@@ -368,7 +368,7 @@ def test_a_browser_draws_the_page(page: Path) -> None:
         (["llama-405b", "--machine", "laptop"], "fits nowhere"),
         (["llama-7b", "--machine", "rtx4090", "--device-bytes", "lots"], "which is not a size"),
         (["llama-7b", "--machine", "rtx4090", "--device-bytes", "1TiB"], "the machine 'rtx4090' has 24.0 GiB"),
-        (["llama-7b", "--machine", "rtx4090", "--tokens", "3000"], "3,000 tokens are not a whole number of sequences"),
+        (["llama-7b", "--machine", "rtx4090", "--tokens", "3000"], "not a whole number of sequences of 2,048 for each"),
         (["llama-7b", "--machine", "rtx4090", "--sequence", "0"], "sequence is 0, but it must be at least 1"),
         ([""], "no MODEL was given"),
         (["llama-7b", "--machine", "rtx4090", "--html", ""], "which is a folder"),
@@ -405,6 +405,7 @@ PHASES = nn.Linear(3, 3, dtype=torch.complex64)
         ({"optimizer": "host"}, "plan takes the optimizer itself"),
         ({"weights": (("nothing*", "host"),)}, "'nothing*' in weights matches no unit"),
         ({"activations": (("nothing*", "host"),)}, "'nothing*' in activations matches no block. The blocks are"),
+        ({"model": PHASES, "optimizer": 5}, "optimizer is a int. Give a torch.optim optimizer"),
         ({"model": nn.LazyLinear(3)}, "'weight' of a lazy module has no shape yet"),
         ({"model": PHASES, "optimizer": torch.optim.SGD(PHASES.parameters())}, "of torch.complex64 cannot be trained"),
     ],
@@ -425,8 +426,9 @@ def test_blocks_that_no_pair_matches_keep_as_with_shard() -> None:
 def test_only_a_job_that_may_drop_its_gradients_is_told_what_would_fit_without(
     asked: dict[str, Any], may: bool
 ) -> None:
-    reasons = unbounded.plan("llama-7b", machine="h200:8", **asked).reasons
+    reasons = unbounded.plan("llama-7b", machine="h200", tokens_per_step=1, sequence=1, **asked).reasons
     assert ('gradients="none"' in reasons) == may
+    assert " of 1 token x 1\n" in reasons
 
 
 def test_a_model_without_parameters_is_refused() -> None:

@@ -187,7 +187,7 @@ def scaling(footprint: Footprint, machine: MachineRates, request: Request) -> li
 
 
 def _rank(ways: list[Candidate]) -> list[str]:
-    from unbounded.planner.explanation import seconds
+    from unbounded.planner.explanation import number_of, seconds
     from unbounded.planner.step.prediction import NAMES
 
     lines = [f"{'step':>10}{'TFLOP/s':>9}  way"]
@@ -195,7 +195,7 @@ def _rank(ways: list[Candidate]) -> list[str]:
         setup, prediction = way.setup, way.prediction
         lines.append(
             f"{seconds(way.seconds):>10}{prediction.tflops:>9.3g}  stage {setup.stage}, {way.axes}, {way.format}, "
-            f"{setup.tokens:,} tokens x {setup.accumulate}; {NAMES[prediction.bottleneck]}"
+            f"{number_of(setup.tokens, 'token')} x {setup.accumulate}; {NAMES[prediction.bottleneck]}"
         )
     return lines
 

@@ -33,7 +33,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         if not members or not all(isinstance(member, torch.optim.Optimizer) for member in members):
             named = ", ".join(type(member).__name__ for member in members) or "nothing"
-            raise PlanError(f"shard was given a list of {named} as the optimizer. Give torch.optim optimizers.")
+            raise PlanError(f"optimizer is a list of {named}. Give torch.optim optimizers.")
         self.members = tuple(members)
         super().__init__([group for member in members for group in member.param_groups], {})
         self.param_groups = [group for member in members for group in member.param_groups]

@@ -22,17 +22,17 @@ def describe(candidate: Candidate) -> list[str]:
     lines = [
         f"model        {footprint.name}: {count(footprint.numel)} parameters{trained}",
         *(f"assumed      {one}" for one in _assumptions(candidate)),
-        f"machine      {prediction.machine.name}: {_number(prediction.machine.num_devices, 'device')} on "
-        f"{_number(prediction.machine.nodes, 'node')}",
+        f"machine      {prediction.machine.name}: {number_of(prediction.machine.num_devices, 'device')} on "
+        f"{number_of(prediction.machine.nodes, 'node')}",
         f"plan         stage {setup.stage}, {candidate.axes}, {candidate.format} states, micro-batches of "
-        f"{setup.tokens:,} tokens x {setup.accumulate}",
+        f"{number_of(setup.tokens, 'token')} x {setup.accumulate}",
         f"states       {_places(candidate)}",
         f"activations  {_policies(candidate)}",
         *([] if candidate.capacity is None else [f"largest      {candidate.capacity.describe()}"]),
         "",
         *bytes_table(candidate),
         "",
-        f"step         {seconds(prediction.seconds)} for {prediction.tokens:,} tokens: "
+        f"step         {seconds(prediction.seconds)} for {number_of(prediction.tokens, 'token')}: "
         f"{prediction.tokens_per_second:,.0f} tokens/s, {prediction.tflops:.3g} TFLOP/s per device",
     ]
     for phase, taken in prediction.phases().items():
@@ -129,7 +129,7 @@ def _places(candidate: Candidate) -> str:
     parts = []
     for (weights, gradients, optimizer), number in found.most_common():
         where = weights if weights == gradients == optimizer else f"{weights} / {gradients} / {optimizer}"
-        parts.append(f"{_number(number, 'unit')} on {where}")
+        parts.append(f"{number_of(number, 'unit')} on {where}")
     mixed = any(len({*key}) > 1 for key in found)
     packed = ", frozen weights outside the device packed" if candidate.packs else ""
     return ", ".join(parts) + (" (weights / gradients / optimizer)" if mixed else "") + packed
@@ -138,11 +138,11 @@ def _places(candidate: Candidate) -> str:
 def _policies(candidate: Candidate) -> str:
     found = Counter(policy for _, policy in candidate.policies)
     words = {"keep": "kept", "recompute": "recomputed", "host": "recomputed from inputs on the host"}
-    parts = [f"{_number(number, 'block')} {words[policy]}" for policy, number in found.most_common()]
+    parts = [f"{number_of(number, 'block')} {words[policy]}" for policy, number in found.most_common()]
     return ", ".join(parts) or "no blocks"
 
 
-def _number(number: int, noun: str) -> str:
+def number_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 

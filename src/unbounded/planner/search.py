@@ -126,12 +126,12 @@ def _no_way(footprint: Footprint, machine: MachineRates, request: Request) -> Pl
         )
     if request.accumulate is not None:
         return PlanError(
-            f"{request.tokens:,} tokens cannot be cut into {request.accumulate} micro-batches of whole sequences of "
-            f"{request.sequence:,} on every rank. Give other tokens, or leave microbatches open."
+            f"tokens is {request.tokens:,}, which cannot be cut into {request.accumulate} micro-batches of whole "
+            f"sequences of {request.sequence:,} on every rank. Give other tokens, or leave microbatches open."
         )
     return PlanError(
-        f"{request.tokens:,} tokens are not a whole number of sequences of {request.sequence:,} for each of "
-        f"{devices} devices. Give a multiple of {request.sequence:,}, or fewer devices."
+        f"tokens is {request.tokens:,}, which is not a whole number of sequences of {request.sequence:,} for each "
+        f"device, of which there are {devices:,}. Give a multiple of {devices * request.sequence:,}, or fewer devices."
     )
 
 

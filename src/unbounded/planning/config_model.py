@@ -76,11 +76,13 @@ def _find_class(transformers: Any, config: Any) -> Any:
         named = getattr(transformers, str(name), None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named
-    known = (getattr(transformers, purpose, {}) for purpose in _PURPOSES)
+    others = (name for name in dir(transformers) if re.fullmatch("MODEL_FOR_.*_MAPPING", name))
+    known = (getattr(transformers, purpose, {}) for purpose in (*_PURPOSES, *others))
     found = next((mapping[type(config)] for mapping in known if type(config) in mapping), None)
     if found is None:
         raise PlanError(
-            f'transformers has no model for a {type(config).__name__} alone. Name its class in "architectures".'
+            f"transformers has no model for a {type(config).__name__}, which is perhaps a part of another one. Give "
+            'the config of the whole model, or name its class in "architectures".'
         )
     return found[0] if isinstance(found, tuple) else found
 

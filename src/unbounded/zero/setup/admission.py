@@ -302,7 +302,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, members: list[Membe
     if optimizer is None:
         return {}
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanError(f"shard was given a {type(optimizer).__name__} as the optimizer. Give a torch.optim optimizer.")
+        raise PlanError(f"optimizer is a {type(optimizer).__name__}. Give a torch.optim optimizer.")
     if isinstance(optimizer, ShardedOptimizer):
         raise PlanError("this optimizer is already sharded. Give the torch.optim optimizer it was made from.")
     names = {id(member.parameter): member.names[0] for member in members}
