@@ -74,10 +74,15 @@ class Watch:
 
     def check(self, post: Post) -> None:
         """Raises if the job has already failed, because what is about to begin would not end."""
-        if self._reason is not None or self.heartbeat.failure is not None:
-            reason = self._reason or self._told(post.what)
-            if reason is not None:
-                raise PeerError(reason)
+        if self._reason is not None:
+            raise PeerError(
+                f"the job has failed, so its ranks can no longer go on together: {self._reason} Start all of them "
+                "again, from the last checkpoint if there is one."
+            )
+        if self.heartbeat.failure is not None:
+            self._reason = self._told(post.what)
+            if self._reason is not None:
+                raise PeerError(self._reason)
 
     def wait(
         self, work: Collective, group: dist.ProcessGroup, post: Post, limit: float, number: int | None = None

@@ -80,11 +80,11 @@ class Gathering:
         if unit.state is WeightState.RELEASED or (unit.state is WeightState.STALE and self.needs_peers(unit)):
             refuse_capture(f"a fetch of the weights of unit {unit.name!r}", self.device)
             self.read_ahead(unit)  # it takes memory, so it may fail
-            unit.state = WeightState.FETCHING
             ticket = None
             if self.needs_peers(unit):
                 self._has_joined = True
-                ticket = self._phases.ticket(f"the gather of unit {unit.name!r}")
+                ticket = self._phases.ticket(f"the gather of unit {unit.name!r}")  # which fails if the job has failed
+            unit.state = WeightState.FETCHING
             reading, unit.reading = unit.reading, None
             unit.fetching = self._lane.submit(self._fetch, unit, reading, ticket)
             if reading is not None and unit.fetching.error is not None:
