@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import unbounded
 from tests.checkpoint.jobs import Odd, assert_same, backward, build, step, train, whole
@@ -322,14 +323,24 @@ def test_weights_alone_are_saved_and_loaded_without_an_optimizer(ranks: Any, tmp
 
 
 class Strided(Odd):
-    """Buffers that torch calls contiguous although they are not, that repeat one element, or that only note a sign."""
+    """Buffers that torch calls contiguous although they are not, that repeat one element, or that only note a sign.
+
+    It has an extra state, too, which every rank has of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.noted: dict[str, Any] = {}
         self.register_buffer("single", torch.arange(10.0)[5::5])
         self.register_buffer("repeated", torch.tensor([[3.0], [4.0]]).expand(2, 5))
         self.register_buffer("conjugate", torch.tensor([1 + 2j, 3 - 1j]).conj())
         self.register_buffer("negative", torch.tensor([1 + 2j, 3 - 1j]).conj().imag)
+
+    def get_extra_state(self) -> Any:
+        return self.noted
+
+    def set_extra_state(self, state: Any) -> None:
+        self.noted = state
 
 
 def strided(rank: int, world_size: int, folder: str) -> list[tuple[Any, Any]]:
@@ -339,22 +350,44 @@ def strided(rank: int, world_size: int, folder: str) -> list[tuple[Any, Any]]:
     model, optimizer = build({}, kind=Strided)
     first = train(model, optimizer, 0, 1, rank)
     values = {"single": own["single"], "negative": own["negative"]}
+    model.noted = {"rank": rank, "most": torch.full((2,), 3.0)}
     unbounded.save(f"{folder}/c", model, optimizer, values=values)
     unbounded.export(f"{folder}/e", model)
     model, optimizer = build({}, seed=99, kind=Strided)
     for name in ("single", "repeated", "conjugate", "negative"):
         buffer = getattr(model, name)
         buffer[(slice(None), 0) if name == "repeated" else slice(None)] = 7
-    loaded = unbounded.load(f"{folder}/c", model, optimizer)["values"]
+    extra = unbounded.load(f"{folder}/c", model, optimizer)
+    loaded = extra["values"]
     exported = load_file(f"{folder}/e/model.safetensors")
-    found = [(expected, [*first, *train(model, optimizer, 1, 2, rank)])]
+    found = [(expected, [*first, *train(model, optimizer, 1, 2, rank)]), (["values"], [*extra])]
+    found += [(rank, model.noted["rank"]), ([3.0, 3.0], model.noted["most"].tolist())]
     for name in ("single", "repeated", "conjugate", "negative"):
         found += [(own[name].tolist(), getattr(model, name).tolist()), (own[name].tolist(), exported[name].tolist())]
     return found + [(values[name].tolist(), loaded[name].tolist()) for name in values]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_buffers_and_values_with_any_strides_and_signs_come_back(ranks: Any, tmp_path: Path, world_size: int) -> None:
+def test_buffers_and_values_with_any_strides_and_signs_and_extra_states_come_back(
+    ranks: Any, tmp_path: Path, world_size: int
+) -> None:
     for results in ranks(world_size, strided, str(tmp_path)):
         for expected, found in results:
             assert found == expected
+
+
+class Noting(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return 3
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("there is none")
+
+
+def test_a_checkpoint_without_the_extra_state_of_a_module_says_so(tmp_path: Path) -> None:
+    plain, _ = unbounded.shard(nn.Sequential(nn.Linear(4, 4)), None, {})
+    unbounded.save(tmp_path / "c", plain)
+    model, _ = unbounded.shard(nn.Sequential(Noting(4, 4)), None, {})
+    with pytest.warns(UserWarning, match=r"no extra state for this rank's 0, which keep theirs"):
+        unbounded.load(tmp_path / "c", model)
+    torch.testing.assert_close(model.state_dict()["0.weight"], plain.state_dict()["0.weight"])

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.checkpoint.extra_states import put_extra_states
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format.folder import ATTEMPTS
 from unbounded.checkpoint.load.counterpart import warn_of_other_ranks
@@ -128,6 +129,7 @@ class _Loading:
             warn_of_other_ranks(opened.manifest.values, self._folder, self.state.engine.axes)
         finally:
             opened.close()
+        put_extra_states(self.model, opened.extra_states, self._folder)
         return dict(opened.extra)
 
     def _find(self, folder: str | os.PathLike[str]) -> None:

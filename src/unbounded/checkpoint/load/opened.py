@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.checkpoint.extra_states import pop_extra_states
 from unbounded.checkpoint.format import values
 from unbounded.checkpoint.format.data_files import Files
 from unbounded.checkpoint.format.manifest import BUFFER, LOOSE, Manifest
@@ -45,6 +46,7 @@ class OpenedCheckpoint:
         self.with_optimizer = with_optimizer
         self.files: Files | None = None
         self.extra: dict[str, Any] = {}
+        self.extra_states: dict[str, Any] = {}
         self.random: Any = None
         self.options: list[dict[str, Any]] = []
         self.counts: dict[str, tuple[int, dict[str, float]]] = {}  # steps and scalars of every parameter
@@ -78,6 +80,7 @@ class OpenedCheckpoint:
         extras, own = self.manifest.values["extra"], self.counterpart.rank
         taken = own if own is not None and str(own) in extras else 0
         self.extra = self._decode(extras[str(taken)], "extra", taken)
+        self.extra_states = pop_extra_states(self.extra, self.folder)
         self.new_buffers = {name: self._read_buffer(name) for name in self.buffers}
         self._plan()
         if not self.with_optimizer:

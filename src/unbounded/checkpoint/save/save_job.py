@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbounded.checkpoint.extra_states import take_extra_states
 from unbounded.checkpoint.format import folder as folders
 from unbounded.checkpoint.format import values
 from unbounded.checkpoint.format.data_files import disk_engine
@@ -107,7 +108,8 @@ class SaveJob:
         self.gradients.wait()
 
     def _survey(self) -> Survey:
-        self.encoded = values.encode(self.extra, "extra", self.snapshot.put)
+        extra = {**self.extra, **take_extra_states(self.model)}
+        self.encoded = values.encode(extra, "extra", self.snapshot.put)
         self.text = json.dumps(self.encoded)
         if self.peers.rank == 0:
             self.claim = folders.claim(self.folder)
