@@ -102,6 +102,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(("plan", "fault", "in_backward", "operation"), CASES)
 def test_a_rank_that_stops_or_raises_on_an_axis_is_named(
     ranks: Any, plan: dict[str, Any], fault: Callable[[int], None], in_backward: bool, operation: str

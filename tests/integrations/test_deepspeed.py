@@ -309,6 +309,7 @@ def train_plain(rank: int, world_size: int) -> Any:
     return losses, norm, schedule.get_last_lr(), {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(("world_size", "tier"), [(1, "device"), (1, "disk"), (2, "device"), (2, "host"), (2, "disk")])
 def test_a_script_trains_saves_and_resumes_as_plain_pytorch(
     ranks: Any, tmp_path: Path, world_size: int, tier: str

@@ -26,6 +26,7 @@ def compare_on(ranks: Any, size: int, family: str, plans: list[Plan]) -> None:
             check(ranks(size, compare, family, some, changes))
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_train_as_one_with_dropout_on(ranks: Any, family: str) -> None:
     compare_on(ranks, 2, family, [TWO[name] for name in DEALT_TWO[family]])
@@ -37,6 +38,7 @@ def test_other_families_are_cut_over_a_tensor_axis(ranks: Any, family: str) -> N
     compare_on(ranks, 2, family, [TWO[name] for name in names])
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks_train_as_one(ranks: Any, family: str) -> None:
     compare_on(ranks, 4, family, [FOUR[name] for name in DEALT_FOUR[family]])

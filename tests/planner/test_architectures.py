@@ -115,6 +115,7 @@ def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_footprint, "seen_costs", lambda *_: {})
 
 
+@pytest.mark.every_second
 @pytest.mark.usefixtures("no_dry_run")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_plan_counts_the_parameters_of_the_whole_model(kind: str, tmp_path: Path) -> None:
@@ -155,6 +156,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.every_second
 @pytest.mark.usefixtures("no_dry_run")
 @pytest.mark.parametrize("kind", COUNTED)
 def test_flops_are_close_to_what_torch_counts(kind: str) -> None:
@@ -216,6 +218,7 @@ BY_VALUES = {
 }
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -267,6 +270,7 @@ SEEN_AND_HEARD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("kind", SEEN_AND_HEARD)
 def test_blocks_of_images_and_sound_keep_what_autograd_saves_in_them(kind: str) -> None:
     """Of a fixed size, beside a text or alone, and of any size."""

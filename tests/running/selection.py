@@ -2,7 +2,8 @@
 
 A test over 17 ways to write and 7 plans has 119 cases, most of which fail together or not at all. Where such cases run
 over several ranks, which takes most of the time, `make test` runs a third of them, as a Latin square has them: every
-value of every list, each with several of the others. `make test-all`, and pytest by itself, run all.
+value of every list, each with several of the others. Of tests marked `every_second`, whose cases are costly and much
+alike, it runs every second one. `make test-all`, and pytest by itself, run all.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ FEW = 4  # so many cases always run
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """The cases that `make test` does not run."""
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    alike: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and "ranks" in item.fixturenames:  # type: ignore[attr-defined]
+        if item.get_closest_marker("every_second"):
+            alike[item.nodeid.partition("[")[0]].append(item)
+        elif hasattr(item, "callspec") and "ranks" in item.fixturenames:  # type: ignore[attr-defined]
             tests[item.nodeid.partition("[")[0]].append(item)
-    return {
+    left = {
         case
         for cases in tests.values()
         for case, is_chosen in zip(cases, choose([_values(case) for case in cases]), strict=True)
         if not is_chosen
     }
+    return left.union(*(cases[1::2] for cases in alike.values()))
 
 
 def choose(cases: Sequence[Sequence[Hashable]]) -> list[bool]:

@@ -76,6 +76,7 @@ def train_what_was_given(model: nn.Module, optimizer: Any) -> Any:
     return losses, weights(model)
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_what_was_frozen_is_trained_as_plain_pytorch_does(ranks: Any, world: tuple[int, str, int]) -> None:
     compare(ranks, world, add_and_train, mostly_frozen)

@@ -57,6 +57,7 @@ print(counted[0], grown[0])
 """
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("tiers", ["host host host", "disk host disk", "disk disk disk"])
 def test_the_resident_set_is_what_is_counted(tiers: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])

@@ -91,6 +91,7 @@ def test_a_state_that_is_updated_in_place_trains_off_the_device(ranks: Any, tier
     check(ranks(1, functools.partial(compare, weights=tier, gradients=tier, optimizer=tier), "rwkv"))
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [*((name, False) for name in ("bart", "distilbert", "gptj", "stablelm", "whisper", "vit")), ("llama", "aot_eager")],

@@ -111,6 +111,7 @@ def save_base(folder: Path, kind: str) -> str:
     return str(folder)
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_streamed_model_begins_with_pefts_own_values_and_trains_as_one_loaded_whole(
     ranks: Any, tmp_path: Path, name: str

@@ -56,6 +56,7 @@ def train_model(format: str, rule: Rule, *, dtype: torch.dtype, seed: int, steps
     return losses
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(
     ("rule", "dtype"),
     [

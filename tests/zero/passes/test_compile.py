@@ -180,6 +180,7 @@ def compiled_steps(model: nn.Module, optimizer: Any) -> Any:
     return losses, weights(model)
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("world", [(1, "host", 3), (2, "device", 1), (2, "disk", 3)], ids=str)
 def test_a_compiled_step_with_its_backward_and_update_trains_as_in_plain_pytorch(
     ranks: Any, world: tuple[int, str, int]

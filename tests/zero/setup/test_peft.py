@@ -147,6 +147,7 @@ def adapt_ranks(rank: int, world_size: int, plan: dict[str, Any] | None) -> list
 TIERS = {tier: dict.fromkeys(("weights", "gradients", "optimizer"), tier) for tier in ("device", "host", "disk")}
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(
     ("world_size", "plan"),
     [

@@ -169,6 +169,7 @@ PLACES = (
 )
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_updates_of_whole_tensors_equal_the_optimizers_own_on_every_stage_and_tier(
     ranks: Any, world_size: int, tmp_path: Path
