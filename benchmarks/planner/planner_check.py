@@ -48,7 +48,7 @@ SIZES: dict[str, tuple[int, ...]] = {  # hidden, layers, heads, ffn, vocabulary,
 }
 HOST = {"weights": "host", "optimizer": "host"}
 STEP, MEMORY, STEADY = 0.15, 0.05, 0.1
-RATES = ("matmul_flops", "device_bandwidth", "host_bandwidth", "host_thread_rate")
+RATES = ("device_bandwidth", "host_bandwidth", "host_thread_rate")
 DISK_RATES = ("disk_read", "disk_write")
 WARM_STEPS = 2  # at least so many are not timed, if there are more
 # glibc and mimalloc give back what is freed, and processes take much longer.
@@ -169,15 +169,18 @@ def steadily(name: str, machine: Path, options: argparse.Namespace) -> dict[str,
         before = json.loads(machine.read_text())
         row = in_child(name, machine, options, {})
         measure(machine, options.disk_path)
-        row["drift"] = drift(before, json.loads(machine.read_text()), has_disk=name.endswith("disk"))
+        if "error" in row:
+            return row
+        row["drift"] = drift(before, json.loads(machine.read_text()), uses_disk=row["disk_bytes"] > 0)
         if row["drift"] <= STEADY:
             break
     return row
 
 
-def drift(before: dict[str, Any], after: dict[str, Any], *, has_disk: bool) -> float:
+def drift(before: dict[str, Any], after: dict[str, Any], *, uses_disk: bool) -> float:
     """By what part the rates that count for a step have changed."""
-    names = [*RATES, *(DISK_RATES if has_disk else ())]
+    products = "fp32_flops" if before["is_cpu"] else "matmul_flops"  # what the cases compute in
+    names = [products, *RATES, *(DISK_RATES if uses_disk else ())]
     return float(max(abs(after[name] / before[name] - 1.0) for name in names if before[name]))
 
 
@@ -283,6 +286,7 @@ def run_case(case: Case, machine_path: Path, disk_path: str) -> dict[str, Any]:
         "device_bytes": torch.cuda.max_memory_allocated() if has_gpu else 0,
         "predicted_host_bytes": predicted.resident_bytes + imported,
         "host_bytes": own_memory("VmHWM"),
+        "disk_bytes": predicted.tier_bytes("disk"),
         "process_bytes": machine.process_bytes + imported,
         "bottleneck": predicted.bottleneck,
         "phases": predicted.phases(),
