@@ -2,13 +2,20 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 TORCH  ?= 2.13.0
 NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.cpp' -o -name '*.h')
 TOOLS  := $(VENV)/.tools
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test test-all checks fuzz lint types native-test sanitize wheel bench clean
+# pip compiles nothing, because most of what it installs is never imported. What is imported is compiled then, whatever
+# the environment says of bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+HEAVY  := torch._dynamo, torch._inductor.compile_fx, torch.distributed.run, torch.distributed.fsdp, torch.export, \
+	torch.distributed.checkpoint, torch.utils.tensorboard, tensorboard.backend.event_processing.event_accumulator, \
+	transformers.trainer, transformers.models.llama.modeling_llama, peft, accelerate, lightning, pyarrow.parquet, wandb
+
+.PHONY: train test test-all checks fuzz lint types native-test bytecode sanitize wheel bench clean
 
 train: $(STAMP)
 	@$(BIN)/unbounded train
@@ -17,19 +24,16 @@ train: $(STAMP)
 # runs the cases that `test` leaves out (tests/running/selection.py), in about half as much time again. The first tests
 # see no GPU. If there is one, its own follow, one at a time, because they measure its memory.
 # Two processes a core: tests of several ranks mostly wait, for one another and for a watchdog.
-# Compiled first, whatever the environment says of bytecode: every process would do it for itself otherwise.
 test: SELECTED := --selected
-test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all:
 	@$(MAKE) --no-print-directory -j2 checks
-	@$(BIN)/python -m compileall -q -j 2 src tests
 	@echo "tests (a dot each; the slowest are listed in build/test-durations.txt)"
 	@$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 4 --dist worksteal $(SELECTED)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo "tests on the GPU"; $(BIN)/python -m pytest -m gpu; fi
 
 # All that comes before the tests, two at a time: the sanitizers are built while the rest is installed.
-checks: lint types native-test sanitize
+checks: lint types native-test bytecode sanitize
 
 # Thousands of random command lines and settings files, from a new seed each time.
 fuzz: $(STAMP)
@@ -58,6 +62,11 @@ $(STAMP): $(TOOLS) $(NATIVE)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) torch==$(TORCH)
 	@$(PIP) --no-build-isolation -e '.[test]'
 	@touch $@
+
+# Compiled by one process, because those that test would each do it for themselves. pytest has its own way to.
+bytecode: $(STAMP)
+	@$(BIN)/python -m compileall -q src tests
+	@$(BIN)/python -W ignore -c 'import pytest, $(HEAVY); pytest.main(["--collect-only", "-qq"])' >/dev/null
 
 # Where it was built to be installed, so that only the tests are left to build.
 native-test: $(STAMP)
