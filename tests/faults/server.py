@@ -24,8 +24,11 @@ from typing import Any
 import torch
 import torch._dynamo  # which the first optimizer imports, and would take seconds in every fork
 
+import unbounded.checkpoint.exporting
 import unbounded.checkpoint.loading
-import unbounded.checkpoint.saving  # noqa: F401
+import unbounded.checkpoint.saving
+import unbounded.sharding.placing
+import unbounded.zero.streamed_values  # noqa: F401
 from tests.faults.scenarios import SCENARIOS, Outcome
 from tests.faults.shim import KILL, Fault
 
