@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import unbounded
-from tests.semantics.programs import compare, data, weights
+from tests.semantics.programs import Net, compare, data, weights
 from tests.zero.training import Run, Task, TinyGPT, assert_parity, train_both, train_ours
 from unbounded.zero.setup.assembly import Assembly
 
@@ -23,7 +24,7 @@ class CompiledBlocks(Task):
         self.backend = backend
 
     def model(self) -> nn.Module:
-        model = TinyGPT()
+        model = TinyGPT(depth=2)
         for block in model.blocks:
             block.compile(backend=self.backend)
         return model
@@ -33,7 +34,7 @@ class CompiledWrapped(CompiledBlocks):
     """`torch.compile(block)` makes a module around the block, whose parameters are named _orig_mod."""
 
     def model(self) -> nn.Module:
-        model = TinyGPT()
+        model = TinyGPT(depth=2)
         model.blocks = nn.ModuleList(torch.compile(block, backend=self.backend) for block in model.blocks)
         return model
 
@@ -42,7 +43,7 @@ class CompiledWhole(CompiledBlocks):
     """The whole model is compiled: only the hooks of units inside break the graph."""
 
     def model(self) -> nn.Module:
-        model = TinyGPT()
+        model = TinyGPT(depth=2)
         model.compile(backend=self.backend)
         return model
 
@@ -185,7 +186,7 @@ def compiled_steps(model: nn.Module, optimizer: Any) -> Any:
 def test_a_compiled_step_with_its_backward_and_update_trains_as_in_plain_pytorch(
     ranks: Any, world: tuple[int, str, int]
 ) -> None:
-    compare(ranks, world, compiled_steps)
+    compare(ranks, world, compiled_steps, partial(Net, depth=2))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
