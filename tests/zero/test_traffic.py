@@ -15,7 +15,9 @@ from tests.zero.training import Batch, shard, train_ours
 from unbounded.ranks.axis import Axis
 
 
-def one_step(rank: int, world_size: int, plan: dict[str, Any], microbatches: int, no_sync: bool) -> dict[str, Any]:
+def one_step(
+    rank: int, world_size: int, plan: dict[str, Any], microbatches: int, no_sync: bool, has_torch_clip: bool = False
+) -> dict[str, Any]:
     """The collectives of a steady step, the third."""
     torch.manual_seed(3)
     model = Stack()
@@ -32,7 +34,10 @@ def one_step(rank: int, world_size: int, plan: dict[str, Any], microbatches: int
                         model(x).square().mean().backward()
                 else:
                     model(x).square().mean().backward()
-            optimizer.clip_grad_norm_(1.0)
+            if has_torch_clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            else:
+                optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.wait()
@@ -47,10 +52,10 @@ def test_a_step_moves_the_volume_of_the_papers(ranks: Any, world_size: int, stag
         assert seen["total"] == pytest.approx(volume * data_parallel, rel=0.02)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_collectives_are_counted_in_units_not_parameters(ranks: Any, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "has_torch_clip"), [(0, False), (1, False), (2, True), (3, False), (3, True)])
+def test_collectives_are_counted_in_units_not_parameters(ranks: Any, stage: int, has_torch_clip: bool) -> None:
     """For each unit at most one gather per pass and one reduction per step, and a few more for the step itself."""
-    for seen in ranks(2, one_step, {"stage": stage}, 1, False):
+    for seen in ranks(2, one_step, {"stage": stage}, 1, False, has_torch_clip):
         per_step = sum(seen["calls"].values()) / 2
         assert per_step <= DEPTH * (3 if stage == 3 else 2) + 5 + 3  # a comparison before each phase
 

@@ -263,10 +263,10 @@ def _foreach_zero(grads: Any) -> None:
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """What `GradScaler.unscale_` does to a list of gradients; it hears of an overflow on any rank."""
-    for grad in grads:
-        is_lost = ~torch.isfinite(torch.linalg.vector_norm(grad))
-        found_inf.copy_(torch.maximum(found_inf, is_lost.to(found_inf)))
-        grad.mul_(inv_scale)
+    norms = [torch.linalg.vector_norm(grad) for grad in grads]  # before any is changed: they are measured together
+    is_lost = ~torch.isfinite(torch.stack(norms)).all()
+    found_inf.copy_(torch.maximum(found_inf, is_lost.to(found_inf)))
+    _foreach_mul(grads, inv_scale)
 
 
 _LISTS: dict[str, Callable[..., Any]] = {

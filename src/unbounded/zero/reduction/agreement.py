@@ -117,21 +117,34 @@ class GradientAgreement:
         return sum(unit.gradient.growth_bytes for unit in self._units if unit.trainable)
 
     def slot_norms(self, unit: Unit) -> torch.Tensor:
-        """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks."""
+        """All ranks of the axis must call this. The norm of every parameter's gradient, over all ranks.
+
+        Where it has changed, so have those of most units, and who clips asks for one after the other: all are made.
+        """
         gradient = unit.gradient
         gradient.refuse_spent()
         gradient.order_stream()  # what is being added counts
-        if unit not in self._norms or self._norms[unit][0] != gradient.changes or gradient.is_lent:
+        if not self._is_measured(unit) or gradient.is_lent:
             with self._phases.during(f"the norm of the gradient of unit {unit.name!r}"):
                 self.finish()
-            squares = gradient.slot_squares()
-            total = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=unit.device) for s in squares])
-            if not unit.is_whole:
-                total = self._ranks.sum(total)
-            total = self._sum_over_model(unit, total)
-            dtype = torch.promote_types(gradient.store.dtype, torch.float32)  # the same digits on every tier
-            self._norms[unit] = gradient.changes, total.sqrt().to(dtype)
+            others = (other for other in self._units if other is not unit and other.gradient.is_present)
+            self._measure([unit, *(other for other in others if not self._is_measured(other))])
         return self._norms[unit][1]
+
+    def _is_measured(self, unit: Unit) -> bool:
+        return unit in self._norms and self._norms[unit][0] == unit.gradient.changes
+
+    def _measure(self, units: Sequence[Unit]) -> None:
+        """All ranks of the axis must call this. Notes the norms of all parameters' gradients in `units`."""
+        units = sorted(units, key=lambda unit: unit.is_whole)  # parts first
+        squares = [unit.gradient.slot_squares() for unit in units]
+        total = _to_doubles(list(itertools.chain.from_iterable(squares)), self._device)
+        if num_parts := sum(len(unit.layout.slots) for unit in units if not unit.is_whole):
+            total = torch.cat([self._ranks.sum(total[:num_parts]), total[num_parts:]])
+        norms = self._sum_over_model(units, total).sqrt().split([len(part) for part in squares])
+        for unit, norm in zip(units, norms, strict=True):
+            dtype = torch.promote_types(unit.gradient.store.dtype, torch.float32)  # the same digits on every tier
+            self._norms[unit] = unit.gradient.changes, norm.to(dtype)
 
     def lend(self, unit: Unit) -> None:
         """All ranks of the axis must call this, inside full_params. Gives the user the whole gradient of `unit`."""
@@ -171,8 +184,8 @@ class GradientAgreement:
                 order.adopt(keep_all=True)
         return held
 
-    def _sum_over_model(self, unit: Unit, squares: torch.Tensor) -> torch.Tensor:
-        """The squares of whole parameters, of which this rank of the tensor axis may have only a part."""
+    def _sum_over_model(self, units: Sequence[Unit], squares: torch.Tensor) -> torch.Tensor:
+        """The squares of whole parameters of `units`, of which this rank of the tensor axis may have only a part."""
         if self._axes.pipeline.size > 1:
             raise StateError(
                 "gradients of other pipeline stages are not here, so a norm over model.parameters() would leave them "
@@ -180,9 +193,17 @@ class GradientAgreement:
             )
         if self._axes.tensor.size == 1:
             return squares
-        slots, is_first = unit.layout.slots, self._axes.tensor.rank == 0
+        slots = itertools.chain.from_iterable(unit.layout.slots for unit in units)
+        is_first = self._axes.tensor.rank == 0
         counts = [is_first if slot.cut is None else slot.cut.is_first for slot in slots]
         return self._axes.tensor.sum(squares * torch.tensor(counts, dtype=torch.bool, device=squares.device))
+
+
+def _to_doubles(numbers: Sequence[torch.Tensor | float], device: torch.device) -> torch.Tensor:
+    """One tensor of them all, which waits for nothing on the device."""
+    if any(isinstance(number, torch.Tensor) for number in numbers):
+        return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def describe_missing(names: Sequence[str]) -> str:
