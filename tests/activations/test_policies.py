@@ -340,6 +340,7 @@ def test_an_input_changed_in_place_is_an_error() -> None:
         model(tokens())
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("policy", ["recompute", "host"])
 @pytest.mark.parametrize("order", ["compiled first", "compiled later", "wrapped", "whole"])

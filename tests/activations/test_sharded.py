@@ -129,6 +129,7 @@ def test_policies_may_be_given_before_sharding_and_after(policy: str, weights: s
     assert sharded(early).tiers.activation_bytes == 0
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("compiled", [False, "aot_eager"])
 @pytest.mark.parametrize("policy", ["keep", "recompute", "host"])
 def test_a_weight_that_blocks_receive_is_there_when_they_run_again(policy: str, compiled: bool | str) -> None:

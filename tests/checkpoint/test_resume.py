@@ -77,6 +77,7 @@ def with_optimizer(rank: int, world_size: int, folder: str, kind: str) -> tuple[
     return expected, go_on(model, optimizer, schedule)
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("kind", ["sgd", "nadam", "adagrad", "asgd", "rprop"])
 def test_other_optimizers_and_their_schedulers_go_on_bit_for_bit(ranks: Any, tmp_path: Path, kind: str) -> None:
     for expected, resumed in ranks(2, with_optimizer, str(tmp_path / "c"), kind):

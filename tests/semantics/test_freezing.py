@@ -116,6 +116,7 @@ def thawed_and_saved(rank: int, world_size: int, stage: int, extra: dict[str, An
         unbounded.load(folder, model, optimizer)
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(
     ("world", "precision"),
     [*((world, "bf16") for world in WORLDS), ((1, "disk", 3), "fp16"), ((2, "host", 2), "fp16")],

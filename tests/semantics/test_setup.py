@@ -120,6 +120,7 @@ def in_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": list(model.first.parameters())}, {"params": others}], lr=1e-2, eps=1e-3)
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_what_would_go_wrong_is_refused_and_changes_nothing(ranks: Any, world: tuple[int, str, int]) -> None:
     compare(ranks, world, all_refused, Net, in_groups)

@@ -233,6 +233,7 @@ def meet_a_failure(rank: int, world_size: int, store: str, stage: int, where: st
     return met
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(
     ("where", "stage"),
     [

@@ -67,6 +67,7 @@ def test_no_sync_reduces_once_for_several_microbatches(ranks: Any, stage: int) -
         assert seen["total"] == pytest.approx(gathers + NUMEL, rel=0.02)
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_order_of_collectives_is_the_same_on_every_rank(ranks: Any, precision: str, stage: int) -> None:

@@ -91,6 +91,7 @@ def both(rank: int, world_size: int, folder: str, tier: str) -> None:
             assert one == other
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_packed_weights_live_as_plain_ones(tmp_path: Path, tier: str, world_size: int) -> None:
