@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from unbounded.ranks.watchdog import heartbeat
 from unbounded.ranks.watchdog.post import Post
 from unbounded.ranks.watchdog.verdict import LATEST_BEAT, Place, Seen, Wait, judge, silence_limit
 from unbounded.ranks.watchdog.watch import Watch
@@ -164,7 +166,7 @@ def test_a_collective_that_ends_just_after_a_slice_has_not_failed() -> None:
 class Leaving:
     """A heartbeat that hears why a rank failed, and that it has left, after it was asked for the one."""
 
-    rank, seconds, gaps = 0, 0.01, ()
+    rank, seconds, gaps, is_cut = 0, 0.01, (), False
 
     def __init__(self) -> None:
         self.failure: tuple[int, str] | None = None
@@ -189,8 +191,8 @@ def test_a_rank_that_failed_and_left_is_told_with_its_own_message() -> None:
 class Unheard(Leaving):
     """A heartbeat whose store has gone with the rank that held it."""
 
-    def __init__(self) -> None:
-        self.failure, self.contact = None, time.monotonic() - 60.0
+    def __init__(self, silent_seconds: float = 60.0, *, is_cut: bool = False) -> None:
+        self.failure, self.contact, self.is_cut = None, time.monotonic() - silent_seconds, is_cut
 
     def seen(self) -> dict[int, Seen]:
         return {}
@@ -207,6 +209,32 @@ def test_a_broken_connection_without_a_store_is_told_with_the_ranks_at_its_other
         "rank 0 lost the connection to rank 1 or 3 in the gather of unit 'u': it broke. The job's store"
     )
     assert "has not answered for 60 s either: that process has probably ended" in told
+    monkeypatch.undo()  # nothing is waited for where the connection to the store is broken, too
+    told = Watch(Unheard(0.0, is_cut=True))._find_reason(RuntimeError("it broke."), post)  # type: ignore[arg-type]
+    assert "cannot be reached either: that process has probably ended" in told
+
+
+class Severed:
+    """A store whose host is gone: every use of it fails, and torch prints a page."""
+
+    rank, size, num_tries = 0, 2, 0
+
+    def post(self, *_: Any) -> None:
+        self.num_tries += 1
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_a_store_whose_connection_is_broken_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat.Heartbeat, "_is_current", lambda _: True)
+    notices = Severed()
+    beating = heartbeat.Heartbeat(notices, notices)  # type: ignore[arg-type]
+    while not beating.is_cut:
+        time.sleep(0.01)
+    assert beating.ask(lambda notices: notices.post(), 1.0) is None  # type: ignore[call-arg]
+    beating.end(10.0)
+    assert not beating.is_alive()
+    assert notices.num_tries == 1
 
 
 class Unreadable(Exception):

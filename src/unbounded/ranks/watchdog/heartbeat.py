@@ -51,6 +51,7 @@ class Heartbeat:
         self.seconds = BEAT_SECONDS
         self.failure: tuple[int, str] | None = None  # why the job failed, and where
         self.contact = time.monotonic()
+        self.is_cut = False  # the connection to the store is broken: torch makes no other, and prints a page per try
         self.gaps: deque[float] = deque(maxlen=16)  # seconds that the last beats took, waiting for their time included
         self._group = weakref.ref(group, self._wake)
         self._notices = notices
@@ -104,7 +105,8 @@ class Heartbeat:
 
         def answer() -> None:
             try:
-                answers.append(question(self._notices))
+                if not self.is_cut:
+                    answers.append(question(self._notices))
             finally:
                 done.set()
 
@@ -149,7 +151,8 @@ class Heartbeat:
                     self._pulse()
                     due = time.monotonic() + self.seconds
                     self.gaps.append(time.monotonic() - began)
-            except Exception:  # the store is gone: whoever waits will say so
+            except Exception as error:  # the store is gone: whoever waits will say so
+                self.is_cut = self.is_cut or isinstance(error, dist.DistNetworkError)
                 time.sleep(min(self.seconds, 0.25))
                 self._has_ended = self._has_ended or not self._is_current()
 
@@ -161,6 +164,8 @@ class Heartbeat:
 
     def _pulse(self) -> None:
         self._has_ended = self._has_ended or not self._is_current()
+        if self.is_cut:
+            return
         self._number += 1
         self._notices.post(replace(self._own(), has_left=self._has_ended), self._number)
         self._hear_failure()

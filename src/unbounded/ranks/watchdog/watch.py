@@ -190,20 +190,26 @@ class Watch:
         """Why a connection broke: usually the rank at the other end failed or was killed."""
         what, began = post.what, time.monotonic()
         with self.heartbeat.looking():
-            while time.monotonic() - began < 3 * self._farewell_seconds():
+            while True:
                 missing = self._missing(what)
                 reason = self._reason or self._told(what) or missing  # who is missing may have said why before
                 if reason is not None:
                     return reason
+                if self.heartbeat.is_cut or time.monotonic() - began >= 3 * self._farewell_seconds():
+                    break
                 time.sleep(self.beat / 4)
         others = [rank for rank in post.members if rank != self.rank]
         fact = f"rank {self.rank} lost the connection to {name_ranks(others, 'or')} in {what}: {error}"
         silent = time.monotonic() - self.heartbeat.contact
-        if silent < self._silence_limit():
+        if self.heartbeat.is_cut:
+            how = "cannot be reached"
+        elif silent >= self._silence_limit():
+            how = f"has not answered for {silent:.0f} s"
+        else:
             return fact
         return (
-            f"{fact} The job's store, which rank 0 or its launcher holds, has not answered for {silent:.0f} s either: "
-            "that process has probably ended. Look for the first error in its output."
+            f"{fact} The job's store, which rank 0 or its launcher holds, {how} either: that process has probably "
+            "ended. Look for the first error in its output."
         )
 
     def _missing(self, what: str) -> str | None:
