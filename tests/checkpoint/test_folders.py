@@ -224,8 +224,13 @@ def test_a_name_with_brackets_is_shown_as_it_is(tmp_path: Path, capsys: pytest.C
 
 
 def test_extra_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, optimizer = marked(1)
     with pytest.raises(CheckpointError, match=r"extra\['loader'\] is a .*object"):
-        unbounded.save(tmp_path / "c", *marked(1), loader=object())
+        unbounded.save(tmp_path / "c", model, optimizer, loader=object())
+    weight = next(model.parameters())
+    for held in (weight, weight.detach()):
+        with pytest.raises(CheckpointError, match=r"extra\['anchor'\] is a .* Save .*\.detach\(\)\.clone\(\)"):
+            unbounded.save(tmp_path / "c", model, optimizer, anchor=held)
     assert list(tmp_path.iterdir()) == []
 
 

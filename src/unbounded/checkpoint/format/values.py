@@ -101,9 +101,12 @@ def _encode_array(value: Any, path: str, put: Put) -> Any:
         return {"~dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"~device": str(value)}
+    remedy = "numbers, strings, lists, tuples, dicts, bytes or tensors, such as the object's state_dict()"
+    if isinstance(value, torch.Tensor):  # such as a sharded weight, whose copy is a plain tensor
+        remedy = "a plain tensor, such as its .detach().clone()"
     raise UnsavableError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot represent. "
-        "Save numbers, strings, lists, tuples, dicts, bytes or tensors, such as the object's state_dict()."
+        f"Save {remedy}."
     )
 
 
