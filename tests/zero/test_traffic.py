@@ -52,7 +52,9 @@ def test_a_step_moves_the_volume_of_the_papers(ranks: Any, world_size: int, stag
         assert seen["total"] == pytest.approx(volume * data_parallel, rel=0.02)
 
 
-@pytest.mark.parametrize(("stage", "has_torch_clip"), [(0, False), (1, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("stage", "has_torch_clip"), [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)]
+)
 def test_collectives_are_counted_in_units_not_parameters(ranks: Any, stage: int, has_torch_clip: bool) -> None:
     """For each unit at most one gather per pass and one reduction per step, and a few more for the step itself."""
     for seen in ranks(2, one_step, {"stage": stage}, 1, False, has_torch_clip):

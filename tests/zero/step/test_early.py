@@ -210,14 +210,11 @@ Cases = tuple[tuple[type[Training], dict[str, Any]], ...]
 
 
 def run_programs(rank: int, world_size: int, cases: Cases, folder: str) -> list[tuple[str, bool, int, int, int]]:
-    """Whether each program ends in the same bits with drafts and without, and what became of its drafts.
-
-    Drafts of states and of weights alone on one rank; on more, where each takes longer, every other program has one.
-    """
+    """Whether each program ends in the same bits with drafts and without, and what became of its drafts."""
     found = []
-    for number, (program, precision) in enumerate(cases):
+    for program, precision in cases:
         late = program(rank, {**precision, "early_units": 0}, Path(folder)).run()
-        for states in (True, False) if world_size == 1 else (number % 2 == 0,):
+        for states in (True, False):
             with drafting(states=states):
                 training = program(rank, {**precision, "early_units": 99}, Path(folder))
                 drafts = training.optimizer.updates.drafts
