@@ -27,7 +27,7 @@ from unbounded.cli.bench.host_optimizer import RULE, cases, run_host
 from unbounded.native import kernels
 from unbounded.native.disk import crc32c
 from unbounded.native.host_memory import host_buffer
-from unbounded.native.kernels import Pool, Rule
+from unbounded.native.kernels import Part, Pool, Rule, has_parts
 
 REQUIRED = {"fp32": 1.0, "exact": 1.0, "compact": 1.4}
 PIECE_NUMELS = (2**20, 2**23, 2**25)  # 2**23: 16 MiB in bf16, which is what arrives at a time
@@ -111,7 +111,7 @@ def checksum_cases(parameters: int, pool: Pool) -> Cases:
 
 
 def draft_cases(format: str, parameters: int, pool: Pool) -> Cases:
-    """An update in place, one that leaves the old states as they are, and one that gives new weights alone."""
+    """An update in place and its two parts, one that leaves the old states, and one that gives new weights alone."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     specs = kernels.state_arrays(RULE.name, format, dtype)
     grad = zeros(torch.bfloat16, parameters).fill_(1e-3)
@@ -121,17 +121,22 @@ def draft_cases(format: str, parameters: int, pool: Pool) -> Cases:
         return {"weight": zeros(dtype, parameters).fill_(0.02), **states}
 
     def update(
-        to: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor] | None, *, has_states: bool = True
+        to: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor] | None = None, part: Part = Part.WHOLE
     ) -> None:
-        states = {name: to[name] for name in specs} if has_states else None
+        states = {name: to[name] for name in specs} if source is None or part is Part.WHOLE else None
         rule = replace(RULE, step=2)
-        kernels.update(rule, format, weight=to["weight"], grad=grad, states=states, source=source, pool=pool)
+        kernels.update(rule, format, weight=to["weight"], grad=grad, states=states, source=source, part=part, pool=pool)
 
     old, new = arrays(), arrays()
+    parts = {
+        "weights in place": lambda: update(old, part=Part.WEIGHTS),
+        "moments in place": lambda: update(old, part=Part.MOMENTS),
+    }
     return {
-        "in place": lambda: update(old, None),
+        "in place": lambda: update(old),
+        **(parts if has_parts(RULE, format) else {}),
         "draft": lambda: update(new, old),
-        "weights": lambda: update(new, old, has_states=False),
+        "draft of weights": lambda: update(new, old, Part.WEIGHTS),
     }
 
 

@@ -35,6 +35,7 @@ from unbounded.observe.lanes import HOST_OPTIMIZER, PASS
 from unbounded.observe.spans import merge, read_spans
 from unbounded.train.step.objective import MicroBatch, summed_loss
 from unbounded.zero.setup import blueprint
+from unbounded.zero.step.early.drafts import Drafts
 
 MASKED_PART = 0.15
 Batch = dict[str, torch.Tensor]
@@ -104,6 +105,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--streamed", type=float, help="the part of host states that the GPU updates (default: decided by the plan)"
     )
+    parser.add_argument("--one-part", action="store_true", help="no unit's moments are updated later than its weights")
     parser.add_argument("--lora", type=int, help="train adapters of this rank (only Unbounded)")
     parser.add_argument("--muon", action="store_true", help="Muon for the blocks' matrices, AdamW for the rest (ours)")
     parser.add_argument("--engine", default="unbounded", choices=("unbounded", "torch", "fsdp2", "deepspeed"))
@@ -196,6 +198,8 @@ class Unbounded:
         optimizer = make_optimizers(model, muon=options.muon)
         if options.streamed is not None:
             blueprint.streamed_part = lambda machine: options.streamed
+        if options.one_part:
+            Drafts.num_split = lambda _: 0
         plan: dict[str, Any] = dict(pair.split("=", 1) for pair in options.plan)
         plan |= {key: int(value) for key, value in plan.items() if value.isdigit()}
         plan |= {key: value == "true" for key, value in plan.items() if value in ("true", "false")}
@@ -339,8 +343,10 @@ def resident_bytes() -> int:
 
 
 def early_updates(optimizer: Any, trace_path: str | None) -> dict[str, Any]:
-    outlook = optimizer.updates.drafts.outlook
+    drafts = optimizer.updates.drafts
+    outlook = drafts.outlook
     found = {"units": optimizer.plan.early_units, "taken": outlook.num_taken, "refused": outlook.num_refused}
+    found["in_two_parts"] = drafts.num_split()
     if trace_path is not None:
         spans = read_spans(trace_path)
         updates = merge([(span.start, span.stop) for span in spans if span.lane == HOST_OPTIMIZER])

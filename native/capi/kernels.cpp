@@ -14,7 +14,7 @@ using namespace unbounded;
 
 // Mirrored by UpdateArguments in unbounded/native/kernels.py.
 struct UpdateArguments {
-  int32_t rule, format, weight_type, grad_type, out_type, nesterov, maximize, weights_only;
+  int32_t rule, format, weight_type, grad_type, out_type, nesterov, maximize, part;
   int64_t numel, step;
   double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, grad_scale;
   void *weight, *grad, *remainder, *first, *first_scale, *second, *second_scale, *out;
@@ -119,8 +119,9 @@ Update update_of(const UpdateArguments& a, const UpdateArguments& old) {
   u.grad_scale = float(a.maximize ? -a.grad_scale : a.grad_scale);
   for (size_t i = 0; i < BLOCK; ++i) u.salt[i] = salt_of(a.step, i);
   u.grad = a.grad, u.out = a.out;
-  u.is_weights_only = a.weights_only;
-  if (u.is_weights_only) static_cast<States&>(u) = {.weight = a.out ? nullptr : a.weight};
+  u.part = Part(a.part);
+  if (u.part == Part::weights && &a != &old)  // new weights alone: of both copies, the one that is computed with
+    static_cast<States&>(u) = {a.out ? nullptr : a.weight, nullptr, nullptr, nullptr, nullptr, nullptr};
   return u;
 }
 

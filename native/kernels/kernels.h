@@ -8,6 +8,8 @@ namespace unbounded {
 
 enum class Format : int32_t { fp32 = 0, exact = 1, compact = 2 };
 enum class Moment : int32_t { first = 0, second = 1 };
+// What an update writes: everything; the weights and what completes them; or the moments, which is what is left after that.
+enum class Part : int32_t { whole = 0, weights = 1, moments = 2 };
 
 // The states of an update; which pointers are used follows from the format and the rule.
 struct States {
@@ -20,7 +22,7 @@ struct States {
 };
 
 // One fused update of whole buffers. It writes to the states that it is, and reads `old`: the same arrays, or others that
-// have nothing in common with them and stay as they are. Of the latter the new states may be null, which drops them.
+// have nothing in common with them and stay as they are.
 struct Update : States {
   States old;
   Step step;
@@ -30,7 +32,8 @@ struct Update : States {
   alignas(64) int32_t salt[BLOCK];  // of the stochastic rounding: random bits for every place in a block at this step
   const void* grad;
   void* out;          // null, or receives the weights of the fp32 format in out_type: bf16 or f16
-  bool is_weights_only;  // only new weights are written, to `out` if there is one: all other states are null
+  Part part;          // in place, and not in the compact format; or `weights` beside: then states that are null are dropped,
+                      // and so are moments. `moments` is not for rules that add the weight to the gradient
   bool is_in_place() const { return weight == old.weight; }
 };
 

@@ -3,8 +3,8 @@
 // New arrays are written past the caches: a cache would read a line before it is written, 12 bytes more per parameter in
 // the exact format. Whole lines only go that way, so a few elements are stepped into memory that stays in the first
 // cache, and leave it line by line. More of them at a time are slower: loads then wait while stores leave. Where there is no
-// such way, or the processor takes it by itself, new arrays are written as old ones are. New states that nobody wants
-// (null) end in that first cache.
+// such way, or the processor takes it by itself, new arrays are written as old ones are. New weights that nobody
+// wants (null, next to a copy in another dtype) end in that first cache.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -52,7 +52,8 @@ template <class V, class Ahead, class Body>
     for (size_t k = 0; k < LINE; k += V::width) body.template operator()<V>(i + k, to, place + k);
   };
   size_t i = begin;
-  if (V::streams ? !u.is_in_place() : u.is_weights_only) {
+  const bool drops = u.part == Part::weights && !u.is_in_place();
+  if (V::streams ? !u.is_in_place() : drops) {
     Outgoing out;
     const States to = out.states();
     const auto leave = [&](size_t num) __attribute__((always_inline)) {
@@ -60,7 +61,7 @@ template <class V, class Ahead, class Body>
       send<V>(u.first, out.first, i, num, widths.first), send<V>(u.second, out.second, i, num, widths.second);
     };
     for (; i + GROUP <= end; i += GROUP) line(i, to, 0), line(i + LINE, to, LINE), leave(GROUP);
-    for (; u.is_weights_only && i < end; ++i) body.template operator()<Scalar>(i, to, 0), leave(1);
+    for (; drops && i < end; ++i) body.template operator()<Scalar>(i, to, 0), leave(1);
     if constexpr (V::streams) V::finish_streams();
   }
   for (; i + LINE <= end; i += LINE) line(i, u, i);

@@ -27,22 +27,24 @@ template <class G, bool scaled> struct Gradient {
   void fetch(size_t i) const { fetch_later(values, i, sizeof(G)); }
 };
 
-template <class Body> inline void with_gradient(const Update& u, Body body) {
+// `plain`: with a kernel of its own where the scale is 1. A product with 1 is the same, and little beside the memory.
+template <bool plain, class Body> inline void with_gradient(const Update& u, Body body) {
   typed(u.grad, u.grad_type, [&]<class G>(const G* values) {
-    if (u.grad_scale == 1.0f) return body(Gradient<G, false>{values, 1.0f});
+    if constexpr (plain)
+      if (u.grad_scale == 1.0f) return body(Gradient<G, false>{values, 1.0f});
     body(Gradient<G, true>{values, u.grad_scale});
   });
 }
 
-// Steps one vector of weights whose moments are fp32 in memory; the new ones go to place k of `to`.
-template <class W, class R, class Grad>
+// Steps one vector of weights whose moments are fp32 in memory; the new ones go to place k of `to` if they are wanted.
+template <class W, class R, bool moments, class Grad>
 [[gnu::always_inline]] inline typename W::F step_at(const Update& u, const Grad& grad, size_t i, typename W::F w,
                                                     const States& to, size_t k) {
   auto m = R::first ? W::load(at<float>(u.old.first, i)) : w;
   auto v = R::second ? W::load(at<float>(u.old.second, i)) : w;
   w = step<W, R>(u.step, w, grad.template load<W>(i), m, v);
-  if (R::first) W::store(at<float>(to.first, k), m);
-  if (R::second) W::store(at<float>(to.second, k), v);
+  if (R::first && moments) W::store(at<float>(to.first, k), m);
+  if (R::second && moments) W::store(at<float>(to.second, k), v);
   return w;
 }
 
@@ -52,20 +54,20 @@ template <class R, class Grad> [[gnu::always_inline]] inline void fetch_moments(
   if (R::second) fetch_later(u.old.second, i, sizeof(float));
 }
 
-template <class V, class R, class Grad>
+template <class V, class R, bool moments, class Grad>
 inline void update_fp32(const Update& given, const Grad& grad, size_t begin, size_t end) {
   const Update u = given;  // a copy that no store can change: its values need not be loaded again after each
   const auto ahead = [&](size_t i) { fetch_later(u.old.weight, i, sizeof(float)), fetch_moments<R>(u, grad, i); };
-  const Widths widths{4, 0, R::first ? 4 : 0, R::second ? 4 : 0};
+  const Widths widths{4, 0, R::first && moments ? 4 : 0, R::second && moments ? 4 : 0};
   const auto body = [&]<class W>(size_t i, const States& to, size_t k) __attribute__((always_inline)) {
-    const auto w = step_at<W, R>(u, grad, i, W::load(at<float>(u.old.weight, i)), to, k);
+    const auto w = step_at<W, R, moments>(u, grad, i, W::load(at<float>(u.old.weight, i)), to, k);
     W::store(at<float>(to.weight, k), w);
     if (u.out) u.out_type == DType::bf16 ? W::store(at<Bf16>(u.out, i), w) : W::store(at<Fp16>(u.out, i), w);
   };
   sweep_states<V>(u, widths, begin, end, ahead, body);
 }
 
-template <class V, class R, class Grad>
+template <class V, class R, bool moments, class Grad>
 inline void update_exact(const Update& given, const Grad& grad, size_t begin, size_t end) {
   const Update u = given;
   const Bf16* weight = at<Bf16>(u.old.weight, 0);
@@ -73,12 +75,33 @@ inline void update_exact(const Update& given, const Grad& grad, size_t begin, si
   const auto ahead = [&](size_t i) {
     fetch_later(weight, i, sizeof(Bf16)), fetch_later(remainder, i, sizeof(int16_t)), fetch_moments<R>(u, grad, i);
   };
-  const Widths widths{2, 2, R::first ? 4 : 0, R::second ? 4 : 0};
+  const Widths widths{2, 2, R::first && moments ? 4 : 0, R::second && moments ? 4 : 0};
   const auto body = [&]<class W>(size_t i, const States& to, size_t k) __attribute__((always_inline)) {
-    const auto w = step_at<W, R>(u, grad, i, join_at<W>(weight + i, remainder + i), to, k);
+    const auto w = step_at<W, R, moments>(u, grad, i, join_at<W>(weight + i, remainder + i), to, k);
     split_at<W>(w, at<Bf16>(to.weight, k), at<int16_t>(to.remainder, k));
   };
   sweep_states<V>(u, widths, begin, end, ahead, body);
+}
+
+// The moments alone, in place, after the weights were stepped from the old ones.
+template <class V, class R, class Grad>
+inline void update_moments(const Update& given, const Grad& grad, size_t begin, size_t end) {
+  const Update u = given;
+  const auto body = [&]<class W>(size_t i) __attribute__((always_inline)) {
+    const auto g = grad.template load<W>(i);
+    auto m = R::first ? W::load(at<float>(u.first, i)) : g;
+    auto v = R::second ? W::load(at<float>(u.second, i)) : g;
+    R::template advance<W>(u.step, g, g, m, v);  // the weight is looked at only by a rule that adds it to the gradient
+    if (R::first) W::store(at<float>(u.first, i), m);
+    if (R::second) W::store(at<float>(u.second, i), v);
+  };
+  size_t i = begin;
+  for (; i + LINE <= end; i += LINE) {
+    fetch_moments<R>(u, grad, i);
+#pragma GCC unroll 4
+    for (size_t k = 0; k < LINE; k += V::width) body.template operator()<V>(i + k);
+  }
+  for (; i < end; ++i) body.template operator()<Scalar>(i);
 }
 
 // The compact format is updated in place. Old states that are to stay as they are, are copied first, so many at a time
@@ -118,10 +141,16 @@ template <class V, class R, class T> inline void update_compact_beside(const Upd
 
 template <class V> inline void update(const Update& u, size_t begin, size_t end) {
   with_rule(u.step, [&]<class R>(R) {
-    if (u.format == Format::fp32)
-      return with_gradient(u, [&](const auto& grad) { update_fp32<V, R>(u, grad, begin, end); });
-    if (u.format == Format::exact)
-      return with_gradient(u, [&](const auto& grad) { update_exact<V, R>(u, grad, begin, end); });
+    const auto weights = [&]<bool moments>() {
+      with_gradient<moments>(u, [&](const auto& grad) {
+        if (u.format == Format::fp32) return update_fp32<V, R, moments>(u, grad, begin, end);
+        update_exact<V, R, moments>(u, grad, begin, end);
+      });
+    };
+    if (u.part == Part::moments)
+      return with_gradient<false>(u, [&](const auto& grad) { update_moments<V, R>(u, grad, begin, end); });
+    if (u.format != Format::compact)
+      return u.part == Part::whole ? weights.template operator()<true>() : weights.template operator()<false>();
     const auto compact = [&]<class T>(T) {
       u.is_in_place() ? update_compact<V, R, T>(u, begin, end) : update_compact_beside<V, R, T>(u, begin, end);
     };

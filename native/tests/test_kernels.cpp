@@ -116,7 +116,7 @@ void check_weights_only(const Kernels& kernels, const Case& c, const Step& step,
   const bool has_out = c.out != DType::f32;
   Buffer out(n * 2);
   static_cast<States&>(u) = {has_out ? nullptr : u.weight, nullptr, nullptr, nullptr, nullptr, nullptr};
-  u.is_weights_only = true;
+  u.part = Part::weights;
   if (has_out) u.out = out.data();
   kernels.update(u, 0, n);
   if (!has_out) right.fill({expected.states().weight, nullptr, nullptr, nullptr, nullptr, nullptr});
@@ -146,6 +146,36 @@ void check_beside(const Kernels& kernels, const Case& c, size_t n, size_t shift)
       CHECK(written == right);
       check_weights_only(kernels, c, step, grad, before, expected, n, shift);
       CHECK(before == unchanged);
+    }
+}
+
+// The weights and then the moments: the bits of a whole update, and each part leaves the other's arrays as they are.
+void check_parts(const Kernels& kernels, const Case& c, size_t n) {
+  if (c.format == Format::compact) return;
+  for (Rule rule : {Rule::adamw, Rule::adam, Rule::sgd, Rule::lion, Rule::adagrad})
+    for (float scale : {1.0f, 0.37f}) {
+      const Step step = step_of(rule, 2);  // with momentum, and without a decay that adds the weight to the gradient
+      Random random(n * 10 + size_t(rule));
+      Buffer values(n * 4), grad(n * bytes_of(c.grad));
+      Held held(c, n);
+      for (size_t i = 0; i < n; ++i) values.as<float>()[i] = random.around_zero();
+      kernels.convert(values.data(), DType::f32, held.weight.data(), c.weight, n);
+      kernels.convert(values.data(), DType::f32, grad.data(), c.grad, n);
+      run(kernels, c, step, grad, held, n, 1);
+      Held whole = held;
+      const auto update = [&](Held& of, Part part) {
+        Update u = update_of(c, step, grad, 2, of.states(), of.states());
+        if (c.out != DType::f32) u.out = of.out.data();
+        u.grad_scale = scale, u.part = part;
+        kernels.update(u, 0, n);
+      };
+      update(whole, Part::whole);
+      const Held before = held;
+      update(held, Part::weights);
+      CHECK(held.weight == whole.weight && held.remainder == whole.remainder && held.out == whole.out);
+      CHECK(held.first == before.first && held.second == before.second);
+      update(held, Part::moments);
+      CHECK(held == whole);
     }
 }
 
@@ -246,6 +276,9 @@ int main() {
       check_sums(*found[level], scalar, n);
       check_codecs(*found[level], scalar, n);
     }
+  for (int level = 0; level < count; ++level)
+    for (size_t n : {1, 31, 64, 129, 300})
+      for (const Case& c : CASES) check_parts(*found[level], c, n);
   for (int level = 0; level < count; ++level)
     for (size_t n : {1, 31, 64, 129, 300})
       for (size_t shift : {0, 1, 30})

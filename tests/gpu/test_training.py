@@ -24,6 +24,7 @@ from unbounded.tiers.array import MemoryArray
 from unbounded.tiers.driver import count_device
 from unbounded.tiers.pool import BufferPool
 from unbounded.zero.gradients.gradient_array import GradientArray
+from unbounded.zero.step.early.drafts import Drafts
 from unbounded.zero.step.relocation import Relocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -288,11 +289,13 @@ def test_states_streamed_through_the_gpu_train_as_on_the_host() -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_updates_that_begin_in_the_backward_by_themselves_end_in_the_same_bits(accumulate: int) -> None:
     found = []
-    for early_units, states in ((0, True), (None, True), (None, False)):
+    for early_units, states, has_parts in ((0, True, False), (0, True, True), (None, True, True), (None, False, True)):
         torch.manual_seed(0)
         model = Model()
         plan = {"precision": "bf16", "weights": "host", "optimizer": "host", "host_threads": 64}  # none is streamed
-        with drafting(states=states):
+        with drafting(states=states), pytest.MonkeyPatch.context() as patch:
+            if not has_parts:
+                patch.setattr(Drafts, "num_split", lambda _: 0)
             model, optimizer = unbounded.shard(
                 model, torch.optim.AdamW(model.parameters(), lr=1e-3), {**plan, "early_units": early_units}
             )

@@ -21,7 +21,7 @@ from unbounded.planner.unit_bytes import Budget, UnitBytes, UnitPlace, check_pat
 from unbounded.zero.setup.blueprint import Blueprint, Means, draw
 from unbounded.zero.setup.sites import find_sites
 from unbounded.zero.setup.specs import UnitSpec, find_specs
-from unbounded.zero.step.early.drafted import Drafted
+from unbounded.zero.step.early.in_backward import InBackward
 
 MIB = 2**20
 # bf16 with `exact` states, 1 Mi parameters: 2 + 2 + 8 + 2 = 14 MiB, and fp32 gradients where the disk keeps them.
@@ -259,13 +259,13 @@ def test_beside_a_gpu_units_are_updated_early_in_most_of_the_hosts_spare_memory(
         early_bytes = int(3 / 4 * spare)
         rows = [(4, 0), (3, 1), (2, 2), (1, 2), (0, 3), (0, 2), (0, 1), (0, 0)]  # weights of two thirds of the others
         num_all, num_weights = next(row for row in rows if (12 * row[0] + 2 * row[1]) * unit <= early_bytes)
-        nothing, weights = [Drafted.NOTHING] * (4 - num_all - num_weights), [Drafted.WEIGHTS] * num_weights
-        assert early == (*nothing, *weights, *[Drafted.ALL] * num_all)  # the last ones
-        assert drawn("cpu", host_bytes).early == (Drafted.NOTHING,) * 4  # the host computes
+        nothing, weights = [InBackward.NOTHING] * (4 - num_all - num_weights), [InBackward.WEIGHTS] * num_weights
+        assert early == (*nothing, *weights, *[InBackward.ALL] * num_all)  # the last ones
+        assert drawn("cpu", host_bytes).early == (InBackward.NOTHING,) * 4  # the host computes
         seen.add((num_all, num_weights))
     assert seen - {(0, 0)} == {(0, 1), (0, 2), (0, 3), (1, 2), (2, 2), (3, 1), (4, 0)}
     assert drawn("cuda", 2**33, early_units=1).plan.early_units == 1
-    assert set(drawn("cuda", 2**33, gradients="none").early) == {Drafted.NOTHING}
+    assert set(drawn("cuda", 2**33, gradients="none").early) == {InBackward.NOTHING}
 
 
 def test_a_blueprint_is_drawn_from_values_alone_for_a_gpu_that_is_not_here() -> None:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from unbounded.errors import PlanError
 from unbounded.native.library import declare
-from unbounded.native.states import BLOCK, FORMATS, RULES, ArraySpec, Rule, moments, state_arrays
+from unbounded.native.states import BLOCK, FORMATS, RULES, ArraySpec, Part, Rule, has_parts, moments, state_arrays
 from unbounded.native.thread_pool import Pool, default_pool, simd
 from unbounded.planner.models.packed_size import RECORD_NUMEL, packed_bytes
 
 __all__ = [
     "BLOCK",
     "ArraySpec",
+    "Part",
     "Pool",
     "Rule",
     "add",
@@ -34,6 +35,7 @@ __all__ = [
     "default_pool",
     "encode_moment",
     "encode_weight",
+    "has_parts",
     "join",
     "pack",
     "simd",
@@ -54,7 +56,7 @@ class UpdateArguments(ctypes.Structure):
 
     _fields_ = (
         [(name, c_int32) for name in ("rule", "format", "weight_type", "grad_type", "out_type")]
-        + [(name, c_int32) for name in ("nesterov", "maximize", "weights_only")]
+        + [(name, c_int32) for name in ("nesterov", "maximize", "part")]
         + [(name, c_int64) for name in ("numel", "step")]
         + [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")]
         + [(name, c_double) for name in ("momentum", "dampening", "lr_decay", "grad_scale")]
@@ -114,6 +116,7 @@ def update(
     grad_scale: float = 1.0,
     out: Tensor | None = None,
     source: Mapping[str, Tensor] | None = None,
+    part: Part = Part.WHOLE,
     pool: Pool | None = None,
 ) -> None:
     """One step of `rule` in one pass over memory: gradient times `grad_scale`, update, write back.
@@ -121,21 +124,29 @@ def update(
     `states` holds the arrays of `state_arrays`, zero before step 1, and is changed in place like `weight`. `out`
     (fp32 format only) receives the new weights in bf16 or fp16. A compact slice begins at a multiple of BLOCK. With
     `source` ("weight" and the states by name), old values are read from there and stay unchanged: `weight` and `states`
-    are written without being read. They must not overlap. Without `states` only the new weights are written, to
-    `out` if it is given.
+    are written without being read. They must not overlap.
+
+    `part` WEIGHTS writes no moments. In place, what completes the weights is written with them, and MOMENTS follow,
+    for steps that `has_parts`. With `source` and without `states`, only the new weights are written, to `out` if it is
+    given.
     """
     specs = state_arrays(rule.name, format, weight.dtype, momentum=rule.momentum != 0)
     numel = weight.numel()
     _check("weight", weight, (weight.dtype,))
     _check("grad", grad, tuple(FLOATS), numel)
-    if states is None and source is None:
-        raise PlanError("neither states nor a source were given. Pass the states, or where to read the old ones.")
+    if states is None and (source is None or part is not Part.WEIGHTS):
+        raise PlanError("no states were given. Pass them, or a source and Part.WEIGHTS for new weights alone.")
+    if part is not Part.WHOLE and states is not None and (source is not None or not has_parts(rule, format)):
+        raise PlanError(
+            f"{part} was given for {rule.name} with weight_decay={rule.weight_decay} in format {format}"
+            f"{' beside its source' if source is not None else ''}, which is one update. Pass Part.WHOLE."
+        )
     if out is not None and format != "fp32":
         raise PlanError(f'out was given in format "{format}", where weight is already the compute copy. Leave it out.')
     if out is not None:
         _check("out", out, HALVES, numel)
     arguments = _arguments(rule, format, weight, grad, grad_scale, out)
-    arguments.weights_only = states is None
+    arguments.part = part.value
     if states is not None:
         for name, spec in specs.items():
             if name not in states:

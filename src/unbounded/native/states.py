@@ -12,6 +12,7 @@ code of zero moments and a zero scale. Pure: no tensors are touched here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -23,6 +24,7 @@ RULES = ("adamw", "adam", "sgd", "lion", "adagrad")
 FORMATS = ("fp32", "exact", "compact")
 FIRST_MOMENTS = {"adamw": "exp_avg", "adam": "exp_avg", "lion": "exp_avg", "sgd": "momentum_buffer"}
 SECOND_MOMENTS = {"adamw": "exp_avg_sq", "adam": "exp_avg_sq", "adagrad": "sum"}
+DECOUPLED = ("adamw", "lion")
 WEIGHT_DTYPES = {
     "fp32": (torch.float32,),
     "exact": (torch.bfloat16,),
@@ -52,6 +54,20 @@ class Rule:
             raise PlanError(f'the rule "{self.name}" is unknown. Choose one of {", ".join(RULES)}.')
         if self.step < 1:
             raise PlanError(f"step {self.step} was given to {self.name}. Steps count from 1.")
+
+
+class Part(Enum):
+    """What of an update is written: WEIGHTS, from the old moments, and then MOMENTS give the bits of WHOLE."""
+
+    WHOLE = 0
+    WEIGHTS = 1
+    MOMENTS = 2
+
+
+def has_parts(rule: Rule, format: str) -> bool:
+    """Whether this step may be done in two parts: its moments do not depend on the weights, nor are they encoded."""
+    has_moments = any(moments(rule.name, momentum=rule.momentum != 0))
+    return has_moments and format != "compact" and (rule.name in DECOUPLED or rule.weight_decay == 0)
 
 
 @dataclass(frozen=True)

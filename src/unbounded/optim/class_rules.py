@@ -78,6 +78,9 @@ class ClassRule:
     def resolve(self, group: Mapping[str, Any], step: int) -> tuple[dict[str, Any], int]:
         return Replica.options(group), step
 
+    def has_parts(self, numbers: tuple[dict[str, Any], int]) -> bool:
+        return False
+
     def apply(
         self,
         numbers: tuple[dict[str, Any], int],

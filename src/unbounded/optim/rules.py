@@ -16,6 +16,7 @@ import torch
 
 from unbounded.errors import StateError
 from unbounded.native import kernels
+from unbounded.native.kernels import Part
 from unbounded.optim.granularity import Granularity
 
 BLOCK = kernels.BLOCK
@@ -52,6 +53,8 @@ class UpdateRule(Protocol):
     def factor_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]: ...
 
     def resolve(self, group: Mapping[str, Any], step: int) -> Any: ...
+
+    def has_parts(self, numbers: Any) -> bool: ...
 
     def apply(
         self,
@@ -141,24 +144,52 @@ class NativeRule:
             self._write_beside(numbers, source, weight, grad, states, float(grad_scale), pool)
             return {}
         assert states is not None
-        moments = {name: state for name, state in states.items() if name != "master"}
-        target, out = (states["master"], weight) if self.has_master else (weight, None)
         if weight.device.type == "cuda":
             from unbounded.optim.device import device_kernels
 
+            target, out, moments = self._targets(weight, states)
             device_kernels.update(numbers, self.format, target, grad, moments, grad_scale, out)
         else:
-            kernels.update(
-                numbers,
-                self.format,
-                weight=target,
-                grad=grad,
-                states=moments,
-                grad_scale=float(grad_scale),
-                out=out,
-                pool=pool,
+            self.apply_part(
+                Part.WHOLE, numbers, weight=weight, grad=grad, states=states, factor=float(grad_scale), pool=pool
             )
         return {}
+
+    def has_parts(self, numbers: kernels.Rule) -> bool:
+        """Whether an update on the host may be done in two parts: the weights, and later the moments."""
+        return kernels.has_parts(numbers, self.format)
+
+    def apply_part(
+        self,
+        part: Part,
+        numbers: kernels.Rule,
+        *,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        factor: float,
+        pool: kernels.Pool | None,
+    ) -> None:
+        """On the host, in place."""
+        target, out, moments = self._targets(weight, states)
+        kernels.update(
+            numbers,
+            self.format,
+            weight=target,
+            grad=grad,
+            states=moments,
+            grad_scale=factor,
+            out=out,
+            part=part,
+            pool=pool,
+        )
+
+    def _targets(
+        self, weight: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        """What is stepped, what receives a copy of it, and the other states."""
+        moments = {name: state for name, state in states.items() if name != "master"}
+        return (states["master"], weight, moments) if self.has_master else (weight, None, moments)
 
     def _write_beside(
         self,
@@ -189,6 +220,7 @@ class NativeRule:
             grad_scale=factor,
             out=weight if self.has_master else None,
             source=before,
+            part=Part.WHOLE if states is not None else Part.WEIGHTS,
             pool=pool,
         )
 

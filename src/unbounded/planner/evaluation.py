@@ -20,9 +20,11 @@ from unbounded.planner.models.rank_parts import PartsAlike, find_rank_parts
 from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.sizes import allocatable_bytes
 from unbounded.planner.solve import PlaceOptions, StateChoice, UnitsAlike, build_program
+from unbounded.planner.step.early_updates import Move, Touched, begin_in_backward
 from unbounded.planner.step.loads import Setup, activation_loads, base_loads, unit_bytes
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
+from unbounded.planner.step.streaming import stream_rate
 from unbounded.planner.unit_bytes import UnitPlace, may_pack, pack_unit, packings
 
 # The part of host and disk that a job may plan with. The rest is for the system.
@@ -49,6 +51,7 @@ class Request:
     pipelines: tuple[int, ...] | None = None
     accumulate: int | None = None
     buffer_bytes: int = 2**30  # of the host, for the buffers of all lanes of one rank
+    updates_in_parts: bool = True  # whether the prediction may have moments updated later than weights
 
     def __post_init__(self) -> None:
         check_tokens("tokens", self.tokens)
@@ -240,11 +243,12 @@ class _WayProgram:
         tokens = self.setup.tokens * self.setup.accumulate * self.setup.data
         flops = tokens * self.footprint.flops(self.setup.sequence)
         parts = self.rank.parts
+        prediction = Prediction(self.setup, self.machine, found.lanes, flops, self._held(found))
         return Candidate(
             self.footprint,
             self.setup,
             self.setup.state_format,
-            Prediction(self.setup, self.machine, found.lanes, flops, self._held(found)),
+            begin_in_backward(prediction, [self._parts_in_backward(found)]),
             tuple((part.name, where) for part, where in zip(parts, found.places, strict=True)),
             tuple((parts[position].module_name, policy) for position, policy in found.policies),
             self.room,
@@ -252,6 +256,24 @@ class _WayProgram:
             found.packs,
             self._capacity(),
         )
+
+    def _parts_in_backward(self, found: _Chosen) -> list[Move]:
+        """What updates in host memory save in the forward, and add to the backward, if they are in two parts."""
+        states, is_compact = self.footprint.states, self.setup.state_format == "compact"
+        if not self.request.updates_in_parts or self.machine.is_cpu or not self.setup.hides_updates or is_compact:
+            return []
+        seconds = self.machine.devices / (self.machine.update_rate(self.setup.state_format) + stream_rate(self.machine))
+        has_master = states.weights == 2 and not states.remainder  # among the states
+        moves: list[Move] = []
+        for kind in self.rank.kinds:
+            unit = unit_bytes(kind.part, self.footprint, self.setup)
+            gradient = unit.summed_gradients if self.setup.accumulate > 1 else unit.gradients
+            master = 2 * unit.updated_weights if has_master else 0
+            touched = Touched(unit.updated_weights + unit.remainder + master, unit.optimizer - master, gradient)
+            places = [found.places[position] for position in kind.positions]
+            num_on_host = sum({where.weights, where.gradients, where.optimizer} == {"host"} for where in places)
+            moves += [touched.in_two_parts().times(seconds)] * num_on_host
+        return moves
 
     def _capacity(self) -> Capacity | None:
         """For a model with more such blocks, which run again one at a time. Below stage 3 each rank has all weights."""

@@ -12,7 +12,8 @@ from torch import nn
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.rehearsal import BlockSizes, PassSizes, rehearse
 from unbounded.native.host_memory import PAGE_BYTES
-from unbounded.optim.formats import DTYPES
+from unbounded.optim.formats import DTYPES, MASTER_STATES
+from unbounded.optim.rules import NativeRule
 from unbounded.planner.evaluation import Request, evaluate
 from unbounded.planner.machine import MachineRates, saved_machine
 from unbounded.planner.models.footprint import (
@@ -22,7 +23,7 @@ from unbounded.planner.models.footprint import (
 )
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED
-from unbounded.planner.step.early_updates import begin_in_backward
+from unbounded.planner.step.early_updates import Move, Touched, begin_in_backward
 from unbounded.planner.step.loads import Setup
 from unbounded.planner.step.logits import tile_bytes
 from unbounded.planner.step.peaks import kept_bytes, working_bytes
@@ -34,7 +35,8 @@ from unbounded.tiers import budget as budgets
 from unbounded.tiers.array import array_bytes
 from unbounded.tiers.budget import SUM_BYTES
 from unbounded.zero.setup.assembly import Sharded
-from unbounded.zero.step.early.drafted import Drafted
+from unbounded.zero.step.early.in_backward import InBackward
+from unbounded.zero.unit import Unit
 
 
 def predict_step(
@@ -87,27 +89,50 @@ def predict_step(
         plan=placed,
         formats={placed.optimizer_format: states},
         buffer_bytes=_buffer_bytes(state),
+        updates_in_parts=False,  # what of the units is, and what is drafted, is known
     )
     found = evaluate(footprint, machine, setup, placed.optimizer_format, request)
     if found is None:  # the states are placed: only what blocks keep is still to be decided
         tight = replace(placed, device_bytes=2**60, activations=placed.activations if _is_closed(placed) else "host")
         found = evaluate(footprint, machine, setup, placed.optimizer_format, replace(request, plan=tight))
-    return begin_in_backward(found.prediction, *_drafted_seconds(state, machine)) if found is not None else None
+    return begin_in_backward(found.prediction, _moves(state, machine)) if found is not None else None
 
 
-def _drafted_seconds(state: Sharded, machine: MachineRates) -> tuple[list[float], list[float]]:
-    """What the host's updates of units take whose drafts have everything, or the weights, the last unit first."""
-    found: dict[Drafted, list[float]] = {Drafted.ALL: [], Drafted.WEIGHTS: []}
-    drafts = state.optimizer.updates.drafts if state.optimizer is not None else None
-    if drafts is None or drafts.outlook.factor is None or machine.is_cpu:
-        return found[Drafted.ALL], found[Drafted.WEIGHTS]
-    rate = machine.update_rate(state.plan.optimizer_format) + stream_rate(machine)
+def _moves(state: Sharded, machine: MachineRates) -> list[list[Move]]:
+    """What drafts of everything, drafts of weights, and updates in two parts move to the backward.
+
+    Drafts are those that the last steps have shown to be of use, the last unit first.
+    """
+    moves: dict[InBackward, list[Move]] = {InBackward.ALL: [], InBackward.WEIGHTS: [], InBackward.MOMENTS: []}
+    updates = state.optimizer.updates if state.optimizer is not None else None
+    if updates is None or machine.is_cpu:
+        return []
+    drafts, is_drafted = updates.drafts, updates.drafts.outlook.factor is not None
+    kinds = drafts.pace.kinds(is_drafted=is_drafted)
+    seconds = machine.devices / (machine.update_rate(state.plan.optimizer_format) + stream_rate(machine))
     for unit in reversed(state.engine.units):
-        if unit in drafts.of and drafts.of[unit].kind in drafts.pace.comparison.kinds:
-            states = sum(array_bytes(array) for array in unit.arrays().values())
-            gradient = unit.gradient.store.numel * unit.gradient.store.dtype.itemsize
-            found[drafts.of[unit].kind].append((2 * states + gradient) * machine.devices / rate)
-    return found[Drafted.ALL], found[Drafted.WEIGHTS]
+        draft = drafts.of.get(unit) if is_drafted else None
+        if draft is not None and draft.kind in kinds:
+            weights = array_bytes(unit.weights)
+            move = _touched(unit).draft(has_states=draft.has_states, weights=weights)
+            moves[draft.kind].append(move.times(seconds))
+        elif _has_parts(unit) and InBackward.MOMENTS in kinds:
+            moves[InBackward.MOMENTS].append(_touched(unit).in_two_parts().times(seconds))
+    return [*moves.values()]
+
+
+def _has_parts(unit: Unit) -> bool:
+    """Whether the host updates it where it is, by a kernel that can do so in two parts."""
+    tiers = {array.tier for array in unit.arrays().values()}
+    is_fused = isinstance(unit.rule, NativeRule) and unit.rule.format != "compact"
+    return is_fused and not unit.streamed and tiers | {unit.gradient.tier} == {"host"}
+
+
+def _touched(unit: Unit) -> Touched:
+    sizes = {name: array_bytes(array) for name, array in unit.arrays().items()}
+    master = sum(sizes.pop(name, 0) for name in ("weight", *MASTER_STATES))
+    gradient = unit.gradient.store.numel * unit.gradient.store.dtype.itemsize
+    return Touched(master, sum(sizes.values()), gradient)
 
 
 def _running_policies(

@@ -45,11 +45,35 @@ def without(name: str) -> dict[str, Tensor]:
             {"states": {**without("remainder"), "remainder": torch.zeros(10, dtype=torch.int8)}},
             'state "remainder" has dtype torch.int8',
         ),
+        ({"states": None}, "no states were given. Pass them, or a source and Part.WEIGHTS for new weights alone."),
     ],
 )
 def test_bad_arguments_of_an_update_are_named(changes: dict[str, object], text: str) -> None:
     with pytest.raises(PlanError, match=text):
         kernels.update(RULE, "exact", **arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("rule", "format"),
+    [
+        (Rule("adamw", lr=1.0), "compact"),
+        (Rule("adam", lr=1.0, weight_decay=0.5), "exact"),
+        (Rule("sgd", lr=1.0), "exact"),
+    ],
+)
+def test_an_update_that_has_no_parts_is_refused_in_parts(rule: Rule, format: str) -> None:
+    states = {
+        name: torch.zeros(spec.numel(10), dtype=spec.dtype)
+        for name, spec in kernels.state_arrays(rule.name, format, torch.bfloat16, momentum=False).items()
+    }
+    weight = torch.ones(10, dtype=torch.bfloat16)
+    for part in (kernels.Part.WEIGHTS, kernels.Part.MOMENTS):
+        text = (
+            rf"{part} was given for {rule.name} with weight_decay={rule.weight_decay} in format {format}, which is one"
+        )
+        with pytest.raises(PlanError, match=text):
+            kernels.update(rule, format, weight=weight, grad=torch.zeros(10), states=states, part=part)
+    assert torch.equal(weight, torch.ones(10, dtype=torch.bfloat16))
 
 
 def test_a_compact_scale_of_the_wrong_size_is_named() -> None:

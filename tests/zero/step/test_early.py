@@ -17,14 +17,16 @@ from tests.ranks import HANG_SECONDS
 from tests.zero.drafting import drafting
 from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
 from unbounded.checkpoint.save.readers import Readers
+from unbounded.native.kernels import Part
 from unbounded.sharding.running import sharded
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.room import TierRoom
+from unbounded.zero.gradients.gradient_value import GradientValue
 from unbounded.zero.parameters.writes import Writes
 from unbounded.zero.step.early import drafts
-from unbounded.zero.step.early.drafted import Drafted
-from unbounded.zero.step.early.drafts import Draft
-from unbounded.zero.step.early.pace import Pace
+from unbounded.zero.step.early.drafts import Draft, Drafts
+from unbounded.zero.step.early.in_backward import InBackward
+from unbounded.zero.step.early.pace import Pace, _Share
 from unbounded.zero.step.relocation import Relocation
 from unbounded.zero.step.update_pass import Piece, UpdatePass
 
@@ -249,6 +251,106 @@ class Clipped(Task):
     max_norm = 1.0  # only some steps are clipped
 
 
+class InParts(Training):
+    """No drafts. Notes what the update lane does of each unit, and when its next gradient may land."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.log: list[tuple[str, str]] = []
+
+    def note(self, patch: pytest.MonkeyPatch) -> None:
+        update, finish = UpdatePass._update, GradientValue._finish_reading
+        names = {id(unit.gradient): unit.name for unit in sharded(self.model).engine.units}
+
+        def noted_update(steps: UpdatePass, piece: Piece) -> None:
+            update(steps, piece)
+            self.log.append((piece.part.name, piece.unit.name))
+
+        def noted_finish(value: GradientValue) -> None:
+            waits = value.reading is not None
+            finish(value)
+            if waits:
+                self.log.append(("may land", names[id(value)]))
+
+        patch.setattr(UpdatePass, "_update", noted_update)
+        patch.setattr(GradientValue, "_finish_reading", noted_finish)
+
+
+def test_moments_follow_all_weights_the_last_unit_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drafts, "num_split", lambda _: 4)
+    training = InParts(0, {**BF16, "early_units": 0}, Path())
+    training.note(monkeypatch)
+    for step in range(2):
+        training.model.loss(Batch(step, 0, 0).tokens()).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.optimizer.wait()
+    first = [name for part, name in training.log if part == "WEIGHTS"][:4]
+    updates = [entry for entry in training.log if entry[0] != "may land"]
+    whole = [name for part, name in updates[:6] if part == "WHOLE"]
+    assert len(whole) == 2
+    assert updates[:6] == [*(("WEIGHTS", name) for name in first), *(("WHOLE", name) for name in whole)]
+    assert updates[6:10] == [("MOMENTS", name) for name in reversed(first)]
+    assert updates[10:] == updates[:10]
+    for name in first:  # a gradient waits for the moments that are still to be made from the one before
+        landed = training.log.index(("may land", name))
+        assert training.log.index(("MOMENTS", name)) < landed
+
+
+def run_in_parts(rank: int, world_size: int, folder: str) -> list[tuple[str, bool]]:
+    """Whether programs without drafts end in the same bits if all units are updated in two parts, or some."""
+    found = []
+    for program, precision in (*[(program, BF16) for program in (Plain, *REFUSED)], (Plain, {"precision": "fp32"})):
+        whole = program(rank, {**precision, "early_units": 0}, Path(folder)).run()
+        for count in (99, 3):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Drafts, "num_split", lambda _, count=count: count)
+                training = program(rank, {**precision, "early_units": 0}, Path(folder))
+                parts = training.run()
+            found.append((program.__name__, all(torch.equal(value, whole[name]) for name, value in parts.items())))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_updates_in_two_parts_end_in_the_same_bits(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    for results in ranks(world_size, run_in_parts, str(tmp_path)):
+        assert [name for name, is_same in results if not is_same] == []
+
+
+class Coupled(Training):
+    """Moments that depend on the weights."""
+
+    optimizer_of = staticmethod(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1))
+
+
+@pytest.mark.parametrize(
+    ("program", "plan", "has_parts"),
+    [
+        (Plain, BF16, True),
+        (ClippedLater, BF16, True),  # SGD with momentum and without decay
+        (Coupled, BF16, False),
+        (Plain, {"precision": "bf16", "optimizer_format": "compact"}, False),
+        (Plain, {**BF16, "gradients": "none"}, False),  # the backward waits for all of an update
+        (Plain, {**BF16, "optimizer": "disk"}, False),
+    ],
+)
+def test_only_updates_that_can_be_are_in_two_parts(
+    program: type[Training], plan: dict[str, Any], has_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, update = [], UpdatePass._update
+
+    def noted(steps: UpdatePass, piece: Piece) -> None:
+        parts.append(piece.part)
+        update(steps, piece)
+
+    monkeypatch.setattr(UpdatePass, "_update", noted)
+    monkeypatch.setattr(Drafts, "num_split", lambda _: 99)
+    training = program(0, {**plan, "disk_path": str(tmp_path)}, tmp_path)
+    training.run()
+    training.optimizer.wait()
+    assert set(parts) == ({Part.WEIGHTS, Part.MOMENTS} if has_parts else {Part.WHOLE})
+
+
 def test_training_with_drafts_is_that_of_torch(ranks: Any) -> None:
     for world_size in (1, 2):
         assert_parity(ranks(world_size, train_both, Clipped(), {**HOST, "early_units": 99}))
@@ -394,27 +496,36 @@ def test_a_save_outlives_an_update_of_states_that_fails(monkeypatch: pytest.Monk
 
 
 class SimulatedHost:
-    """A loop in which an update takes 35 ms, and a draft of weights as long.
+    """A loop in which an update takes 35 ms, a draft of weights as long, and each of an update's two parts 24 ms.
 
     A forward waits for the units without a draft; a step is as long as that and the backward, or as the lane's work.
-    With `slower`, each draft makes the backward longer by that.
+    With `slower`, each draft and each unit in two parts makes the backward longer by that.
     """
 
-    def __init__(self, forward: float, backward: float, *, slower: float = 0.0, num_units: int = 30) -> None:
+    def __init__(
+        self, forward: float, backward: float, *, slower: float = 0.0, num_units: int = 30, splits: bool = False
+    ) -> None:
         self.forward, self.backward, self.slower, self.num_units = forward, backward, slower, num_units
-        self.pace, self.now = Pace(num_all=2, num_weights=2 * num_units // 3), 0.0
+        counts = {InBackward.ALL: 2, InBackward.WEIGHTS: 2 * num_units // 3, InBackward.MOMENTS: int(splits)}
+        self.pace, self.now = Pace(counts), 0.0
+        self.split: list[int] = []
 
     def run(self, num_steps: int, *, pause: float = 0.0, is_drafted: bool = True) -> list[int]:
         """How many drafts of each kind each step's backward has; the first step comes after a pause."""
         counts = []
         for step in range(num_steps):
             self.pace.begin_step(self.now, self.num_units, is_drafted=is_drafted)
-            num_all = 2 if self.pace.allows(Drafted.ALL, 0) else 0
-            num_weights = sum(self.pace.allows(Drafted.WEIGHTS, asked) for asked in range(self.num_units))
-            lane = 0.035 * (self.num_units + num_weights)
+            num_all = 2 if is_drafted and self.pace.allows(InBackward.ALL, 0) else 0
+            num_weights = sum(
+                is_drafted and self.pace.allows(InBackward.WEIGHTS, asked) for asked in range(self.num_units)
+            )
+            num_split = min(self.pace.num_split(is_drafted=is_drafted), self.num_units - num_all - num_weights)
+            lane = 0.035 * (self.num_units + num_weights) + 0.013 * num_split
             waiting = 0.035 * (self.num_units - num_all - num_weights) + self.forward * num_weights / self.num_units
+            waiting -= 0.011 * num_split
             self.pace.work(lane)
-            backward = self.backward + self.slower * (num_all + num_weights)
+            backward = self.backward + self.slower * (num_all + num_weights + num_split)
+            self.split.append(num_split)
             self.now += max(max(self.forward, waiting) + backward, lane + 0.01) + pause * (step == 0)
             counts.append(num_all + num_weights)
         return counts
@@ -453,15 +564,34 @@ def test_drafts_with_which_steps_are_longer_are_left_out() -> None:
 def test_steps_without_a_guess_are_not_part_of_a_comparison() -> None:
     host = SimulatedHost(0.1, 0.3, slower=0.05)
     host.run(12)
-    kinds = host.pace.comparison.kinds
+    kinds = host.pace.kinds(is_drafted=True)
     host.run(100, is_drafted=False)
-    assert host.pace.comparison.kinds == kinds
-    assert Drafted.ALL in kinds
+    assert host.pace.kinds(is_drafted=True) == kinds
+    assert InBackward.ALL in kinds
+
+
+def test_units_are_updated_in_two_parts_while_the_lane_has_time() -> None:
+    # In the second loop the lane is busy for 1.18 s of 1.24.
+    for forward, backward, expected in ((0.35, 1.1, 30), (0.1, 0.3, 10), (0.02, 0.0, 0)):
+        clipping = SimulatedHost(forward, backward, splits=True)
+        clipping.run(16, is_drafted=False)
+        assert set(clipping.split[12:]) == {expected}
+    drafting = SimulatedHost(0.35, 5.0, splits=True)
+    assert drafting.run(15)[-1] == 22  # drafts first, which save more
+    assert drafting.split[-1] == 8
+
+
+def test_parts_with_which_steps_are_longer_are_left_out() -> None:
+    host = SimulatedHost(0.1, 0.3, splits=True, slower=0.02)  # more than the 11 ms that a part saves
+    host.run(16, is_drafted=False)
+    assert max(host.split) > 0
+    host.run(16, is_drafted=False)
+    assert host.split[-5:] == [0] * 5
 
 
 def test_drafts_stay_within_the_budget_and_the_plan_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "first", 99)  # not as many as there happens to be time for
-    monkeypatch.setattr(Pace, "_adapt", lambda *_: None)
+    monkeypatch.setattr(_Share, "adapt", lambda *_: None)
     counts = {}
     for budget in ("34MiB", "128MiB"):
         model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])

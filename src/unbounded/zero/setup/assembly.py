@@ -37,8 +37,8 @@ from unbounded.zero.setup.blueprint import Blueprint
 from unbounded.zero.setup.initial import Entries, Installer
 from unbounded.zero.setup.sites import Site
 from unbounded.zero.setup.thawing import Thawing, make_gradient
-from unbounded.zero.step.early.drafted import Drafted
 from unbounded.zero.step.early.drafts import Draft
+from unbounded.zero.step.early.in_backward import InBackward
 from unbounded.zero.step.home_exchange import HomeExchange
 from unbounded.zero.step.optimizer import ShardedOptimizer
 from unbounded.zero.step.updates import Lanes, Updates
@@ -231,8 +231,8 @@ class Assembly:
 
         drafts = {}
         for unit, drafted in zip(units, self.blueprint.early, strict=True):
-            if drafted is not Drafted.NOTHING and isinstance(unit.rule, NativeRule):
-                drafts[unit] = Draft(unit, unit.rule, allocate, has_states=drafted is Drafted.ALL)
+            if drafted is not InBackward.NOTHING and isinstance(unit.rule, NativeRule):
+                drafts[unit] = Draft(unit, unit.rule, allocate, has_states=drafted is InBackward.ALL)
         return drafts
 
     def _attach(self, engine: Engine) -> Callable[[], None]:

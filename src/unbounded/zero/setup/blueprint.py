@@ -35,7 +35,7 @@ from unbounded.ranks.axis import Axis
 from unbounded.tiers import budget as budgets
 from unbounded.zero.setup.draft_choice import choose_drafts, drafted_bytes
 from unbounded.zero.setup.specs import UnitSpec
-from unbounded.zero.step.early.drafted import Drafted
+from unbounded.zero.step.early.in_backward import InBackward
 
 # Device memory for each element of the largest parameter whose update sees it whole: itself, its gradient, its states,
 # those of its neighbours being moved in and out, and what the update computes with.
@@ -52,7 +52,7 @@ class Blueprint:
     places: tuple[UnitPlace, ...]
     packed: tuple[bool, ...]  # which have their weights packed
     streamed: tuple[bool, ...]  # which host states the GPU updates
-    early: tuple[Drafted, ...]  # what of the units on the host is written to other arrays inside the backward
+    early: tuple[InBackward, ...]  # what of the units on the host is written to other arrays inside the backward
     plan: Plan
     disk_bytes: int
     host_bytes: int
@@ -158,14 +158,14 @@ def _set_aside(
 
 
 def _close(
-    plan: Plan, specs: Sequence[UnitSpec], places: Sequence[UnitPlace], means: Means, early: Sequence[Drafted]
+    plan: Plan, specs: Sequence[UnitSpec], places: Sequence[UnitPlace], means: Means, early: Sequence[InBackward]
 ) -> Plan:
     """The plan with its open fields filled by what was decided."""
     named = {
         kind: tuple((spec.name, getattr(where, kind)) for spec, where in zip(specs, places, strict=True))
         for kind in ("weights", "gradients", "optimizer")
     }
-    num_early = sum(drafted is not Drafted.NOTHING for drafted in early)
+    num_early = sum(drafted is not InBackward.NOTHING for drafted in early)
     return replace(
         plan,
         device_bytes=plan.device_bytes if plan.device_bytes is not None else means.device_bytes,
@@ -192,7 +192,7 @@ def _choose_early(
     streamed: Sequence[bool],
     limits: tuple[int, float],
     host_room: int,
-) -> tuple[Drafted, ...]:
+) -> tuple[InBackward, ...]:
     """What of which units is written inside the backward. Leaves room to add up the gradients of several backwards."""
     rows = list(zip(sizes, places, strict=True))
     spare = host_room - sum_bytes(sizes, places, "host")

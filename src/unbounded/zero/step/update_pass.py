@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from unbounded.native import kernels
+from unbounded.native.kernels import Part
 from unbounded.observe import trace
-from unbounded.optim.rules import UpdateRule
+from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.tiers.array import Array, InFlight
 from unbounded.tiers.item_pipeline import ItemPipeline
 from unbounded.tiers.pool import BufferPool, Lease
@@ -50,10 +51,11 @@ class Piece:
     jobs: Sequence[Job]
     is_last: bool = False
     old_weights: Array | None = None  # updated with the states, if the unit has its new weights already
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    borrowed: list[str] = field(default_factory=list)
-    leases: list[Lease] = field(default_factory=list)
-    waits: list[InFlight] = field(default_factory=list)
+    part: Part = Part.WHOLE
+    buffers: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    borrowed: list[str] = field(init=False, default_factory=list)
+    leases: list[Lease] = field(init=False, default_factory=list)
+    waits: list[InFlight] = field(init=False, default_factory=list)
 
 
 def plan_jobs(unit: Unit, groups: Sequence[dict[str, Any]]) -> list[Job]:
@@ -169,6 +171,19 @@ class UpdatePass:
 
     def _apply(self, piece: Piece, job: Job, start: int, stop: int) -> dict[str, float]:
         states = {name: piece.buffers[name][start // every : -(-stop // every)] for name, every in self._every.items()}
+        if piece.part is not Part.WHOLE:
+            assert isinstance(self.rule, NativeRule)
+            weight, grad = (piece.buffers[name][start:stop] for name in ("weight", "grad"))
+            self.rule.apply_part(
+                piece.part,
+                job.numbers,
+                weight=weight,
+                grad=grad,
+                states=states,
+                factor=float(piece.factor),
+                pool=self.pool,
+            )
+            return {}
         return self.rule.apply(
             job.numbers,
             piece.unit.scalars[job.slots[0]],
@@ -224,7 +239,8 @@ class _PassStages:
         if piece.is_last:
             if piece.unit.weights.direct is None:
                 self.on_home(piece.unit)
-            self.on_written(piece.unit)
+            if piece.part is not Part.WEIGHTS:
+                self.on_written(piece.unit)
 
     def abandon(self, piece: Piece) -> None:
         self.steps._finish(piece)

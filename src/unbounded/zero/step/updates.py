@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from unbounded.native import kernels
+from unbounded.native.kernels import Part
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.lane import Handle, Lane
@@ -58,6 +59,7 @@ class UnitUpdate:
     written: Handle  # done when the new states are
     before: Handle | None  # `states_written` of the step before: states that were not written must not be read
     basis: Basis  # what it is updated from, but for the factor, which the device may still be computing
+    has_parts: bool  # whether its moments may be updated later than its weights
 
     @property
     def factor(self) -> ScaleFactor:
@@ -118,7 +120,8 @@ class Updates:
         self._piece_numel = buffers.buffer_bytes // 4
         # A disk is far slower than the kernel: a few threads keep up with it, while all of them work on host memory.
         few, many = kernels.Pool(max(1, num_threads // 4)), kernels.Pool(num_threads)
-        self.drafts = Drafts(drafts, lanes.direct, many)
+        # Without a GPU the host itself computes: it has nothing left for work that is done in two parts.
+        self.drafts = Drafts(drafts, lanes.direct, many, splits=engine.device.type == "cuda")
         kinds = {"disk": (few, depth), "host": (many, depth), "device": (many, STREAMED_DEPTH)}
         rules = [unit.rule_if_trained for unit in engine.units]
         self._rules = list(dict.fromkeys(rule for rule in rules if rule is not None))
@@ -140,12 +143,13 @@ class Updates:
         default it is `Gathering.invalidate`.
         """
         refuse_capture("an update", self.engine.device)
+        in_step = outdate is None  # and not inside a backward, which waits for all of an update
         outdate = outdate or self.engine.gathering.invalidate
         self.drafts.cancel()
         planned = [(unit, *self._plan(unit, groups)) for unit in units]  # a failure here has changed nothing
         queued: dict[Lane, list[UnitUpdate]] = {lane: [] for lane in self.lanes.all}
         try:
-            on_stream = self._sort(planned, queued, outdate)
+            on_stream = self._sort(planned, queued, outdate, in_step=in_step)
         except BaseException as error:
             for part in itertools.chain(*queued.values()):
                 part.fail(error)
@@ -198,6 +202,8 @@ class Updates:
         planned: Sequence[tuple[Unit, list[Job], list[Piece]]],
         queued: dict[Lane, list[UnitUpdate]],
         outdate: Callable[[Unit], None],
+        *,
+        in_step: bool,
     ) -> list[tuple[Unit, list[Piece]]]:
         """Sorts what lanes update, with handles for whoever needs it; returns what the compute stream updates."""
         num_streamed, on_stream = 0, []
@@ -210,7 +216,8 @@ class Updates:
                 lane = self.lanes.lane_for(unit, num_streamed)
                 num_streamed += unit.streamed
                 basis = basis_of(unit, jobs, math.nan)
-                work = UnitUpdate(unit, pieces, Handle(), Handle(), unit.states_written, basis)
+                has_parts = in_step and lane is self.lanes.direct and _has_parts(unit, jobs)
+                work = UnitUpdate(unit, pieces, Handle(), Handle(), unit.states_written, basis, has_parts)
                 queued[lane].append(work)
                 self.engine.gathering.settle(unit)  # it waits for the update before this one, not for this one
                 unit.weights_ready, unit.states_written = work.home, work.written
@@ -235,13 +242,14 @@ class Updates:
         try:
             _read_factors(work)
             begin = time.perf_counter()
+            turns = [work]
             if lane is self.lanes.direct:
                 self.drafts.begin_step(begin, len(work))
-                work = self._take_drafts(lane, work)
-            for rule in dict.fromkeys(part.unit.rule for part in work):
+                turns = [*self._in_turns(self._take_drafts(lane, work))]
+            for turn, rule in [(some, rule) for some in turns for rule in dict.fromkeys(one.unit.rule for one in some)]:
                 assert rule is not None
                 self._passes[kind, rule].run(
-                    _pieces(part for part in work if part.unit.rule is rule),
+                    _pieces(one for one in turn if one.unit.rule is rule),
                     on_home=lambda unit: by_unit[id(unit)].be_home(lane),
                     on_written=lambda unit: by_unit[id(unit)].written.complete(event=lane.mark()),
                 )
@@ -253,13 +261,8 @@ class Updates:
             raise
 
     def _take_drafts(self, lane: Lane, work: list[UnitUpdate]) -> list[UnitUpdate]:
-        """Exchanges old arrays for finished drafts; returns what is left to update.
-
-        States whose new weights are taken come last: no forward waits for them. Of those the last unit comes first,
-        because the next backward brings its gradient first.
-        """
+        """Exchanges old arrays for finished drafts; returns what is left: the states, where new weights are taken."""
         left: list[UnitUpdate] = []
-        later: list[UnitUpdate] = []
         num_written = num_taken = 0
         for part in work:
             draft = self.drafts.of.get(part.unit)
@@ -276,10 +279,41 @@ class Updates:
                 continue
             for piece in part.pieces:
                 piece.old_weights = draft.old_weights
-            later.insert(0, part)
+            left.append(part)
         factors = {float(part.factor) for part in work}
         self.drafts.outlook.note(factors, num_taken=num_taken, num_refused=num_written - num_taken)
-        return left + later
+        return left
+
+    def _in_turns(self, work: list[UnitUpdate]) -> tuple[list[UnitUpdate], list[UnitUpdate]]:
+        """What the next forward waits for, in its order, and then what it does not.
+
+        The latter are the states of units whose new weights were taken, and the moments of units that are updated in
+        two parts. Of those the last unit comes first, because the next backward brings its gradient first. So the
+        first units are updated in two parts: their moments have most time.
+        """
+        first: list[UnitUpdate] = []
+        later: list[UnitUpdate] = []
+        num_split = self.drafts.num_split()
+        for one in work:
+            if one.pieces[0].old_weights is not None:
+                later.append(one)
+            elif num_split > 0 and one.has_parts:
+                num_split -= 1
+                first.append(_part(one, Part.WEIGHTS))
+                later.append(_part(one, Part.MOMENTS))
+            else:
+                first.append(one)
+        return first, later[::-1]
+
+
+def _has_parts(unit: Unit, jobs: Sequence[Job]) -> bool:
+    assert unit.rule is not None
+    return all(unit.rule.has_parts(job.numbers) for job in jobs)
+
+
+def _part(work: UnitUpdate, part: Part) -> UnitUpdate:
+    """One part of it, with the same handles."""
+    return replace(work, pieces=[replace(piece, part=part) for piece in work.pieces])
 
 
 def _fail_with(handle: Handle, work: Iterable[UnitUpdate]) -> None:

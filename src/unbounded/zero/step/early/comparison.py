@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from unbounded.zero.step.early.drafted import Drafted
+from unbounded.zero.step.early.in_backward import InBackward
 
 FIRST = 16  # steps before the first comparison: drafts take their memory and find their number
 COMPARED = 6  # of each kind; a step or two that are long for another reason do not count
@@ -23,13 +23,13 @@ LESS = 0.98  # what steps must get shorter by if drafts are left out
 class Comparison:
     """Compares steps with drafts of all these kinds, without the last kind, and so on to none."""
 
-    def __init__(self, kinds: Sequence[Drafted]) -> None:
+    def __init__(self, kinds: Sequence[InBackward]) -> None:
         self._choices = [tuple(kinds[: len(kinds) - left_out]) for left_out in range(len(kinds) + 1)]
         self.kinds = self._choices[0]  # what is written now
-        self._best: tuple[Drafted, ...] | None = None
+        self._best: tuple[InBackward, ...] | None = None
         self._num_left, self._rest = FIRST, REST
         self._times: deque[float] = deque(maxlen=COMPARED)
-        self._found: dict[tuple[Drafted, ...], float] = {}
+        self._found: dict[tuple[InBackward, ...], float] = {}
 
     def note(self, seconds: float) -> None:
         """A step with drafts of these kinds took so long."""
@@ -53,5 +53,5 @@ class Comparison:
         self._found.clear()
         self._try(best, self._rest)
 
-    def _try(self, kinds: tuple[Drafted, ...], num_steps: int) -> None:
+    def _try(self, kinds: tuple[InBackward, ...], num_steps: int) -> None:
         self.kinds, self._num_left = kinds, num_steps

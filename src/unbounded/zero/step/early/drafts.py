@@ -21,6 +21,7 @@ for a draft. The arrays count their changes, before and after each, so a draft t
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from unbounded.optim.rules import NativeRule
 from unbounded.tiers.array import Array, array_bytes
 from unbounded.tiers.lane import Lane
 from unbounded.tiers.reader import Reader
-from unbounded.zero.step.early.drafted import Drafted
+from unbounded.zero.step.early.in_backward import InBackward
 from unbounded.zero.step.early.pace import Pace
 from unbounded.zero.step.update_pass import Job, plan_jobs
 from unbounded.zero.unit import Unit
@@ -161,8 +162,8 @@ class Draft:
         self._arrays, self._reader, self._basis = {}, None, None
 
     @property
-    def kind(self) -> Drafted:
-        return Drafted.ALL if self.has_states else Drafted.WEIGHTS
+    def kind(self) -> InBackward:
+        return InBackward.ALL if self.has_states else InBackward.WEIGHTS
 
     @property
     def is_written(self) -> bool:
@@ -218,10 +219,10 @@ class Outlook:
 class Drafts:
     """The drafts of a model's units, written in the update lane."""
 
-    def __init__(self, drafts: Mapping[Unit, Draft], lane: Lane, pool: kernels.Pool) -> None:
+    def __init__(self, drafts: Mapping[Unit, Draft], lane: Lane, pool: kernels.Pool, *, splits: bool) -> None:
         self.of, self.outlook = dict(drafts), Outlook()
-        kinds = [draft.kind for draft in drafts.values()]
-        self.pace = Pace(kinds.count(Drafted.ALL), kinds.count(Drafted.WEIGHTS))
+        counts = Counter(draft.kind for draft in drafts.values())
+        self.pace = Pace({**counts, InBackward.MOMENTS: int(splits)})
         self._lane, self._pool = lane, pool
         self._num_asked = 0  # of new weights alone, since the last step
 
@@ -245,6 +246,10 @@ class Drafts:
     def begin_step(self, now: float, num_updates: int) -> None:
         """A step with so many updates in the lane begins at this time. Runs in the update lane."""
         self.pace.begin_step(now, num_updates, is_drafted=self.outlook.factor is not None)
+
+    def num_split(self) -> int:
+        """How many units this step updates in two parts, once its drafts are taken. Runs in the update lane."""
+        return self.pace.num_split(is_drafted=self.outlook.factor is not None)
 
     @property
     def num_bytes(self) -> int:
