@@ -27,7 +27,7 @@ from unbounded.cli.bench.host_optimizer import RULE, cases, run_host
 from unbounded.native import kernels
 from unbounded.native.disk import crc32c
 from unbounded.native.host_memory import host_buffer
-from unbounded.native.kernels import Part, Pool, Rule, has_parts
+from unbounded.native.kernels import Pool, Rule, UpdatePart, has_parts
 
 REQUIRED = {"fp32": 1.0, "exact": 1.0, "compact": 1.4}
 PIECE_NUMELS = (2**20, 2**23, 2**25)  # 2**23: 16 MiB in bf16, which is what arrives at a time
@@ -121,22 +121,24 @@ def draft_cases(format: str, parameters: int, pool: Pool) -> Cases:
         return {"weight": zeros(dtype, parameters).fill_(0.02), **states}
 
     def update(
-        to: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor] | None = None, part: Part = Part.WHOLE
+        to: Mapping[str, torch.Tensor],
+        source: Mapping[str, torch.Tensor] | None = None,
+        part: UpdatePart = UpdatePart.WHOLE,
     ) -> None:
-        states = {name: to[name] for name in specs} if source is None or part is Part.WHOLE else None
+        states = {name: to[name] for name in specs} if source is None or part is UpdatePart.WHOLE else None
         rule = replace(RULE, step=2)
         kernels.update(rule, format, weight=to["weight"], grad=grad, states=states, source=source, part=part, pool=pool)
 
     old, new = arrays(), arrays()
     parts = {
-        "weights in place": lambda: update(old, part=Part.WEIGHTS),
-        "moments in place": lambda: update(old, part=Part.MOMENTS),
+        "weights in place": lambda: update(old, part=UpdatePart.WEIGHTS),
+        "moments in place": lambda: update(old, part=UpdatePart.MOMENTS),
     }
     return {
         "in place": lambda: update(old),
         **(parts if has_parts(RULE, format) else {}),
         "draft": lambda: update(new, old),
-        "draft of weights": lambda: update(new, old, Part.WEIGHTS),
+        "draft of weights": lambda: update(new, old, UpdatePart.WEIGHTS),
     }
 
 

@@ -25,12 +25,15 @@ from unbounded.activations.headroom import Headroom
 from unbounded.cli import main
 from unbounded.cli.plan_page import COLUMNS
 from unbounded.errors import BudgetError, PlanError
+from unbounded.planner.evaluation import Request, evaluate
 from unbounded.planner.machine import VERSION, saved_path
-from unbounded.planner.models.footprint import footprint_of
+from unbounded.planner.models.footprint import expand, footprint_of
 from unbounded.planner.models.rank_parts import find_rank_parts
 from unbounded.planner.models.shapes import make_shape
 from unbounded.planner.plan import Plan
 from unbounded.planner.presets import UNMEASURED, find_machine
+from unbounded.planner.step.loads import Setup
+from unbounded.planner.step.streaming import stream_rate
 from unbounded.planning.running_step import predict_step
 from unbounded.sharding import block_policies
 
@@ -172,6 +175,26 @@ def test_a_sharded_model_is_predicted_only_with_a_measured_machine(
 
 def host_seconds(prediction: Any) -> list[float]:
     return [prediction.lane(phase, "host memory") for phase in ("first forward", "backward")]
+
+
+def test_a_plan_has_moments_updated_in_the_backward_where_that_is_shorter() -> None:
+    footprint = footprint_of(make_shape(layers=24, hidden=2048))
+    places = Plan(weights="host", gradients="host", optimizer="host")
+    numel = sum(part.numel for part in expand(footprint.parts))
+    for tokens, is_hidden in ((2**15, True), (2**10, False)):
+        setup, request = Setup(tokens=tokens, logits_tile_bytes=2**28), Request(tokens, plan=places)
+        parts, whole = (
+            evaluate(footprint, UNMEASURED, setup, "exact", replace(request, updates_in_parts=in_parts))
+            for in_parts in (True, False)
+        )
+        assert parts is not None
+        assert whole is not None
+        (before, before_back), (now, now_back) = host_seconds(whole.prediction), host_seconds(parts.prediction)
+        saved, added = before - now, now_back - before_back
+        assert added == pytest.approx(saved * 18 / 8)  # the moments are read and written again, and the gradient read
+        assert parts.seconds <= whole.seconds
+        all_seconds = numel * 8 / (UNMEASURED.update_rate("exact") + stream_rate(UNMEASURED))
+        assert saved == pytest.approx(all_seconds, rel=0.02) if is_hidden else 0 <= saved < 0.5 * all_seconds
 
 
 @pytest.mark.parametrize("states", [True, False])

@@ -334,7 +334,8 @@ def test_buffers_go_back_when_the_last_transfer_is_over_and_not_when_the_first_h
     pool = update_pass.bounce
     lease = pool.lease()
     buffer = lease.tensor(torch.uint8, 16)
-    piece = Piece(optimizer.engine.units[0], None, 1.0, 0, 16, [], leases=[lease])  # type: ignore[arg-type]
+    piece = Piece(optimizer.engine.units[0], None, 1.0, 0, 16, [])  # type: ignore[arg-type]
+    piece.leases.append(lease)
     piece.waits += [FailedTransfer("read", errno.EIO, "here"), LateTransfer(buffer)]
     with pytest.raises(DiskError):
         update_pass._finish(piece)

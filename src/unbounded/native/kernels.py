@@ -17,16 +17,16 @@ from torch import Tensor
 
 from unbounded.errors import PlanError
 from unbounded.native.library import declare
-from unbounded.native.states import BLOCK, FORMATS, RULES, ArraySpec, Part, Rule, has_parts, moments, state_arrays
+from unbounded.native.states import BLOCK, FORMATS, RULES, ArraySpec, Rule, UpdatePart, has_parts, moments, state_arrays
 from unbounded.native.thread_pool import Pool, default_pool, simd
 from unbounded.planner.models.packed_size import RECORD_NUMEL, packed_bytes
 
 __all__ = [
     "BLOCK",
     "ArraySpec",
-    "Part",
     "Pool",
     "Rule",
+    "UpdatePart",
     "add",
     "convert",
     "copy",
@@ -116,7 +116,7 @@ def update(
     grad_scale: float = 1.0,
     out: Tensor | None = None,
     source: Mapping[str, Tensor] | None = None,
-    part: Part = Part.WHOLE,
+    part: UpdatePart = UpdatePart.WHOLE,
     pool: Pool | None = None,
 ) -> None:
     """One step of `rule` in one pass over memory: gradient times `grad_scale`, update, write back.
@@ -134,12 +134,12 @@ def update(
     numel = weight.numel()
     _check("weight", weight, (weight.dtype,))
     _check("grad", grad, tuple(FLOATS), numel)
-    if states is None and (source is None or part is not Part.WEIGHTS):
-        raise PlanError("no states were given. Pass them, or a source and Part.WEIGHTS for new weights alone.")
-    if part is not Part.WHOLE and states is not None and (source is not None or not has_parts(rule, format)):
+    if states is None and (source is None or part is not UpdatePart.WEIGHTS):
+        raise PlanError("no states were given. Pass them, or a source and UpdatePart.WEIGHTS for weights alone.")
+    if part is not UpdatePart.WHOLE and states is not None and (source is not None or not has_parts(rule, format)):
         raise PlanError(
             f"{part} was given for {rule.name} with weight_decay={rule.weight_decay} in format {format}"
-            f"{' beside its source' if source is not None else ''}, which is one update. Pass Part.WHOLE."
+            f"{' beside its source' if source is not None else ''}, which is one update. Pass UpdatePart.WHOLE."
         )
     if out is not None and format != "fp32":
         raise PlanError(f'out was given in format "{format}", where weight is already the compute copy. Leave it out.')

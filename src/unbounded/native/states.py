@@ -56,7 +56,7 @@ class Rule:
             raise PlanError(f"step {self.step} was given to {self.name}. Steps count from 1.")
 
 
-class Part(Enum):
+class UpdatePart(Enum):
     """What of an update is written: WEIGHTS, from the old moments, and then MOMENTS give the bits of WHOLE."""
 
     WHOLE = 0

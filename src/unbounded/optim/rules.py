@@ -16,7 +16,7 @@ import torch
 
 from unbounded.errors import StateError
 from unbounded.native import kernels
-from unbounded.native.kernels import Part
+from unbounded.native.kernels import UpdatePart
 from unbounded.optim.granularity import Granularity
 
 BLOCK = kernels.BLOCK
@@ -151,7 +151,7 @@ class NativeRule:
             device_kernels.update(numbers, self.format, target, grad, moments, grad_scale, out)
         else:
             self.apply_part(
-                Part.WHOLE, numbers, weight=weight, grad=grad, states=states, factor=float(grad_scale), pool=pool
+                UpdatePart.WHOLE, numbers, weight=weight, grad=grad, states=states, factor=float(grad_scale), pool=pool
             )
         return {}
 
@@ -161,7 +161,7 @@ class NativeRule:
 
     def apply_part(
         self,
-        part: Part,
+        part: UpdatePart,
         numbers: kernels.Rule,
         *,
         weight: torch.Tensor,
@@ -220,7 +220,7 @@ class NativeRule:
             grad_scale=factor,
             out=weight if self.has_master else None,
             source=before,
-            part=Part.WHOLE if states is not None else Part.WEIGHTS,
+            part=UpdatePart.WHOLE if states is not None else UpdatePart.WEIGHTS,
             pool=pool,
         )
 

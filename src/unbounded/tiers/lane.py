@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ class Handle:
     """Work in flight. It keeps what it was given alive until the work is done."""
 
     def __init__(self) -> None:
+        self.waited_seconds = 0.0  # how long others have waited until it was launched
         self._launched = threading.Event()
         self.error: BaseException | None = None
         self._event: torch.cuda.Event | None = None
@@ -30,7 +32,7 @@ class Handle:
 
     def order_stream(self) -> Any:
         """Returns the work's result once it is launched, and makes the current stream wait for it; raises its error."""
-        wait(self._launched)
+        self.settle()
         if self.error is not None:
             raise again(self.error)
         if self._event is not None:
@@ -46,11 +48,14 @@ class Handle:
 
     def settle(self) -> None:
         """Returns when the work was launched or has failed; its error stays with the handle."""
-        wait(self._launched)
+        if not self._launched.is_set():
+            begin = time.perf_counter()
+            wait(self._launched)
+            self.waited_seconds += time.perf_counter() - begin
 
     def finish(self) -> None:
         """Returns when the work is done, on the device too, or has failed; its error stays with the handle."""
-        wait(self._launched)
+        self.settle()
         if self._event is not None:
             self._event.synchronize()
 
@@ -63,7 +68,7 @@ class Handle:
 
     def failed(self) -> bool:
         """Whether it has ended in an error; returns when that is known."""
-        wait(self._launched)
+        self.settle()
         return self.error is not None
 
     def complete(self, result: Any = None, event: torch.cuda.Event | None = None) -> None:

@@ -45,7 +45,10 @@ def without(name: str) -> dict[str, Tensor]:
             {"states": {**without("remainder"), "remainder": torch.zeros(10, dtype=torch.int8)}},
             'state "remainder" has dtype torch.int8',
         ),
-        ({"states": None}, "no states were given. Pass them, or a source and Part.WEIGHTS for new weights alone."),
+        (
+            {"states": None},
+            "no states were given. Pass them, or a source and UpdatePart.WEIGHTS for weights",
+        ),
     ],
 )
 def test_bad_arguments_of_an_update_are_named(changes: dict[str, object], text: str) -> None:
@@ -67,7 +70,7 @@ def test_an_update_that_has_no_parts_is_refused_in_parts(rule: Rule, format: str
         for name, spec in kernels.state_arrays(rule.name, format, torch.bfloat16, momentum=False).items()
     }
     weight = torch.ones(10, dtype=torch.bfloat16)
-    for part in (kernels.Part.WEIGHTS, kernels.Part.MOMENTS):
+    for part in (kernels.UpdatePart.WEIGHTS, kernels.UpdatePart.MOMENTS):
         text = (
             rf"{part} was given for {rule.name} with weight_decay={rule.weight_decay} in format {format}, which is one"
         )

@@ -17,8 +17,9 @@ from tests.ranks import HANG_SECONDS
 from tests.zero.drafting import drafting
 from tests.zero.training import Batch, Task, TinyGPT, assert_parity, shard, train_both
 from unbounded.checkpoint.save.readers import Readers
-from unbounded.native.kernels import Part
+from unbounded.native.kernels import UpdatePart
 from unbounded.sharding.running import sharded
+from unbounded.tiers import lane
 from unbounded.tiers.lane import Handle
 from unbounded.tiers.room import TierRoom
 from unbounded.zero.gradients.gradient_value import GradientValue
@@ -297,6 +298,37 @@ def test_moments_follow_all_weights_the_last_unit_first(monkeypatch: pytest.Monk
         assert training.log.index(("MOMENTS", name)) < landed
 
 
+def test_the_pace_hears_how_long_gradients_have_waited_for_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drafts, "num_split", lambda _: 99)
+    training = Training(0, {**BF16, "early_units": 0}, Path())
+    units, may_update, late = training.optimizer.engine.units, threading.Event(), []
+    update, wait, begin_step = UpdatePass._update, lane.wait, Pace.begin_step
+
+    def held_update(steps: UpdatePass, piece: Piece) -> None:
+        assert piece.part is not UpdatePart.MOMENTS or may_update.wait(HANG_SECONDS)
+        update(steps, piece)
+
+    def releasing_wait(event: threading.Event) -> None:
+        if any(unit.states_written and event is unit.states_written._launched for unit in units):
+            may_update.set()
+        wait(event)
+
+    def noted_begin_step(pace: Pace, now: float, num_updates: int, late_seconds: float, *, is_drafted: bool) -> None:
+        late.append(late_seconds)
+        begin_step(pace, now, num_updates, late_seconds, is_drafted=is_drafted)
+
+    monkeypatch.setattr(UpdatePass, "_update", held_update)
+    monkeypatch.setattr(lane, "wait", releasing_wait)
+    monkeypatch.setattr(Pace, "begin_step", noted_begin_step)
+    for step in range(2):
+        training.model.loss(Batch(step, 0, 0).tokens()).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.optimizer.wait()
+    assert late[0] == 0
+    assert late[1] > 0
+
+
 def run_in_parts(rank: int, world_size: int, folder: str) -> list[tuple[str, bool]]:
     """Whether programs without drafts end in the same bits if all units are updated in two parts, or some."""
     found = []
@@ -348,7 +380,7 @@ def test_only_updates_that_can_be_are_in_two_parts(
     training = program(0, {**plan, "disk_path": str(tmp_path)}, tmp_path)
     training.run()
     training.optimizer.wait()
-    assert set(parts) == ({Part.WEIGHTS, Part.MOMENTS} if has_parts else {Part.WHOLE})
+    assert set(parts) == ({UpdatePart.WEIGHTS, UpdatePart.MOMENTS} if has_parts else {UpdatePart.WHOLE})
 
 
 def test_training_with_drafts_is_that_of_torch(ranks: Any) -> None:
@@ -499,13 +531,22 @@ class SimulatedHost:
     """A loop in which an update takes 35 ms, a draft of weights as long, and each of an update's two parts 24 ms.
 
     A forward waits for the units without a draft; a step is as long as that and the backward, or as the lane's work.
-    With `slower`, each draft and each unit in two parts makes the backward longer by that.
+    With `slower`, each draft and each unit in two parts makes the backward longer by that. Moments that together take
+    longer than `in_time` are waited for.
     """
 
     def __init__(
-        self, forward: float, backward: float, *, slower: float = 0.0, num_units: int = 30, splits: bool = False
+        self,
+        forward: float,
+        backward: float,
+        *,
+        slower: float = 0.0,
+        num_units: int = 30,
+        splits: bool = False,
+        in_time: float = 2.0,
     ) -> None:
         self.forward, self.backward, self.slower, self.num_units = forward, backward, slower, num_units
+        self.in_time, self.late = in_time, 0.0
         counts = {InBackward.ALL: 2, InBackward.WEIGHTS: 2 * num_units // 3, InBackward.MOMENTS: int(splits)}
         self.pace, self.now = Pace(counts), 0.0
         self.split: list[int] = []
@@ -514,7 +555,7 @@ class SimulatedHost:
         """How many drafts of each kind each step's backward has; the first step comes after a pause."""
         counts = []
         for step in range(num_steps):
-            self.pace.begin_step(self.now, self.num_units, is_drafted=is_drafted)
+            self.pace.begin_step(self.now, self.num_units, self.late, is_drafted=is_drafted)
             num_all = 2 if is_drafted and self.pace.allows(InBackward.ALL, 0) else 0
             num_weights = sum(
                 is_drafted and self.pace.allows(InBackward.WEIGHTS, asked) for asked in range(self.num_units)
@@ -524,7 +565,8 @@ class SimulatedHost:
             waiting = 0.035 * (self.num_units - num_all - num_weights) + self.forward * num_weights / self.num_units
             waiting -= 0.011 * num_split
             self.pace.work(lane)
-            backward = self.backward + self.slower * (num_all + num_weights + num_split)
+            self.late = max(0.0, 0.024 * num_split - self.in_time)
+            backward = self.backward + self.slower * (num_all + num_weights + num_split) + self.late
             self.split.append(num_split)
             self.now += max(max(self.forward, waiting) + backward, lane + 0.01) + pause * (step == 0)
             counts.append(num_all + num_weights)
@@ -579,6 +621,16 @@ def test_units_are_updated_in_two_parts_while_the_lane_has_time() -> None:
     drafting = SimulatedHost(0.35, 5.0, splits=True)
     assert drafting.run(15)[-1] == 22  # drafts first, which save more
     assert drafting.split[-1] == 8
+
+
+def test_no_more_units_are_in_two_parts_than_have_their_moments_in_time() -> None:
+    host = SimulatedHost(0.35, 1.1, splits=True, in_time=0.4)  # the last of 16 units
+    host.run(16, is_drafted=False)
+    assert host.split[:7] == [0, 8, 16, 24, 20, 18, 17]  # 24: 0.18 s too late; 17: 8 ms
+    assert set(host.split[6:]) == {17}
+    host.in_time = 2.0
+    host.run(200, is_drafted=False)
+    assert host.split[-1] == 30
 
 
 def test_parts_with_which_steps_are_longer_are_left_out() -> None:
@@ -662,8 +714,8 @@ def test_the_host_updates_weights_only_after_all_that_was_queued_before_the_step
     """On a GPU a forward between backward and step leaves copies of the weights queued."""
     updates, waited = Training(0, {}, Path()).optimizer.updates, []
     event = SimpleNamespace(synchronize=lambda: waited.append("synchronize"))
-    for lane in (updates.lanes.direct, updates.lanes.buffered):
-        updates._run_in(lane, [], event)
+    for used in (updates.lanes.direct, updates.lanes.buffered):
+        updates._run_in(used, [], event)
     assert waited == ["synchronize"] * 2
 
 

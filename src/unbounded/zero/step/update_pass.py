@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from unbounded.native import kernels
-from unbounded.native.kernels import Part
+from unbounded.native.kernels import UpdatePart
 from unbounded.observe import trace
 from unbounded.optim.rules import NativeRule, UpdateRule
 from unbounded.tiers.array import Array, InFlight
@@ -51,7 +51,7 @@ class Piece:
     jobs: Sequence[Job]
     is_last: bool = False
     old_weights: Array | None = None  # updated with the states, if the unit has its new weights already
-    part: Part = Part.WHOLE
+    part: UpdatePart = UpdatePart.WHOLE
     buffers: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     borrowed: list[str] = field(init=False, default_factory=list)
     leases: list[Lease] = field(init=False, default_factory=list)
@@ -171,7 +171,7 @@ class UpdatePass:
 
     def _apply(self, piece: Piece, job: Job, start: int, stop: int) -> dict[str, float]:
         states = {name: piece.buffers[name][start // every : -(-stop // every)] for name, every in self._every.items()}
-        if piece.part is not Part.WHOLE:
+        if piece.part is not UpdatePart.WHOLE:
             assert isinstance(self.rule, NativeRule)
             weight, grad = (piece.buffers[name][start:stop] for name in ("weight", "grad"))
             self.rule.apply_part(
@@ -239,7 +239,7 @@ class _PassStages:
         if piece.is_last:
             if piece.unit.weights.direct is None:
                 self.on_home(piece.unit)
-            if piece.part is not Part.WEIGHTS:
+            if piece.part is not UpdatePart.WEIGHTS:
                 self.on_written(piece.unit)
 
     def abandon(self, piece: Piece) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from unbounded.native import kernels
-from unbounded.native.kernels import Part
+from unbounded.native.kernels import UpdatePart
 from unbounded.optim.granularity import Granularity
 from unbounded.optim.rules import UpdateRule
 from unbounded.tiers.lane import Handle, Lane
@@ -244,7 +244,7 @@ class Updates:
             begin = time.perf_counter()
             turns = [work]
             if lane is self.lanes.direct:
-                self.drafts.begin_step(begin, len(work))
+                self.drafts.begin_step(len(work), sum(part.before.waited_seconds for part in work if part.before))
                 turns = [*self._in_turns(self._take_drafts(lane, work))]
             for turn, rule in [(some, rule) for some in turns for rule in dict.fromkeys(one.unit.rule for one in some)]:
                 assert rule is not None
@@ -299,8 +299,8 @@ class Updates:
                 later.append(one)
             elif num_split > 0 and one.has_parts:
                 num_split -= 1
-                first.append(_part(one, Part.WEIGHTS))
-                later.append(_part(one, Part.MOMENTS))
+                first.append(_part(one, UpdatePart.WEIGHTS))
+                later.append(_part(one, UpdatePart.MOMENTS))
             else:
                 first.append(one)
         return first, later[::-1]
@@ -311,7 +311,7 @@ def _has_parts(unit: Unit, jobs: Sequence[Job]) -> bool:
     return all(unit.rule.has_parts(job.numbers) for job in jobs)
 
 
-def _part(work: UnitUpdate, part: Part) -> UnitUpdate:
+def _part(work: UnitUpdate, part: UpdatePart) -> UnitUpdate:
     """One part of it, with the same handles."""
     return replace(work, pieces=[replace(piece, part=part) for piece in work.pieces])
 

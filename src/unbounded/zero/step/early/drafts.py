@@ -243,9 +243,13 @@ class Drafts:
         draft.write(jobs, factor, self._pool)
         self.pace.work(time.perf_counter() - begin)
 
-    def begin_step(self, now: float, num_updates: int) -> None:
-        """A step with so many updates in the lane begins at this time. Runs in the update lane."""
-        self.pace.begin_step(now, num_updates, is_drafted=self.outlook.factor is not None)
+    def begin_step(self, num_updates: int, late_seconds: float) -> None:
+        """A step with so many updates in the lane begins, after others have waited so long for those of the last one.
+
+        Runs in the update lane.
+        """
+        now, is_drafted = time.perf_counter(), self.outlook.factor is not None
+        self.pace.begin_step(now, num_updates, late_seconds, is_drafted=is_drafted)
 
     def num_split(self) -> int:
         """How many units this step updates in two parts, once its drafts are taken. Runs in the update lane."""

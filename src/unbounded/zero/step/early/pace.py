@@ -9,11 +9,14 @@ A forward waits for updates, and while a backward runs the lane is idle. Two thi
 
 Either is free while the lane would be idle. But when the lane is always busy, steps take as long as its work, and each
 makes them longer. In between is the number with which steps are shortest: where the lane is idle for about as long as
-one or two updates take it. `Comparison` then tells whether any kind pays at all.
+one or two updates take it. It is less where the next gradient of a unit comes before the lane has made its moments, as
+in a model whose first blocks are on the device: those who wait for moments lose what the forward has won. `Comparison`
+then tells whether any kind pays at all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from unbounded.zero.step.early.comparison import Comparison
@@ -22,6 +25,8 @@ from unbounded.zero.step.early.in_backward import InBackward
 # What the lane is idle per step, in times that an update takes it. A draft of weights adds about one, and the step gets
 # shorter; a unit in two parts adds half of one.
 TOO_BUSY, TOO_IDLE = 1.0, 2.5
+TOO_LATE = 0.5  # how long others waited for moments in a step, likewise
+REST = 50  # steps until more units are tried again after some were too many
 MOST_MORE = 4  # drafts per step, or twice as many units in parts: a pause of the loop looks like an idle lane
 
 
@@ -32,15 +37,23 @@ class _Share:
         self.comparison = Comparison(kinds)
         self.num_weights = num_weights  # drafts that there is memory for
         self.drafted = self.split = Pace.first  # drafts of weights, and units in two parts
+        self._num_rest = 0
 
-    def adapt(self, num_idle: float, num_updates: int) -> None:
-        """The lane was idle for so many updates. Drafts come first and go last, because they save more."""
+    def adapt(self, num_idle: float, num_late: float, num_updates: int) -> None:
+        """The lane was idle, and others waited for moments, for as long as so many updates take.
+
+        Drafts come first and go last, because they save more.
+        """
         drafts, splits = (kind in self.comparison.kinds for kind in (InBackward.WEIGHTS, InBackward.MOMENTS))
-        if num_idle > TOO_IDLE:
+        self._num_rest = max(0, self._num_rest - 1)
+        if splits and self.split and num_late > TOO_LATE:
+            self.split -= min(self.split, math.ceil(num_late))
+            self._num_rest = REST
+        elif num_idle > TOO_IDLE:
             more = min(MOST_MORE, int(num_idle / TOO_IDLE))
             if drafts and self.drafted < self.num_weights:
                 self.drafted = min(self.num_weights, self.drafted + more)
-            elif splits:
+            elif splits and not self._num_rest:
                 self.split = min(num_updates, self.split + 2 * more)
         elif num_idle < TOO_BUSY:
             if splits and self.split:
@@ -84,10 +97,14 @@ class Pace:
         """The lane was busy for so long."""
         self._busy_seconds += seconds
 
-    def begin_step(self, now: float, num_updates: int, *, is_drafted: bool) -> None:
-        """A step with updates of so many units begins at this time. `is_drafted`: drafts were possible before it."""
-        if self._began is not None and self._busy_seconds:
+    def begin_step(self, now: float, num_updates: int, late_seconds: float, *, is_drafted: bool) -> None:
+        """A step with updates of so many units begins at this time, before which others waited for the last ones.
+
+        `is_drafted`: drafts were possible before it.
+        """
+        if self._began is not None and self._busy_seconds and num_updates:
             seconds, share = now - self._began, self._shares[is_drafted]
-            share.adapt((seconds / self._busy_seconds - 1) * num_updates, num_updates)
+            each = self._busy_seconds / num_updates
+            share.adapt(seconds / each - num_updates, late_seconds / each, num_updates)
             share.comparison.note(seconds)
         self._began, self._busy_seconds = now, 0.0
