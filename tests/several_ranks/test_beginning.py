@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import unbounded
 from tests import process
+from tests.ranks import HANG_SECONDS
 from unbounded.ranks import launch
 from unbounded.ranks.watchdog import first_meeting, watch
 from unbounded.ranks.watchdog.heartbeat import Heartbeat
@@ -297,6 +302,39 @@ def await_two(rank: int, limit: float) -> str:
 def test_a_rank_that_does_not_join_is_named() -> None:
     assert "rank 0 of 2 waited 0 s for rank 1 to make the first call to unbounded" in await_two(0, 0.0)
     assert "rank 1 of 2 waited 0 s for rank 0 to make the first call to unbounded" in await_two(1, 0.0)
+
+
+WITHOUT_A_STORE = """
+import os, sys
+from datetime import timedelta
+os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+import torch
+from unbounded.ranks import launch
+launch.TOLD_AFTER_SECONDS = 0.0
+launch._JOIN = timedelta(seconds=float(sys.argv[2]))
+launch.join(torch.device("cpu"))
+"""
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_rank_whose_store_nobody_holds_says_so_and_can_be_interrupted(is_interrupted: bool) -> None:
+    with socket.socket() as held:  # bound, so that nobody else gets the port, but nobody listens
+        held.bind(("127.0.0.1", 0))
+        port, limit = held.getsockname()[1], 600 if is_interrupted else 0
+        command = [sys.executable, "-c", WITHOUT_A_STORE, str(port), str(limit)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        lines = []
+        for line in process.stderr or ():
+            lines.append(line)
+            if is_interrupted and "has tried for" in line:
+                process.send_signal(signal.SIGINT)
+        process.wait(HANG_SECONDS)
+    if is_interrupted:
+        assert f"rank 1 has tried for 0 s to reach the job's store at 127.0.0.1:{port}, which rank 0" in lines[0]
+        assert lines[-1].strip() == "KeyboardInterrupt"
+    else:
+        assert f"PlanError: rank 1 of 2 could not connect to its peers at 127.0.0.1:{port} in 0 s: " in lines[-1]
+        assert "frame #" not in "".join(lines)
 
 
 class Lasting(Heartbeat):

@@ -7,6 +7,7 @@ several makes it, so that ranks never train alone without saying so.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from unbounded.errors import PlanError
 from unbounded.launcher import Launch, read_launch, read_numbers, tell_local_rank
 from unbounded.ranks.axis import is_running
-from unbounded.ranks.watchdog.first_meeting import RollCall, name_ranks
+from unbounded.ranks.watchdog.first_meeting import TOLD_AFTER_SECONDS, RollCall, name_ranks
 
 _JOIN = timedelta(minutes=10)
+_TRY_SECONDS = 2.0  # of one connection
 
 
 def is_due() -> bool:
@@ -74,6 +76,8 @@ def _make_group(launch: Launch, device: torch.device) -> None:
     tell_local_rank(launch, os.environ)
     # Under torchrun the agent already has the store.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not hosts:
+        _await_store(launch)
     try:
         store: dist.Store = dist.TCPStore(
             launch.address,
@@ -85,15 +89,39 @@ def _make_group(launch: Launch, device: torch.device) -> None:
             multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
-        raise PlanError(
-            f"rank {launch.rank} of {launch.size} could not connect to its peers at {launch.address}:{launch.port}: "
-            f"{error}. "
-            "Check that every rank was started and that the port is free and reachable."
-        ) from error
+        raise PlanError(_describe_store(launch, error)) from error
     # A prefix of their own keeps them from reading the keys of workers and groups that had this store before.
     store = dist.PrefixStore(f"unbounded-{_await_all(store, launch)}", store)
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, device_id=bound)
+
+
+def _await_store(launch: Launch) -> None:
+    """Returns once somebody listens where the job's store is to be. torch would wait in C++, where neither Ctrl-C nor
+    anything else ends it, without a word, and then print pages."""
+    began, is_told = time.monotonic(), False
+    while True:
+        try:
+            return socket.create_connection((launch.address, launch.port), _TRY_SECONDS).close()
+        except OSError as error:
+            seconds = time.monotonic() - began
+            if seconds > _JOIN.total_seconds():
+                raise PlanError(_describe_store(launch, error, f" in {seconds:.0f} s")) from error
+            if seconds > TOLD_AFTER_SECONDS and not is_told:
+                is_told = True
+                print(
+                    f"unbounded: rank {launch.rank} has tried for {seconds:.0f} s to reach the job's store at "
+                    f"{launch.address}:{launch.port}, which rank 0 or its launcher holds ({error}).",
+                    file=sys.stderr,
+                )
+        time.sleep(min(1.0, 0.05 + seconds / 10))
+
+
+def _describe_store(launch: Launch, error: Exception, when: str = "") -> str:
+    return (
+        f"rank {launch.rank} of {launch.size} could not connect to its peers at {launch.address}:{launch.port}{when}: "
+        f"{error}. Check that every rank was started and that the port is free and reachable."
+    )
 
 
 def _await_all(store: dist.Store, launch: Launch) -> str:
