@@ -73,6 +73,20 @@ void run(const Kernels& kernels, const Case& c, const Step& step, const Buffer& 
   kernels.update(u, 0, n);
 }
 
+// States after one step, so that moments are not zero, and a gradient for the next.
+struct Begun {
+  Buffer grad;
+  Held held;
+  Begun(const Kernels& kernels, const Case& c, const Step& step, size_t n) : grad(n * bytes_of(c.grad)), held(c, n) {
+    Random random(n * 10 + size_t(step.rule));
+    Buffer values(n * 4);
+    for (size_t i = 0; i < n; ++i) values.as<float>()[i] = random.around_zero();
+    kernels.convert(values.data(), DType::f32, held.weight.data(), c.weight, n);
+    kernels.convert(values.data(), DType::f32, grad.data(), c.grad, n);
+    run(kernels, c, step, grad, held, n, 1);
+  }
+};
+
 // New states in one piece of memory, each `shift` elements after the beginning of a line; all bytes are 0xff before.
 class Beside {
  public:
@@ -129,13 +143,9 @@ void check_beside(const Kernels& kernels, const Case& c, size_t n, size_t shift)
   for (Rule rule : {Rule::adamw, Rule::adam, Rule::sgd, Rule::lion, Rule::adagrad})
     for (int variant = 0; variant < 2; ++variant) {
       const Step step = step_of(rule, variant);
-      Random random(n * 10 + size_t(rule));
-      Buffer values(n * 4), grad(n * bytes_of(c.grad));
-      Held before(c, n);
-      for (size_t i = 0; i < n; ++i) values.as<float>()[i] = random.around_zero();
-      kernels.convert(values.data(), DType::f32, before.weight.data(), c.weight, n);
-      kernels.convert(values.data(), DType::f32, grad.data(), c.grad, n);
-      run(kernels, c, step, grad, before, n, 1);  // so that moments are not zero
+      Begun begun(kernels, c, step, n);
+      const Buffer& grad = begun.grad;
+      Held& before = begun.held;
       const Held unchanged = before;
       Held expected = before;
       run(kernels, c, step, grad, expected, n, 2);
@@ -155,16 +165,11 @@ void check_parts(const Kernels& kernels, const Case& c, size_t n) {
   for (Rule rule : {Rule::adamw, Rule::adam, Rule::sgd, Rule::lion, Rule::adagrad})
     for (float scale : {1.0f, 0.37f}) {
       const Step step = step_of(rule, 2);  // with momentum, and without a decay that adds the weight to the gradient
-      Random random(n * 10 + size_t(rule));
-      Buffer values(n * 4), grad(n * bytes_of(c.grad));
-      Held held(c, n);
-      for (size_t i = 0; i < n; ++i) values.as<float>()[i] = random.around_zero();
-      kernels.convert(values.data(), DType::f32, held.weight.data(), c.weight, n);
-      kernels.convert(values.data(), DType::f32, grad.data(), c.grad, n);
-      run(kernels, c, step, grad, held, n, 1);
+      Begun begun(kernels, c, step, n);
+      Held& held = begun.held;
       Held whole = held;
       const auto update = [&](Held& of, Part part) {
-        Update u = update_of(c, step, grad, 2, of.states(), of.states());
+        Update u = update_of(c, step, begun.grad, 2, of.states(), of.states());
         if (c.out != DType::f32) u.out = of.out.data();
         u.grad_scale = scale, u.part = part;
         kernels.update(u, 0, n);
