@@ -21,7 +21,7 @@ from unbounded.planner.plan import TIERS, Plan
 from unbounded.planner.sizes import allocatable_bytes
 from unbounded.planner.solve import PlaceOptions, StateChoice, UnitsAlike, build_program
 from unbounded.planner.step.early_updates import Move, Touched, begin_in_backward
-from unbounded.planner.step.loads import Setup, activation_loads, base_loads, unit_bytes
+from unbounded.planner.step.loads import Setup, activation_loads, base_loads, unit_bytes, updated_from
 from unbounded.planner.step.peaks import activation_moments, moment_bytes, working_bytes
 from unbounded.planner.step.prediction import Prediction
 from unbounded.planner.step.streaming import stream_rate
@@ -267,7 +267,7 @@ class _WayProgram:
         moves: list[Move] = []
         for kind in self.rank.kinds:
             unit = unit_bytes(kind.part, self.footprint, self.setup)
-            gradient = unit.summed_gradients if self.setup.accumulate > 1 else unit.gradients
+            gradient = updated_from(unit, self.setup)
             master = 2 * unit.updated_weights if has_master else 0
             touched = Touched(unit.updated_weights + unit.remainder + master, unit.optimizer - master, gradient)
             places = [found.places[position] for position in kind.positions]

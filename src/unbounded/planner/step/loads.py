@@ -188,10 +188,14 @@ def _summed_seconds(unit: UnitBytes, machine: MachineRates, setup: Setup) -> flo
     return machine.devices * (added / machine.addition_rate + read / machine.host_bandwidth)
 
 
+def updated_from(unit: UnitBytes, setup: Setup) -> int:
+    """The bytes of the gradient that an update reads."""
+    return unit.summed_gradients if setup.accumulate > 1 else unit.gradients
+
+
 def touched_bytes(unit: UnitBytes, setup: Setup) -> float:
     """What an update reads and writes: states and weights both ways, the gradient once."""
-    gradient = unit.summed_gradients if setup.accumulate > 1 else unit.gradients
-    return 2 * (unit.updated_weights + unit.optimizer + unit.remainder) + gradient
+    return 2 * (unit.updated_weights + unit.optimizer + unit.remainder) + updated_from(unit, setup)
 
 
 def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: MachineRates, setup: Setup) -> None:
@@ -201,7 +205,7 @@ def _add_update(loads: Loads, unit: UnitBytes, where: UnitPlace, machine: Machin
     at_once = where.gradients == NOWHERE  # from the device, inside the backward
     phase = "update" if not hidden else "backward" if at_once else "first forward"
     weights = unit.updated_weights
-    gradient = unit.summed_gradients if setup.accumulate > 1 else unit.gradients
+    gradient = updated_from(unit, setup)
     if on_device and not machine.is_cpu:  # on the computing stream, before the next forward
         loads.add(phase, "compute", touched_bytes(unit, setup) / machine.device_bandwidth)
     else:
