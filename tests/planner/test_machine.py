@@ -105,9 +105,9 @@ def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypa
     alone: dict[str, float] = {}
     reached: dict[str, float] = {}
 
-    def reach(device: torch.device, rates: dict[str, float]) -> dict[str, float]:
+    def reach(device: torch.device, rates: dict[str, float], taken: float) -> dict[str, float]:
         alone.update(rates)
-        reached.update(reached_rates(device, rates))
+        reached.update(reached_rates(device, rates, taken))
         return reached
 
     flops = measuring._matmul_flops
@@ -131,6 +131,16 @@ def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("*.tmp"))
     assert not [path for path in tmp_path.iterdir() if path.is_file()]  # the disk's file is gone
     assert unbounded.Machine.preset("h200:8").devices == 8
+
+
+def test_a_disturbance_at_one_moment_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU computes with is looked at three times; here one time takes ten times as long."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(measuring, "_matmul_flops", lambda device, dtype: 1e9)
+    quiet = measuring._Moment({"matmul_flops": 2e11, "device_bandwidth": 2e10, "kernel_seconds": 3e-5}, 0.04)
+    busy = measuring._Moment({"matmul_flops": 2e10, "device_bandwidth": 2e9, "kernel_seconds": 3e-4}, 0.4)
+    assert measuring._device_rates(cpu, [quiet, busy, quiet]) == measuring._device_rates(cpu, [quiet])
+    assert measuring._device_rates(cpu, [busy]) != measuring._device_rates(cpu, [quiet])
 
 
 def test_streaming_and_threads_are_bounded_by_the_memory() -> None:

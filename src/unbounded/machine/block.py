@@ -29,12 +29,18 @@ _GPU_ROWS, _CPU_ROWS = (4, 2048), (4, 256)
 LEAST_TIMES = 0.5
 
 
-def reached_rates(device: torch.device, alone: dict[str, float]) -> dict[str, float]:
-    """The "matmul_flops", "device_bandwidth" and "kernel_seconds" of a block, from those of operations `alone`."""
+def block_seconds(device: torch.device) -> float:
+    """What the forward and backward of a block take."""
+    shape, (rows, sequence) = (_GPU, _GPU_ROWS) if device.type == "cuda" else (_CPU, _CPU_ROWS)
+    return _measured(shape, rows, sequence, device)
+
+
+def reached_rates(device: torch.device, alone: dict[str, float], taken: float) -> dict[str, float]:
+    """The "matmul_flops", "device_bandwidth" and "kernel_seconds" of a block that took so many seconds, from those of
+    operations `alone`."""
     is_gpu = device.type == "cuda"
     shape, (rows, sequence) = (_GPU, _GPU_ROWS) if is_gpu else (_CPU, _CPU_ROWS)
     whole = _modelled(shape, rows, sequence, alone, is_cpu=not is_gpu)
-    taken = _measured(shape, rows, sequence, device)
     if is_gpu:
         return {**alone, **{name: alone[name] * whole / taken for name in ("matmul_flops", "device_bandwidth")}}
     products = 2 * _modelled(shape, rows, sequence, _slowed(alone, 0.5), is_cpu=True) - whole

@@ -1,5 +1,8 @@
 """Measures each rate of this machine with the work that training does: the fastest of a few repetitions.
 
+What a CPU computes with is measured at three moments, seconds apart, of which the median counts: most of a step depends
+on it, and other programs on the machine may slow it down for a while.
+
 Shapes are those of steps, not the ones that are fastest: products of a few thousand tokens with matrices of a few
 thousand rows, forwards and backwards; elementwise operations over tensors that no cache holds; both as far as a whole
 transformer block reaches them; the host's own fused optimizer and additions; the disk engine with several transfers in
@@ -11,8 +14,11 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +26,7 @@ import torch
 from torch import nn
 
 from unbounded.machine.additions import measure_additions
-from unbounded.machine.block import reached_rates
+from unbounded.machine.block import block_seconds, reached_rates
 from unbounded.machine.disk import measure_disk
 from unbounded.machine.libraries import measure_libraries
 from unbounded.machine.timing import least_seconds, sustained_seconds
@@ -38,14 +44,14 @@ def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = Path(disk_path) if disk_path is not None else Path(tempfile.gettempdir())
     began = time.perf_counter()
-    values = {
-        **_measure_device(device),
-        **_measure_links(device),
-        **_measure_host(),
-        **measure_additions(device),
-        **measure_disk(folder),
-        **measure_libraries(),
-    }
+    moments = [_look(device)]
+    values = {**_measure_links(device), **_measure_host()}
+    if device.type == "cpu":
+        moments.append(_look(device))
+    values |= {**measure_additions(device), **measure_disk(folder)}
+    if device.type == "cpu":
+        moments.append(_look(device))
+    values |= {**measure_libraries(), **_device_rates(device, moments)}
     free = available_bytes()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was measured with is free again
@@ -67,16 +73,34 @@ def measure(disk_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     }
 
 
-def _measure_device(device: torch.device) -> dict[str, float]:
-    """What products and memory-bound operations reach inside a block, and what launching an operation takes."""
-    wide, narrow = _matmul_flops(device, torch.float32), _matmul_flops(device, torch.bfloat16)
+@dataclass(frozen=True)
+class _Moment:
+    """What products, memory-bound operations and launching an operation reached alone, and what a block took."""
+
+    alone: Mapping[str, float]
+    block_seconds: float
+
+
+def _look(device: torch.device) -> _Moment:
     alone = {
-        "matmul_flops": narrow if device.type == "cuda" else wide,
+        "matmul_flops": _matmul_flops(device, torch.bfloat16 if device.type == "cuda" else torch.float32),
         "device_bandwidth": _elementwise_rate(device),
         "kernel_seconds": _kernel_seconds(device),
     }
-    reached = reached_rates(device, alone)
-    return {**reached, "matmul_flops": reached["matmul_flops"] if device.type == "cuda" else narrow, "fp32_flops": wide}
+    return _Moment(alone, block_seconds(device))
+
+
+def _device_rates(device: torch.device, moments: Sequence[_Moment]) -> dict[str, float]:
+    """What all of them reach inside a block, by the medians of these moments."""
+    alone = {name: statistics.median(moment.alone[name] for moment in moments) for name in moments[0].alone}
+    reached = reached_rates(device, alone, statistics.median(moment.block_seconds for moment in moments))
+    if device.type == "cuda":
+        return {**reached, "fp32_flops": _matmul_flops(device, torch.float32)}
+    return {
+        **reached,
+        "matmul_flops": _matmul_flops(device, torch.bfloat16),
+        "fp32_flops": reached["matmul_flops"],
+    }
 
 
 def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
