@@ -101,7 +101,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
 def test_this_machine_is_measured_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(disk, "FILE_BYTES", 64 << 20)
-    monkeypatch.setattr(timing, "SUSTAINED_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SUSTAINED_SECONDS", {"cuda": 0.0, "cpu": 0.0})
     alone: dict[str, float] = {}
     reached: dict[str, float] = {}
 
@@ -138,8 +138,10 @@ def test_a_disturbance_at_one_moment_does_not_count(monkeypatch: pytest.MonkeyPa
     cpu = torch.device("cpu")
     monkeypatch.setattr(measuring, "_matmul_flops", lambda device, dtype: 1e9)
     quiet = measuring._Moment({"matmul_flops": 2e11, "device_bandwidth": 2e10, "kernel_seconds": 3e-5}, 0.04)
+    fast = measuring._Moment({"matmul_flops": 3e11, "device_bandwidth": 3e10, "kernel_seconds": 2e-5}, 0.03)
     busy = measuring._Moment({"matmul_flops": 2e10, "device_bandwidth": 2e9, "kernel_seconds": 3e-4}, 0.4)
-    assert measuring._device_rates(cpu, [quiet, busy, quiet]) == measuring._device_rates(cpu, [quiet])
+    for moments in ([quiet, busy, quiet], [busy, quiet, quiet], [busy, quiet, fast]):
+        assert measuring._device_rates(cpu, moments) == measuring._device_rates(cpu, [quiet])
     assert measuring._device_rates(cpu, [busy]) != measuring._device_rates(cpu, [quiet])
 
 

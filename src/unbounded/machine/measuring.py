@@ -1,7 +1,7 @@
 """Measures each rate of this machine with the work that training does: the fastest of a few repetitions.
 
-What a CPU computes with is measured at three moments, seconds apart, of which the median counts: most of a step depends
-on it, and other programs on the machine may slow it down for a while.
+What a CPU computes with is measured at three moments, seconds apart, of which the middle one counts: most of a step
+depends on it, and other programs on the machine may slow it down for a while.
 
 Shapes are those of steps, not the ones that are fastest: products of a few thousand tokens with matrices of a few
 thousand rows, forwards and backwards; elementwise operations over tensors that no cache holds; both as far as a whole
@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -91,9 +90,9 @@ def _look(device: torch.device) -> _Moment:
 
 
 def _device_rates(device: torch.device, moments: Sequence[_Moment]) -> dict[str, float]:
-    """What all of them reach inside a block, by the medians of these moments."""
-    alone = {name: statistics.median(moment.alone[name] for moment in moments) for name in moments[0].alone}
-    reached = reached_rates(device, alone, statistics.median(moment.block_seconds for moment in moments))
+    """What all of them reach inside a block. Of these moments the one counts that is the median by what a block took."""
+    moment = sorted(moments, key=lambda moment: moment.block_seconds)[len(moments) // 2]
+    reached = reached_rates(device, dict(moment.alone), moment.block_seconds)
     if device.type == "cuda":
         return {**reached, "fp32_flops": _matmul_flops(device, torch.float32)}
     return {
