@@ -90,7 +90,7 @@ def _look(device: torch.device) -> _Moment:
 
 
 def _device_rates(device: torch.device, moments: Sequence[_Moment]) -> dict[str, float]:
-    """What all of them reach inside a block. Of these moments the one counts that is the median by what a block took."""
+    """What all of them reach inside a block. Of these moments the one counts in which a block took the median time."""
     moment = sorted(moments, key=lambda moment: moment.block_seconds)[len(moments) // 2]
     reached = reached_rates(device, dict(moment.alone), moment.block_seconds)
     if device.type == "cuda":
