@@ -50,6 +50,7 @@ HOST = {"weights": "host", "optimizer": "host"}
 STEP, MEMORY, STEADY = 0.15, 0.05, 0.1
 RATES = ("device_bandwidth", "host_bandwidth", "host_thread_rate")
 DISK_RATES = ("disk_read", "disk_write")
+SETTLED = 12  # steps, where the engine tries how many units to update in two parts: the last half is timed
 WARM_STEPS = 2  # at least so many are not timed, if there are more
 # glibc and mimalloc give back what is freed, and processes take much longer.
 NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MIMALLOC_PURGE_DELAY": "0"}
@@ -81,15 +82,15 @@ GPU = {
     "1.3b-disk": Case("1.3b", 8, plan={"optimizer": "disk"}, steps=4),
     "3b-4k": Case("3b", 2),
     "3b-16k": Case("3b", 8),
-    "3b-15gib": Case("3b", 8, plan={"device_bytes": "15GiB"}),
-    "3b-host-in-4": Case("3b", 2, accumulate=4, plan=HOST),
+    "3b-15gib": Case("3b", 8, plan={"device_bytes": "15GiB"}, steps=SETTLED),
+    "3b-host-in-4": Case("3b", 2, accumulate=4, plan=HOST, steps=SETTLED),
     "3b-compact": Case("3b", 8, plan={**HOST, "optimizer_format": "compact"}),
     "7b-4k": Case("7b", 2),
     "7b-16k": Case("7b", 8),
-    "7b-24gib": Case("7b", 8, plan={"device_bytes": "24GiB"}),
+    "7b-24gib": Case("7b", 8, plan={"device_bytes": "24GiB"}, steps=SETTLED),
     "7b-24gib-early": Case("7b", 8, plan={"device_bytes": "24GiB"}, steps=14, early=True),
     "7b-lora": Case("7b", 4, lora=True),
-    "13b-4k": Case("13b", 2, steps=4),
+    "13b-4k": Case("13b", 2, steps=SETTLED),
     "13b-lora-24gib": Case("13b", 2, lora=True, plan={"device_bytes": "24GiB"}, steps=4),
     "22b-2k": Case("22b", 1, steps=3),  # half a minute each; what blocks keep has settled in the third
     "70b-lora": Case("70b", 4, lora=True, steps=3),
