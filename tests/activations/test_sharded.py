@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -171,6 +172,34 @@ def test_removed_policies_leave_the_engine_at_work() -> None:
     again = losses_of(model, optimizer)
     model, optimizer = shard_stack(make(Stack), weights="host")
     assert losses_of(model, optimizer) + losses_of(model, optimizer) == first + again
+
+
+def hooks_of(model: nn.Module) -> dict[str, dict[str, int]]:
+    """How many entries each dict of hooks has, and which attributes a module has, by module."""
+    kinds = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+    return {
+        name: {kind: len(getattr(module, kind)) for kind in kinds} | dict.fromkeys(vars(module), 0)
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("policy", [None, "keep", *POLICIES])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_an_unsharded_model_has_nothing_left_of_what_ran_it(policy: Any, place: str) -> None:
+    model = make(Stack)
+    before, adamw = hooks_of(model), torch.optim.AdamW(model.parameters())
+    plan = {"weights": place, "optimizer": place} | ({} if policy is None else {"activations": policy})
+    model, optimizer = unbounded.shard(model, adamw, plan)
+    if policy is None:
+        unbounded.checkpoint_activations(model, "recompute")
+    losses_of(model, optimizer)
+    states, tiers = weakref.ref(sharded(model)), weakref.ref(sharded(model).tiers)
+    unbounded.unshard(model)
+    del optimizer
+    gc.collect()
+    assert hooks_of(model) == before
+    assert states() is None
+    assert tiers() is None
 
 
 def test_activations_count_as_memory_of_the_host() -> None:

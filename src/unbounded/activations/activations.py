@@ -24,28 +24,50 @@ class Activations:
         self.blocks = blocks
         for block in blocks:
             block.attach()
-
-        def renew(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling():
-                for block in blocks:
-                    block.renew()
-                for headroom in {block.headroom for block in blocks if block.headroom is not None}:
-                    headroom.begin()
-
-        self._handle = model.register_forward_pre_hook(OwnHook(renew)) if blocks else None
+        self._handle = model.register_forward_pre_hook(_Renewal(self)) if blocks else None
 
     def remove(self) -> None:
         """Leaves the model as it was. Backwards still to come are not affected."""
-        for block in self.blocks:
+        self.leave_out(self.blocks)
+
+    def leave_out(self, blocks: Sequence[Checkpointed]) -> None:
+        """Removes the policies of these blocks."""
+        for block in blocks:
             block.detach()
             block.shelf.buffers.trim()
-        if self._handle is not None:
+        self.blocks = [block for block in self.blocks if block not in blocks]
+        if self._handle is not None and not self.blocks:
             self._handle.remove()
-        self.blocks, self._handle = [], None
+            self._handle = None
+
+    def renew(self) -> None:
+        """A forward of the model begins."""
+        for block in self.blocks:
+            block.renew()
+        for headroom in {block.headroom for block in self.blocks if block.headroom is not None}:
+            headroom.begin()
 
     def __repr__(self) -> str:
         counts = Counter(block.policy for block in self.blocks)
         return f"Activations({', '.join(f'{policy}: {count} blocks' for policy, count in counts.items())})"
+
+
+class _Renewal(OwnHook):
+    """The hook by which a model has its policies."""
+
+    def __init__(self, activations: Activations) -> None:
+        super().__init__(self._begin)
+        self.activations = activations
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.activations.renew()
+
+
+def activations_of(model: nn.Module) -> list[Activations]:
+    """The policies that were attached to a model and to parts of it."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return [hook.activations for hook in hooks if isinstance(hook, _Renewal)]
 
 
 def attach_policies(
@@ -84,8 +106,8 @@ def attach_policies(
                 'the activation policy is "host". Call model.gradient_checkpointing_disable() first.'
             )
         chosen = {}  # is recomputed anyway
-    for block in replaced:
-        block.detach()
+    for earlier in activations_of(model):
+        earlier.leave_out([block for block in earlier.blocks if block in replaced])
     num_auto = sum(policy == "auto" for policy in chosen.values())
     headroom = make_headroom(num_auto) if num_auto else None
     return Activations(

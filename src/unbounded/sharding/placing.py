@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from unbounded.activations.activations import activations_of
 from unbounded.activations.checkpointed import attached_to
 from unbounded.activations.tiled.heads import DeferredHeads
 from unbounded.errors import PlanError, StateError
@@ -240,7 +241,9 @@ def _unshard(model: nn.Module, state: Sharded) -> None:
             values |= {p: view.clone() for p, view in zip(unit.views.parameters, views, strict=True)}
             engine.gathering.release(unit)
     engine.raise_failures()
-    for block in attached_to(model):
+    for policies in activations_of(model):
+        policies.remove()
+    for block in attached_to(model):  # by policies of a model around this one
         block.detach()
     state.detach()
     for parameter, value in values.items():
