@@ -29,7 +29,7 @@ from tests.semantics.programs import (
     step,
     weights,
 )
-from unbounded.errors import PeerError, StateError
+from unbounded.errors import PeerError, StateError, UnboundedError
 
 
 def tiled() -> nn.Module:
@@ -464,6 +464,41 @@ def refused_steps(model: nn.Module, optimizer: Any) -> Any:
 @pytest.mark.parametrize("build", [Momentum, Codebook])
 def test_weights_that_a_forward_writes_are_kept_or_refused(ranks: Any, world: tuple[int, str, int], build: Any) -> None:
     compare(ranks, world, refused_steps if world[0] > 1 and world[2] == 3 else three_steps, build)
+
+
+class Renormalised(nn.Module):
+    """An embedding whose forward shortens the rows that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(64, 8, max_norm=0.5)
+        with torch.no_grad():
+            self.rows.weight.fill_(0.1)
+            self.rows.weight[:4] = 1.0  # too long
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x).square().sum()
+
+
+def shorten_rows_of_a_peer(rank: int, world_size: int) -> str:
+    """The rows that are too long belong to the first rank, and only the last one looks them up."""
+    model = Renormalised()
+    model, optimizer = unbounded.shard(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    first = 0 if rank == world_size - 1 else 40
+    try:
+        for _ in range(3):
+            model(torch.arange(first, first + 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except UnboundedError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def test_a_write_to_a_peers_part_of_a_weight_is_refused(ranks: Any) -> None:
+    other, writer = ranks(2, shorten_rows_of_a_peer)
+    assert writer.startswith("StateError: the forward has changed the parameter 'rows.weight'")
+    assert other.startswith("PeerError")
 
 
 def held_while_written(model: nn.Module, optimizer: Any) -> Any:
