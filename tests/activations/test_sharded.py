@@ -347,6 +347,41 @@ def test_a_cache_that_would_be_filled_twice_is_left_out_with_a_warning() -> None
     assert generated.shape == (1, 9)
 
 
+CACHING = {  # models whose blocks keep something else than keys and values, or call their cache otherwise
+    "Qwen3Next": {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    "Mamba": {"num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
+    "XLM": {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "dropout": 0.0, "attention_dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize("family", CACHING)
+def test_caches_of_other_kinds_are_left_out_too(family: str) -> None:
+    def losses(plan: dict[str, Any] | None) -> list[float]:
+        torch.manual_seed(1)
+        config = getattr(transformers, f"{family}Config")(hidden_size=32, vocab_size=17, **CACHING[family])
+        head = "XLMWithLMHeadModel" if family == "XLM" else f"{family}ForCausalLM"
+        model: Any = getattr(transformers, head)(config)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if plan is not None:
+            model, optimizer = unbounded.shard(model, optimizer, plan)
+        found = []
+        for step in range(2):
+            batch = tokens(step, rows=3, length=7)
+            loss = model(input_ids=batch, labels=batch, use_cache=True).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    transformers = pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert losses({"activations": "recompute"}) == pytest.approx(losses(None), rel=1e-6)
+
+
 def test_a_cache_that_blocks_are_given_by_position_is_left_out_too() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

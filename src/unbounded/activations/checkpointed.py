@@ -31,6 +31,7 @@ from unbounded.errors import StateError
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Checkpointed]] = weakref.WeakKeyDictionary()
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
+_MAYBE_CACHES = ("cache", "cache_params")  # names that other arguments have as well
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
@@ -119,12 +120,13 @@ class Checkpointed:
     def run(self, policy: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block so that only its inputs are kept, here or on the host; it runs again in the backward."""
         places = self._cache_places(args)
-        caches = [args[place] for place in places] + [kwargs[key] for key in _CACHES if kwargs.get(key) is not None]
+        keys = [key for key, value in kwargs.items() if _is_cache(key, value)]
+        caches = [args[place] for place in places] + [kwargs[key] for key in keys]
         if caches:
             if not self._leaves_out(caches):
                 return self.inner(*args, **kwargs)
             args = tuple(None if place in places else value for place, value in enumerate(args))
-            kwargs |= {key: None for key in _CACHES if key in kwargs}
+            kwargs |= dict.fromkeys(keys)
             kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         tensors, template = take_tensors((args, kwargs))
         # A parameter itself may hold no values, and torch keeps what is at its address.
@@ -162,7 +164,7 @@ class Checkpointed:
             return []
         names = list(inspect.signature(type(self.module).forward).parameters)[1:]
         pairs = zip(names, args, strict=False)
-        return [place for place, (name, value) in enumerate(pairs) if name in _CACHES and value is not None]
+        return [place for place, (name, value) in enumerate(pairs) if _is_cache(name, value)]
 
     def _leaves_out(self, caches: Sequence[Any]) -> bool:
         """Whether caches of keys and values are left out: empty ones, which two runs would fill twice."""
@@ -245,11 +247,22 @@ def _may_run_again(outputs: Any) -> bool:
     return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
+def _is_cache(name: str, value: Any) -> bool:
+    """Whether an argument of a block is where it keeps keys and values, or states, for later calls."""
+    if name in _MAYBE_CACHES:
+        return hasattr(value, "get_seq_length")
+    return name in _CACHES and value is not None
+
+
 def _is_filled(cache: Any, module: nn.Module) -> bool:
     if not hasattr(cache, "get_seq_length"):
         return True
     layer = next((inner.layer_idx for inner in module.modules() if hasattr(inner, "layer_idx")), 0)
-    return int(cache.get_seq_length(layer)) > 0
+    try:
+        return int(cache.get_seq_length(layer)) > 0
+    except ValueError:  # a layer that has states, or nothing, instead of keys and values
+        states = getattr(cache.layers[layer], "has_previous_state", False)
+        return any(states.values()) if isinstance(states, dict) else bool(states)
 
 
 def _no_change(module: nn.Module, args: Any) -> None:

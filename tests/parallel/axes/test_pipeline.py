@@ -309,3 +309,83 @@ def release(rank: int, size: int) -> list[bool]:
 
 def test_a_model_that_nobody_holds_is_freed(ranks: Any) -> None:
     assert ranks(2, release) == [[True] * 3] * 2
+
+
+class Sharing(nn.Module):
+    """Blocks of all stages have one layer in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bank = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(SharingBlock(bank) for _ in range(4))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class SharingBlock(nn.Module):
+    def __init__(self, bank: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.bank = nn.Linear(8, 8), bank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.bank(self.layer(x)))
+
+
+def share_a_layer(rank: int, size: int) -> list[float]:
+    torch.manual_seed(0)
+    model, batch = Sharing(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = unbounded.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"pipeline": size, "microbatches": 2}
+    )
+    pipe, seen = unbounded.pipeline(model, loss=lambda output, _: output.square().mean()), []
+    for _ in range(3):
+        expected = plain(batch).square().mean()
+        expected.backward()
+        seen.append(float(pipe(batch)) - float(expected.detach()))
+        for one in (other, optimizer):
+            one.step()
+            one.zero_grad()
+    return seen
+
+
+def test_a_layer_that_blocks_of_all_stages_share_is_trained(ranks: Any) -> None:
+    for differences in ranks(2, share_a_layer):
+        assert differences == pytest.approx([0.0] * 3, abs=1e-6)
+
+
+def generate_and_tune(rank: int, size: int) -> tuple[bool, float]:
+    """Whether tokens after padded prompts are those of the plain model, and by what the loss of prompt tuning differs
+    whose micro-batches have other numbers of labels."""
+    import peft
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 48, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+    plain = without_dropout(GPT2LMHeadModel(GPT2Config(**sizes)))
+    ids = torch.randint(3, 48, (4, 9))
+    mask = (torch.arange(9) >= torch.arange(4)[:, None]).long()
+    asked = {"max_new_tokens": 4, "do_sample": False, "use_cache": False, "attention_mask": mask, "pad_token_id": 0}
+    expected = plain.eval().generate(ids, **asked)
+    model, _ = unbounded.shard(copy.deepcopy(plain), None, {"pipeline": size})
+    is_same = torch.equal(model.eval().generate(ids, **asked), expected)
+
+    tuned = peft.get_peft_model(plain.train(), peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    labels = ids.clone()
+    labels[:2, 0] = labels[:2, 3:] = -100
+    loss = float(tuned(input_ids=ids, labels=labels).loss.detach())
+    tuned, _ = unbounded.shard(
+        tuned, torch.optim.SGD(filter(lambda p: p.requires_grad, tuned.parameters())), {"pipeline": size}
+    )
+    return is_same, float(unbounded.pipeline(tuned)(input_ids=ids, labels=labels)) - loss
+
+
+def test_padded_prompts_and_virtual_tokens_are_those_of_the_plain_model(ranks: Any) -> None:
+    for is_same, difference in ranks(2, generate_and_tune):
+        assert is_same
+        assert difference == pytest.approx(0.0, abs=1e-5)

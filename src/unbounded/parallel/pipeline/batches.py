@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unbounded.errors import StateError
-from unbounded.parallel.blocks import asked_loss
+from unbounded.parallel.blocks import asked_loss, unwrap
 from unbounded.parallel.same_batch import autocast_dtypes
 
 IGNORED = -100
@@ -107,9 +107,14 @@ def signature(micro: Micro) -> tuple[Any, ...]:
     return (*shapes, tuple(sorted(micro.kwargs)), switches, torch.is_grad_enabled(), *autocast_dtypes().items())
 
 
-def shifts_labels(base: nn.Module) -> bool:
-    """Whether a model's loss compares every label with the token before it."""
-    return asked_loss(base) == "ForCausalLMLoss"
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model's loss compares every label with the token before it, so that the first one is not counted.
+
+    It is where peft puts virtual tokens before a row's own (prompt tuning, p-tuning).
+    """
+    adapter: Any = getattr(model, "active_peft_config", None)
+    prepends = getattr(adapter, "is_prompt_learning", False) and adapter.peft_type != "PREFIX_TUNING"
+    return asked_loss(unwrap(model)) == "ForCausalLMLoss" and not prepends
 
 
 def find_argument(model: nn.Module, name: str) -> int | None:

@@ -13,6 +13,7 @@ Whatever else another stage has is NaN here, so that code which uses it cannot g
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -249,6 +250,8 @@ class HollowModel:
                 return leaving(*args, **kwargs)
             return self.answer(leaving, args, kwargs)
 
+        # generate() asks what a forward takes, and gives only that: positions among it.
+        called.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         return called
 
     # -- buffers -------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Pipeline:
         self.exchange = StageExchange(axis, device) if axis.size > 1 else None
         self._talk = axis.lane("batches", "gloo")  # what every rank is about to run
         self._base = unwrap(model)
-        self._shifts = batches.shifts_labels(self._base)
+        self._shifts = batches.shifts_labels(model)
         self._without_cache = batches.find_argument(self._base, "use_cache") is not None
         self._place = batches.find_argument(self._base, "labels")
         self._templates: dict[tuple[Any, ...], Template] = {}

@@ -65,8 +65,8 @@ def cut_model(model: nn.Module, num_ranks: int, chunks: int) -> Cutting:
     bounds = balance(costs, num_stages, first=first, last=last)
     cutting = Cutting(tuple(stacks), tuple(bounds), num_ranks)
     for index, block in enumerate(blocks):
-        ranks = frozenset([cutting.rank_of(index)])
-        cutting.homes.update(dict.fromkeys(block.modules(), ranks))
+        for module in block.modules():  # which blocks of several ranks may share
+            cutting.homes[module] = cutting.homes.get(module, frozenset()) | {cutting.rank_of(index)}
     for module, block_index in homes.items():
         cutting.homes[module] = frozenset([cutting.rank_of(block_index)])
     return cutting
