@@ -7,7 +7,7 @@ of them in one collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,17 @@ def _spread(gradient: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     return whole
 
 
-def attach_sum(block: nn.Module, partials: Sequence[Partial], site: LayerSite) -> Detach:
-    """Sums the gradients of `partials` in one collective while `block` runs."""
+def attach_sum(
+    block: nn.Module,
+    partials: Sequence[Partial],
+    site: LayerSite,
+    is_part: Callable[[tuple[Any, ...]], bool] = lambda args: True,
+) -> Detach:
+    """Sums the gradients of `partials` in one collective while `block` runs, on arguments of which this is a part."""
 
-    def before(*_: Any) -> None:
+    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+        if not is_part(args):
+            return
         held = [partial.holder._parameters[partial.attribute] for partial in partials]
         wanted = [i for i, parameter in enumerate(held) if parameter is not None and parameter.requires_grad]
         if not wanted or not torch.is_grad_enabled():

@@ -247,3 +247,55 @@ def call_decoder(rank: int, size: int, family: str) -> list[str]:
 def test_a_model_inside_may_be_called_after_blocks_were_recomputed(ranks: Any) -> None:
     """As `peft` does to generate: nothing that happens when the whole model is called has happened then."""
     assert ranks(2, call_decoder, "llama") == [[], []]
+
+
+class Rectified(nn.Module):
+    """Blocks with a trained activation between the layers that are cut, and one after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RectifiedBlock() for _ in range(2))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class RectifiedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+        self.inside, self.after = nn.PReLU(), nn.PReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.after(self.down(self.inside(self.up(self.norm(x)))))
+
+
+def rectify(rank: int, size: int, activations: str, sequence: bool) -> dict[str, float]:
+    """By how much each parameter differs from those of the plain model after three steps."""
+    torch.manual_seed(0)
+    plain = Rectified()
+    model, batch = copy.deepcopy(plain), torch.randn(2, 8, 16)
+    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    plan = {"tensor": size, "styles": (("blocks.*.up", "column"), ("blocks.*.down", "row")), "activations": activations}
+    model, optimizer = unbounded.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), {**plan, "sequence": sequence}
+    )
+    for _ in range(3):
+        for one, steps in ((plain, other), (model, optimizer)):
+            one(batch).square().mean().backward()
+            steps.step()
+            steps.zero_grad()
+    found = model.state_dict()
+    return {name: float((found[name] - value).abs().max()) for name, value in plain.state_dict().items()}
+
+
+@pytest.mark.parametrize(("activations", "sequence"), [("keep", False), ("recompute", False), ("keep", True)])
+def test_trained_activations_between_layers_that_are_cut_get_whole_gradients(
+    ranks: Any, activations: str, sequence: bool
+) -> None:
+    for differences in ranks(2, rectify, activations, sequence):
+        assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-6)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +29,8 @@ from unbounded.parallel.tensor.style_trial import Trial
 from unbounded.parallel.tensor.styles import Kind, Pairs
 from unbounded.ranks.axis import Axis
 from unbounded.ranks.cut import Cut
+
+_ACTIVATIONS = ("activation", "activations")  # modules of torch and of transformers that define them
 
 
 class TensorParallel:
@@ -82,6 +86,7 @@ class TensorParallel:
         """Lets the layers compute with the parts."""
         self._attach_layers()
         self._attach_sums()
+        self._attach_activations()
         self._attach_dropouts()
         handle = self.model.register_forward_pre_hook(lambda *_: self.scene.begin())
         self._detaches.append(handle.remove)
@@ -191,10 +196,28 @@ class TensorParallel:
         for name, holder, attribute in self._partial_places():
             parameter = holder._parameters.get(attribute)
             if parameter is not None:
-                partial = Partial(holder, attribute, self.cuts.get(id(parameter)))
-                by_block.setdefault(self._block_of(name, holder), {})[id(parameter)] = partial
+                place = Partial(holder, attribute, self.cuts.get(id(parameter)))
+                by_block.setdefault(self._block_of(name, holder), {})[id(parameter)] = place
         for block, partials in by_block.items():
             self._detaches.append(attach_sum(block, list(partials.values()), self._site(block)))
+
+    def _attach_activations(self) -> None:
+        """Activations with weights of their own (PReLU) see the features that this rank has."""
+        known = {(holder, attribute) for _, holder, attribute in self._partial_places()}
+        regions: dict[str, set[int]] = {}
+        for layer in self._columns():
+            cut = layer.cuts[layers.adapted_layers(layer.module)[0], "weight"]
+            width = cut.local_shape[cut.dim]
+            regions.setdefault(self._region(layer), set()).update((width, width // (layer.style.sections or 1)))
+        for name, widths in regions.items():
+            for module in filter(_is_activation, self.names[name].modules()):
+                partials = [
+                    Partial(module, attribute, None)
+                    for attribute in module._parameters
+                    if (module, attribute) not in known
+                ]
+                has_part = partial(_has_width, frozenset(widths))
+                self._detaches.append(attach_sum(module, partials, self._site(module), has_part))
 
     def _partial_places(self) -> Iterator[tuple[str, nn.Module, str]]:
         for layer in self.layers:
@@ -221,6 +244,16 @@ class TensorParallel:
         whole = [self.base] if any(layer.module not in inside for layer in cut) else []
         for module in dict.fromkeys([*self._blocks, *around, *whole]):
             self._detaches.append(attach_dropout(module, self.scene))
+
+
+def _has_width(widths: frozenset[int], args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.dim() and arg.shape[-1] in widths for arg in args)
+
+
+def _is_activation(module: nn.Module) -> bool:
+    """Whether a module treats every feature alike, with trained weights."""
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and bool(module._parameters) and type(module).__module__.rpartition(".")[2] in _ACTIVATIONS
 
 
 def _is_called(module: nn.Module) -> bool:
