@@ -194,6 +194,60 @@ def test_a_callback_that_averages_weights_resumes_with_both(tmp_path: Path) -> N
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+class HookedNet(Net):
+    """Its hooks look at the weights in a checkpoint, and change some of them or add others."""
+
+    def __init__(self, saves: str, loads: str) -> None:
+        super().__init__()
+        self.saves, self.loads, self.strict_loading = saves, loads, False
+        self.was_read = 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_read += 1
+        return super().state_dict(*args, **kwargs)
+
+    def _edit(self, checkpoint: dict[str, Any], how: str) -> None:
+        weights = checkpoint["state_dict"]
+        if how == "all":
+            checkpoint["state_dict"] = {name: value * 0.5 for name, value in weights.items()}
+        elif how == "one":
+            weights["first.weight"] = weights["first.weight"] + 1
+        elif how == "more":
+            weights["teacher"] = torch.ones(2)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._edit(checkpoint, self.saves)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._edit(checkpoint, self.loads)
+
+
+def hooked(rank: int, world_size: int, folder: str, saves: str, loads: str) -> Any:
+    """The losses of a run and of the one that resumes from it, and how often ours gathered weights."""
+    import unbounded.lightning  # noqa: F401
+
+    warnings.simplefilter("ignore")
+    found = []
+    with launched(rank, world_size):
+        for name in ("ddp" if world_size > 1 else "auto", "unbounded"):
+            nets = [HookedNet(saves, loads), HookedNet(saves, loads)]
+            for net, checkpoint in zip(nets, (None, f"{folder}/{name}/step=2.ckpt"), strict=True):
+                trainer = make_trainer(f"{folder}/{name}", world_size, name, num_sanity_val_steps=0)
+                trainer.fit(net, loader(rank), loader(rank), ckpt_path=checkpoint)
+            found.append([*nets[0].seen, *nets[1].seen])
+    return found, nets[0].was_read, nets[1].was_read
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("saves", "loads"), [("", ""), ("all", ""), ("", "all"), ("one", "one"), ("more", "more")])
+def test_hooks_that_change_the_weights_in_a_checkpoint_are_heeded(
+    ranks: Any, tmp_path: Path, world_size: int, saves: str, loads: str
+) -> None:
+    for (plain, ours), *was_read in ranks(world_size, hooked, str(tmp_path), saves, loads):
+        assert ours == pytest.approx(plain, rel=1e-5)
+        assert saves or loads or was_read == [0, 0]
+
+
 def test_layers_are_synchronised_over_ranks_as_the_trainer_was_asked(tmp_path: Path) -> None:
     import unbounded.lightning
 

@@ -6,6 +6,7 @@ the whole step. A checkpoint is one of our folders; what else Lightning needs is
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,43 @@ class EnginePrecision(Precision):
         refuse_clipping_by_value()
 
 
-class _Streamed(dict[str, Any]):
-    """Stands for the weights in Lightning's checkpoint: they go from their tiers into the checkpoint's folder."""
+class _Streamed(MutableMapping[str, Any]):
+    """Stands for the weights in Lightning's checkpoint: they go from their tiers into the checkpoint's folder.
+
+    They are gathered if a hook looks at them, on all ranks then. What it puts there is kept, as in a plain checkpoint.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._before: dict[str, Any] | None = None
+        self._values: dict[str, Any] = {}
+
+    def _gathered(self) -> dict[str, Any]:
+        if self._before is None:
+            self._before = dict(self._module.state_dict())
+            self._values = dict(self._before)
+        return self._values
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a hook has put in other values. What it has left out is in the folder all the same."""
+        before = self._before or {}
+        return any(key not in before or value is not before[key] for key, value in self._values.items())
+
+    def __getitem__(self, key: str) -> Any:
+        return self._gathered()[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._gathered()[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._gathered()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._gathered())
+
+    def __len__(self) -> int:
+        return len(self._gathered())
 
 
 class UnboundedStrategy(DDPStrategy):
@@ -139,8 +175,8 @@ class UnboundedStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return _Streamed()
+    def lightning_module_state_dict(self) -> MutableMapping[str, Any]:  # type: ignore[override]
+        return _Streamed(self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The small part: the states go from their tiers into the checkpoint's folder."""
@@ -155,8 +191,9 @@ class UnboundedStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         with_states = "optimizer_states" in checkpoint
-        moved = [key for key, value in checkpoint.items() if isinstance(value, _Streamed) and key != "state_dict"]
-        rest = as_plain(checkpoint | {key: module.state_dict() for key in moved})
+        streamed = {key: value for key, value in checkpoint.items() if isinstance(value, _Streamed)}
+        whole = {key: value for key, value in streamed.items() if key != "state_dict" or value.is_changed}
+        rest = as_plain(checkpoint | {key: {} for key in streamed} | whole)
         save(filepath, module, sharded(module).optimizer if with_states else None, lightning=rest)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -175,11 +212,12 @@ class UnboundedStrategy(DDPStrategy):
                 "out ckpt_path, and call unbounded.load(folder, self, self.trainer.strategy.optimizers[0]) in the "
                 "module's on_fit_start."
             )
-        return found  # type: ignore[no-any-return]
+        return found | {"state_dict": found.get("state_dict") or _Streamed(module)}  # type: ignore[no-any-return]
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if checkpoint["state_dict"]:
-            super().load_model_state_dict(checkpoint, strict)
+        values = checkpoint["state_dict"]
+        if not isinstance(values, _Streamed) or values.is_changed:
+            super().load_model_state_dict({**checkpoint, "state_dict": dict(values)}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """All ranks call this. States that another strategy saved are whole: `shard` takes them over."""
