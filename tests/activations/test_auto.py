@@ -127,6 +127,13 @@ def test_a_policy_of_ones_own_replaces_auto() -> None:
     assert counts(some) == {"auto": 2, "host": 1}
     with pytest.raises(PlanError, match="already has the activation policy 'recompute'"):
         unbounded.checkpoint_activations(model, "host")
+    part, optimizer = shard_stack(make(Stack))
+    expected = losses_of(*shard_stack(make(Stack)))
+    handle = unbounded.checkpoint_activations(part.blocks, "recompute", [part.blocks[2]])
+    assert counts(part) == {"auto": 3, "recompute": 1}
+    assert losses_of(part, optimizer) == expected
+    handle.remove()
+    assert part.blocks[2].__dict__.get("_compiled_call_impl") is None  # nor is "auto" below it
     early = make(Stack)
     unbounded.checkpoint_activations(early, "host")
     early, _ = shard_stack(early)

@@ -108,6 +108,8 @@ def attach_policies(
         chosen = {}  # is recomputed anyway
     for earlier in activations_of(model):
         earlier.leave_out([block for block in earlier.blocks if block in replaced])
+    for block in replaced:  # by policies of a model around this one
+        block.detach()
     num_auto = sum(policy == "auto" for policy in chosen.values())
     headroom = make_headroom(num_auto) if num_auto else None
     return Activations(

@@ -82,7 +82,7 @@ class Checkpointed:
 
     def detach(self) -> None:
         """Removes the policy. Calls between their forward and their backward are still recomputed."""
-        if self._module() is None:
+        if self._module() is None or not self._is_attached:
             return
         if self._is_wrapped():
             del self.module.__dict__["_compiled_call_impl"]

@@ -217,7 +217,7 @@ class UnboundedStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         values = checkpoint["state_dict"]
         if not isinstance(values, _Streamed) or values.is_changed:
-            super().load_model_state_dict({**checkpoint, "state_dict": dict(values)}, strict)
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """All ranks call this. States that another strategy saved are whole: `shard` takes them over."""

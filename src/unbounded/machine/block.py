@@ -31,20 +31,23 @@ LEAST_TIMES = 0.5
 
 def block_seconds(device: torch.device) -> float:
     """What the forward and backward of a block take."""
-    shape, (rows, sequence) = (_GPU, _GPU_ROWS) if device.type == "cuda" else (_CPU, _CPU_ROWS)
-    return _measured(shape, rows, sequence, device)
+    return _measured(*_sizes(device), device)
 
 
 def reached_rates(device: torch.device, alone: dict[str, float], taken: float) -> dict[str, float]:
     """The "matmul_flops", "device_bandwidth" and "kernel_seconds" of a block that took so many seconds, from those of
     operations `alone`."""
-    is_gpu = device.type == "cuda"
-    shape, (rows, sequence) = (_GPU, _GPU_ROWS) if is_gpu else (_CPU, _CPU_ROWS)
+    is_gpu, (shape, rows, sequence) = device.type == "cuda", _sizes(device)
     whole = _modelled(shape, rows, sequence, alone, is_cpu=not is_gpu)
     if is_gpu:
         return {**alone, **{name: alone[name] * whole / taken for name in ("matmul_flops", "device_bandwidth")}}
     products = 2 * _modelled(shape, rows, sequence, _slowed(alone, 0.5), is_cpu=True) - whole
     return _slowed(alone, max(LEAST_TIMES, (taken - products) / (whole - products)))
+
+
+def _sizes(device: torch.device) -> tuple[Shape, int, int]:
+    """The block that is timed on such a device, and how many sequences of which length."""
+    return (_GPU, *_GPU_ROWS) if device.type == "cuda" else (_CPU, *_CPU_ROWS)
 
 
 def _slowed(rates: dict[str, float], times: float) -> dict[str, float]:

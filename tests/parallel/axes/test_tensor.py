@@ -250,11 +250,13 @@ def test_a_model_inside_may_be_called_after_blocks_were_recomputed(ranks: Any) -
 
 
 class Rectified(nn.Module):
-    """Blocks with a trained activation between the layers that are cut, and one after them."""
+    """Blocks with a trained activation between the layers that are cut, which they may share, and one after them."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(RectifiedBlock() for _ in range(2))
+        if shares:
+            self.blocks[1].inside = self.blocks[0].inside
         self.head = nn.Linear(16, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -274,10 +276,10 @@ class RectifiedBlock(nn.Module):
         return x + self.after(self.down(self.inside(self.up(self.norm(x)))))
 
 
-def rectify(rank: int, size: int, activations: str, sequence: bool) -> dict[str, float]:
+def rectify(rank: int, size: int, activations: str, sequence: bool, shares: bool) -> dict[str, float]:
     """By how much each parameter differs from those of the plain model after three steps."""
     torch.manual_seed(0)
-    plain = Rectified()
+    plain = Rectified(shares)
     model, batch = copy.deepcopy(plain), torch.randn(2, 8, 16)
     other = torch.optim.SGD(plain.parameters(), lr=0.5)
     plan = {"tensor": size, "styles": (("blocks.*.up", "column"), ("blocks.*.down", "row")), "activations": activations}
@@ -293,9 +295,10 @@ def rectify(rank: int, size: int, activations: str, sequence: bool) -> dict[str,
     return {name: float((found[name] - value).abs().max()) for name, value in plain.state_dict().items()}
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize(("activations", "sequence"), [("keep", False), ("recompute", False), ("keep", True)])
 def test_trained_activations_between_layers_that_are_cut_get_whole_gradients(
-    ranks: Any, activations: str, sequence: bool
+    ranks: Any, activations: str, sequence: bool, shares: bool
 ) -> None:
-    for differences in ranks(2, rectify, activations, sequence):
+    for differences in ranks(2, rectify, activations, sequence, shares):
         assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-6)

@@ -98,13 +98,18 @@ class SequenceBlocks:
                 for module in outside(block, seeing_all):
                     for attribute, parameter in module._parameters.items():
                         if id(parameter) not in cuts:
-                            yield self._names[module], module, attribute
+                            yield self._name_inside(block, module), module, attribute
                 for module in outside(block, self.whole):
                     layer = self._layers.get(module)
                     if layer is not None and layer.style.kind is Kind.ROW:
                         base = layers.adapted_layers(module)[0]
                         if "bias" in base._parameters:
                             yield self._names[base], base, "bias"
+
+    def _name_inside(self, block: nn.Module, module: nn.Module) -> str:
+        """A module's name in a block, which may share it with others."""
+        own, around = self._names[module], f"{self._names[block]}."
+        return own if own.startswith(around) else f"{around}{type(module).__name__}"
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

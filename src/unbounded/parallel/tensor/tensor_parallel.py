@@ -204,20 +204,15 @@ class TensorParallel:
     def _attach_activations(self) -> None:
         """Activations with weights of their own (PReLU) see the features that this rank has."""
         known = {(holder, attribute) for _, holder, attribute in self._partial_places()}
-        regions: dict[str, set[int]] = {}
+        widths: dict[nn.Module, set[int]] = {}  # of regions around each, which may have one in common
         for layer in self._columns():
             cut = layer.cuts[layers.adapted_layers(layer.module)[0], "weight"]
             width = cut.local_shape[cut.dim]
-            regions.setdefault(self._region(layer), set()).update((width, width // (layer.style.sections or 1)))
-        for name, widths in regions.items():
-            for module in filter(_is_activation, self.names[name].modules()):
-                partials = [
-                    Partial(module, attribute, None)
-                    for attribute in module._parameters
-                    if (module, attribute) not in known
-                ]
-                has_part = partial(_has_width, frozenset(widths))
-                self._detaches.append(attach_sum(module, partials, self._site(module), has_part))
+            for module in filter(_is_activation, self.names[self._region(layer)].modules()):
+                widths.setdefault(module, set()).update((width, width // layer.style.sections))
+        for module, parts in widths.items():
+            places = [Partial(module, name, None) for name in module._parameters if (module, name) not in known]
+            self._detaches.append(attach_sum(module, places, self._site(module), partial(_has_width, frozenset(parts))))
 
     def _partial_places(self) -> Iterator[tuple[str, nn.Module, str]]:
         for layer in self.layers:

@@ -10,7 +10,6 @@ forwards. A write that begins then is found late and is an error, since earlier 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
@@ -88,19 +87,23 @@ class Writes:
         if unit.engine.is_shown:
             _refuse_changed_parts(unit, slots)
             return  # full_params keeps what the buffer has at its end
-        if not unit.is_whole and before is not None and before.numel() == 1:  # peers' parts count too
-            if torch.equal(before, _fingerprint(unit.buffer)):
-                return
-            _refuse_partitioned(unit, slots)
-        if before is None or before.numel() != now.numel():
-            spans = [(slot.start, slot.stop) for slot in map(unit.layout.slots.__getitem__, slots)]
-            before = _weights_before(unit, spans, now) if unit.resident else fetch_owned(unit)
-        if not unit.resident and torch.equal(_bits(before), _bits(now)):
+        if not unit.is_whole and before is not None and before.numel() == 1:
+            is_changed = not torch.equal(before, _fingerprint(unit.buffer))  # in peers' parts too
+        else:
+            if before is None or before.numel() != now.numel():
+                spans = [(slot.start, slot.stop) for slot in map(unit.layout.slots.__getitem__, slots)]
+                before = _weights_before(unit, spans, now) if unit.resident else fetch_owned(unit)
+            is_changed = unit.resident or not torch.equal(_bits(before), _bits(now))
+        if not is_changed:
             return
         if unit.resident:
             unit.spoil_save(f"a forward has written to the weights of unit {unit.name!r}")
         if not unit.is_whole:
-            _refuse_partitioned(unit, slots)
+            raise StateError(
+                f"the forward has changed the parameter {unit.layout.slots[slots[0]].name!r} in place, which cannot be "
+                f"kept: it is partitioned over ranks and gathered again for every pass. Change it inside `with "
+                "unbounded.full_params(model):`, between steps or in a forward there, in the same way on every rank."
+            )
         self.store(unit, now, before)
         if unit in self._late and (not unit.resident or unit.has_master):
             raise StateError(
@@ -156,14 +159,6 @@ class Writes:
                 array.fetch(held, start).wait()
                 held = torch.where(changed.cpu(), fresh[name].cpu(), held)
                 array.evict(held, start).wait()
-
-
-def _refuse_partitioned(unit: Unit, slots: Sequence[int]) -> NoReturn:
-    raise StateError(
-        f"the forward has changed the parameter {unit.layout.slots[slots[0]].name!r} in place, which cannot be "
-        f"kept: it is partitioned over ranks and gathered again for every pass. Change it inside `with "
-        "unbounded.full_params(model):`, between steps or in a forward there, in the same way on every rank."
-    )
 
 
 def _refuse_changed_parts(unit: Unit, slots: Sequence[int]) -> None:
